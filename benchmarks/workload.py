@@ -1,0 +1,146 @@
+"""What is measured: task mixes, their records, and random backbones of a named shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+"""Token ids `[L]` int64 and which of them are labels `[L]` bool."""
+
+
+@dataclass(frozen=True)
+class TaskShape:
+    """One LoRA task of a mix.
+
+    Attributes:
+        name: Its name.
+        batch: Sequences of one step.
+        max_length: Where records are cut.
+        records: File name within the data directory; records are made up where there is none.
+    """
+
+    name: str
+    batch: int
+    max_length: int
+    records: str = ""
+
+    @property
+    def short(self) -> bool:
+        """Whether the task is one of the short ones that are also measured alone."""
+        return self.max_length <= 64
+
+
+RANK = 8
+LEARNING_RATE = 1e-3
+
+# The fixed mix of the CPU measurement: 8, 8, 4, 2 sequences of at most 64, 64, 128, 256 tokens.
+CPU_MIX = (
+    TaskShape("short-a", 8, 64, "movie.jsonl"),
+    TaskShape("short-b", 8, 64, "glosses.jsonl"),
+    TaskShape("medium", 4, 128, "dialogue.jsonl"),
+    TaskShape("long", 2, 256, "prose.jsonl"),
+)
+# Eight tasks on a GPU, 8 sequences each.
+GPU_MIX = tuple(TaskShape(f"task-{i}-{length}", 8, length) for i, length in enumerate((64, 64, 64, 128, 128, 128, 256, 256)))
+# To try the script out.
+TINY_MIX = (
+    TaskShape("short-a", 4, 16),
+    TaskShape("short-b", 4, 16),
+    TaskShape("medium", 2, 32),
+    TaskShape("long", 1, 64),
+)
+
+SHAPES: dict[str, dict[str, int | float | bool]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    "llama3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+}
+
+
+def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> None:
+    """A Hugging Face Llama directory of random weights, written layer by layer: host memory holds one layer.
+
+    Args:
+        shape: One of `SHAPES`.
+        directory: Where it goes; left alone if it is there already.
+        dtype: Of the weights.
+    """
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    index_path = directory / "model.safetensors.index.json"
+    if index_path.exists():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = dtype
+    with torch.device("meta"):
+        names = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
+    shards: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.split("layers.")[1].split(".")[0] if "layers." in name else "outside"
+        shards.setdefault(layer, []).append(name)
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    for i, members in enumerate(shards.values()):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _random_weight(name, names[name], dtype, generator) for name in members}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(members, file)
+    config.save_pretrained(directory)
+    index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if "norm" in name:
+        return torch.ones(*shape, dtype=dtype)
+    return torch.empty(*shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+
+
+def made_up_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list[Pair]:
+    """Random tokens; lengths spread evenly over [max/4, max], the second half of each record labelled."""
+    generator = torch.Generator().manual_seed(seed)
+    records: list[Pair] = []
+    for _ in range(count):
+        low = max(4, shape.max_length // 4)
+        length = int(torch.randint(low, shape.max_length + 1, (1,), generator=generator))
+        tokens = torch.randint(3, vocab, (length,), generator=generator)
+        labelled = torch.arange(length) >= length // 2
+        records.append((tokens, labelled))
+    return records
+
+
+def padding_share(steps: Sequence[Sequence[Pair]]) -> float:
+    """Share of a padded batch's positions that hold no token."""
+    real = sum(len(tokens) for step in steps for tokens, _ in step)
+    padded = sum(len(step) * max(len(tokens) for tokens, _ in step) for step in steps)
+    return 1 - real / padded
+
+
+def as_plain(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
+    """The mix as JSON."""
+    return [{"name": t.name, "sequences": t.batch, "max_length": t.max_length, "records": t.records} for t in mix]

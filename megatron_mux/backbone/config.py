@@ -1,0 +1,183 @@
+"""Reads config.json: every field is used, known to be without effect, checked, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_mux.backbone.family import Family
+from megatron_mux.backbone.shape import Rope
+from megatron_mux.errors import UserError
+
+_IGNORED = frozenset(
+    # What a checkpoint says about its making, its use for other things, and sampling.
+    """
+    _name_or_path _attn_implementation architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
+    classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
+    is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id prefix pretraining_tp
+    problem_type return_dict rope_interleaved summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vocab_size tie_word_embeddings
+    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_scores remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id suppress_tokens
+    temperature tf_legacy_loss top_k top_p typical_p
+    """.split()
+)
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "rope_interleaved": (False,),
+}
+
+_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "swish")
+
+
+def refuse(field: str, value: Any, supported: str) -> NoReturn:
+    """Refuse a config by the name of the field that asks for what is not done."""
+    raise UserError(problem(field, value, supported))
+
+
+def problem(field: str, value: Any, supported: str) -> str:
+    """The sentence that refuses a field."""
+    return f"The backbone's config.json asks for {field} = {json.dumps(value, default=str)}: supported is {supported}."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: It is not there, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object.")
+    return content
+
+
+def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Fill in the family's defaults as transformers does and check every field.
+
+    Args:
+        family: The family of `raw["model_type"]`.
+        raw: The content of config.json.
+        path: Of config.json, for messages.
+
+    Returns:
+        All fields.
+
+    Raises:
+        UserError: Fields that ask for what is not done, all of them.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[family.model_type].from_dict(dict(raw))
+        full: dict[str, Any] = config.to_dict()
+        # Some names are stored under another one (GPT-2's n_embd); both may be asked for.
+        full |= {name: getattr(config, name) for name in config.attribute_map}
+    except Exception as error:  # noqa: BLE001  transformers raises what its validators happen to raise
+        raise UserError(f"{path} is not a valid {family.model_type} config: {error}.") from None
+    problems = _problems(family, {**raw, **full}, raw)
+    if problems:
+        raise UserError(*problems)
+    return full
+
+
+def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
+    fields, problems = family.fields, []
+    for name, allowed in {**_FIXED, **fields.fixed}.items():
+        if name in full and full[name] not in allowed:
+            problems.append(problem(name, full[name], " or ".join(json.dumps(v) for v in allowed)))
+    known = _IGNORED | fields.used | fields.ignored | set(fields.fixed) | set(_FIXED)
+    for name, value in raw.items():
+        if name not in known and value not in (None, False, "", [], {}):
+            problems.append(
+                f"The backbone's config.json has {name} = {json.dumps(value, default=str)}, which is not known for "
+                f"model_type {family.model_type}: if it changes nothing that is computed, remove it."
+            )
+    return problems
+
+
+def activation(field: str, value: Any) -> str:
+    """Check the name of an activation function."""
+    if value not in _ACTIVATIONS:
+        refuse(field, value, ", ".join(_ACTIVATIONS))
+    return str(value)
+
+
+def head_dim(full: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """The config's head size, or the one that makes the heads as wide as the hidden states."""
+    if full.get("head_dim"):
+        return int(full["head_dim"])
+    if hidden % heads:
+        refuse("num_attention_heads", heads, f"a divisor of hidden_size {hidden}, or a head_dim")
+    return hidden // heads
+
+
+def divisible_heads(heads: int, kv_heads: int) -> None:
+    """Key-value heads must divide the heads."""
+    if kv_heads < 1 or heads % kv_heads:
+        refuse("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
+
+
+def rope(full: Mapping[str, Any]) -> Rope:
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    field, found = "rope_parameters", full.get("rope_parameters")
+    if not found:
+        field, scaling = "rope_scaling", full.get("rope_scaling") or {}
+        found = {"rope_theta": full.get("rope_theta", 10000.0), **scaling}
+    kind = found.get("rope_type", found.get("type", "default"))
+    partial = found.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
+    if float(partial) != 1.0:
+        refuse("partial_rotary_factor", partial, "1.0")
+    keys = {"default": (), "linear": ("factor",), "llama3": tuple(_LLAMA3)}.get(kind)
+    if keys is None:
+        refuse(field, found, "rope_type default, linear or llama3")
+    allowed = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings", *keys}
+    extra = sorted(name for name in found if name not in allowed and found[name] is not None)
+    missing = [name for name in keys if found.get(name) is None]
+    if extra or missing:
+        said = f"{', '.join(extra)} unknown" if extra else f"{', '.join(missing)} missing"
+        refuse(field, found, f"for rope_type {kind}: {', '.join(keys) or 'rope_theta alone'} ({said})")
+    values = {_LLAMA3[name]: found[name] for name in keys}
+    return Rope(theta=float(found.get("rope_theta", 10000.0)), kind=kind, **values)
+
+
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_positions",
+}
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id` may be one, several or none."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def windows_by_layer_type(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Windows of configs with `layer_types` (Qwen2, Qwen3)."""
+    window = full.get("sliding_window") if full.get("use_sliding_window") else None
+    types = full.get("layer_types") or ["full_attention"] * layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown or len(types) != layers:
+        refuse("layer_types", types, f"full_attention or sliding_attention for each of {layers} layers")
+    if window is None and "sliding_attention" in types:
+        refuse("layer_types", types, "sliding_attention only with use_sliding_window and a sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

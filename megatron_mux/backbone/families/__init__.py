@@ -1,0 +1,1 @@
+"""One mapping file for each family of Hugging Face checkpoints."""

@@ -1,0 +1,25 @@
+"""Mistral: Llama with a window over the latest positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_mux.backbone.families import _llama_like as like
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.shape import BackboneShape
+
+
+def _shape(full: Mapping[str, Any]) -> BackboneShape:
+    shape = like.shape(full)
+    window = full.get("sliding_window")
+    return replace(shape, windows=(window or None,) * shape.layers)
+
+
+FAMILY = Family(
+    model_type="mistral",
+    names=like.NAMES,
+    fields=Fields(used=like.USED | {"sliding_window"}, ignored=like.IGNORED),
+    shape=_shape,
+)

@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v, and windows on some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _llama_like as like
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.shape import BackboneShape
+
+
+def _shape(full: Mapping[str, Any]) -> BackboneShape:
+    shape = like.shape(full)
+    return replace(
+        shape,
+        biases={**shape.biases, "linear_qkv": True},
+        windows=read.windows_by_layer_type(full, shape.layers),
+    )
+
+
+FAMILY = Family(
+    model_type="qwen2",
+    names=like.NAMES,
+    fields=Fields(
+        used=like.USED | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+        ignored=like.IGNORED,
+        fixed={"use_mrope": (False,)},
+    ),
+    shape=_shape,
+)

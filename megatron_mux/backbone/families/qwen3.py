@@ -1,0 +1,35 @@
+"""Qwen3: Llama with queries and keys normalised head by head, and a head size of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _llama_like as like
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.shape import BackboneShape
+
+
+def _shape(full: Mapping[str, Any]) -> BackboneShape:
+    shape = like.shape(full)
+    attention = bool(full.get("attention_bias"))
+    return replace(
+        shape,
+        biases={**shape.biases, "linear_qkv": attention, "linear_proj": attention},
+        qk_norm=True,
+        windows=read.windows_by_layer_type(full, shape.layers),
+    )
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    names=like.QK_NORM_NAMES,
+    fields=Fields(
+        used=like.USED
+        | {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+        ignored=like.IGNORED,
+    ),
+    shape=_shape,
+)

@@ -1,0 +1,305 @@
+"""What a run leaves: per-task checkpoints that `peft` loads, named together by one atomic manifest.
+
+A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
+So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_mux.engine import Snapshot
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.plan import Plan
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TRAINING_STATE = "training_state.safetensors"
+_MANIFESTS = "manifests"
+_FORMAT = 1
+
+
+@dataclass
+class SavedTask:
+    """One task in a manifest.
+
+    Attributes:
+        name: The task.
+        step: Optimizer steps its checkpoint holds.
+        status: `running`, `finished`, `failed` or `removed` at that time.
+        reason: Why it failed, else empty.
+        checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
+        spec: The task as it was given, as plain data.
+    """
+
+    name: str
+    step: int
+    status: str
+    reason: str
+    checkpoint: str
+    spec: dict[str, Any]
+
+
+@dataclass
+class Manifest:
+    """One save: every task's checkpoint and the plan.
+
+    Attributes:
+        number: Saves of a run count from 1.
+        backbone: Fingerprint of the backbone.
+        tasks: In the order they were registered.
+        plan: The plan in force.
+        format: Version of this file's layout.
+    """
+
+    number: int
+    backbone: str
+    tasks: list[SavedTask]
+    plan: dict[str, Any]
+    format: int = _FORMAT
+
+
+@dataclass
+class TaskState:
+    """What is saved of one task.
+
+    Attributes:
+        entry: Its line in the manifest; `checkpoint` is filled in by `save`.
+        snapshot: Its state, or None to go on naming the checkpoint that `entry` names.
+        config: Content of `adapter_config.json`.
+    """
+
+    entry: SavedTask
+    snapshot: Snapshot | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    directory: Path, states: Sequence[TaskState], plan: Plan, backbone: str, keep: int | None = None
+) -> Manifest:
+    """Write checkpoints and then the manifest that names them. Called on rank 0 only.
+
+    Args:
+        directory: The run's directory.
+        states: Every task of the run.
+        plan: The plan in force.
+        backbone: Fingerprint of the backbone.
+        keep: Manifests to keep with their checkpoints; None keeps all.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: The disk is full or not writable; everything saved before stays as it was.
+    """
+    try:
+        previous = newest(directory)
+        for state in states:
+            if state.snapshot is not None:
+                state.entry.checkpoint = _write_checkpoint(directory, state, previous)
+        number = 1 + max((m for m, _ in _manifests(directory)), default=0)
+        manifest = Manifest(number, backbone, [state.entry for state in states], plan.to_json())
+        text = json.dumps(asdict(manifest), indent=1)
+        write_atomically(directory / _MANIFESTS / f"manifest-{number:08d}.json", text)
+        write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        if keep is not None:
+            _prune(directory, keep)
+    except OSError as error:
+        raise UserError(
+            f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was saved "
+            "before is complete; make room or choose another directory, and go on with --load."
+        ) from error
+    return manifest
+
+
+def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | None) -> str:
+    from safetensors.torch import save_file
+
+    entry, snapshot = state.entry, state.snapshot
+    assert snapshot is not None
+    relative = f"{entry.name}/checkpoint-{entry.step}"
+    named_before = {t.checkpoint for t in previous.tasks} if previous is not None else set()
+    final = directory / relative
+    if relative in named_before and final.is_dir():
+        return relative  # the task has not moved since
+    partial = directory / entry.name / f".partial-checkpoint-{entry.step}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
+        _save_tensors(save_file, snapshot.adapter, partial / ADAPTER_WEIGHTS)
+        training = {f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()}
+        training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
+        _save_tensors(save_file, training, partial / TRAINING_STATE, {"step": str(snapshot.step)})
+        _sync_directory(partial)
+        # Left by a run that was killed between renaming and writing its manifest.
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        _sync_directory(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return relative
+
+
+def _save_tensors(
+    save_file: Any, tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        save_file({k: t.contiguous() for k, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # it wraps what the operating system said
+        raise OSError(None, str(error), str(path)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def load(directory: Path, backbone: str) -> Manifest | None:
+    """The newest complete manifest of a run.
+
+    Args:
+        directory: The run's directory; may be empty or missing.
+        backbone: Fingerprint of the backbone that is to continue it.
+
+    Returns:
+        The manifest, or None when there is none.
+
+    Raises:
+        UserError: The run was made on another backbone, or by an unknown format.
+    """
+    manifest = newest(directory)
+    if manifest is not None and manifest.backbone != backbone:
+        raise UserError(
+            f"--load {directory}: these checkpoints were made on another backbone: give the --backbone they were "
+            "trained on, or start anew with another --save."
+        )
+    return manifest
+
+
+def newest(directory: Path) -> Manifest | None:
+    """The newest manifest whose checkpoints are all there, or None."""
+    for _, path in sorted(_manifests(directory), reverse=True):
+        try:
+            value = json.loads(path.read_text())
+            if value["format"] != _FORMAT:
+                raise UserError(f"{path}: written by another version of megatron-mux (format {value['format']})")
+            value["tasks"] = [SavedTask(**task) for task in value["tasks"]]
+            manifest = Manifest(**value)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+        if all(not t.checkpoint or (directory / t.checkpoint / ADAPTER_WEIGHTS).exists() for t in manifest.tasks):
+            return manifest
+    return None
+
+
+def load_task(directory: Path, entry: SavedTask) -> Snapshot:
+    """Read a task's checkpoint.
+
+    Raises:
+        UserError: A file is missing or unreadable.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = directory / entry.checkpoint
+    try:
+        adapter = load_file(folder / ADAPTER_WEIGHTS)
+        state = load_file(folder / TRAINING_STATE)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be read: {error}") from error
+    moments: dict[str, dict[str, Tensor]] = {}
+    extra: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        kind, key = name.split(".", 1)
+        if kind == "extra":
+            extra[key] = tensor
+        else:
+            moments.setdefault(key, {})[kind] = tensor
+    return Snapshot(entry.step, adapter, moments, extra)
+
+
+def refuse_used(directory: Path) -> None:
+    """Refuse to save into a run's directory that is not being continued.
+
+    Raises:
+        UserError: `directory` holds checkpoints already.
+    """
+    if next(iter(_manifests(directory)), None) is not None:
+        raise UserError(
+            f"--save {directory}: holds checkpoints of a run already: continue it with --load {directory}, or choose "
+            "another directory."
+        )
+
+
+def cut_metrics(directory: Path, manifest: Manifest) -> None:
+    """Drop the metrics lines beyond a manifest's steps, so that a continued run writes each step once."""
+    for entry in manifest.tasks:
+        path = directory / entry.name / "metrics.jsonl"
+        if not path.exists():
+            continue
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) <= entry.step]
+        if len(kept) != len(lines):
+            write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")  # a line that a kill left unfinished
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write, flush to disk, rename: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        _write(partial, text.encode())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _manifests(directory: Path) -> list[tuple[int, Path]]:
+    return [
+        (int(path.stem.split("-")[1]), path) for path in (directory / _MANIFESTS).glob("manifest-[0-9]*.json")
+    ]
+
+
+def _prune(directory: Path, keep: int) -> None:
+    """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
+    ordered = [path for _, path in sorted(_manifests(directory), reverse=True)]
+    named = [{task["checkpoint"] for task in json.loads(path.read_text())["tasks"]} for path in ordered]
+    kept = set().union(*named[:keep])
+    for path, checkpoints in zip(ordered[keep:], named[keep:], strict=True):
+        path.unlink()
+        for checkpoint in checkpoints - kept - {""}:
+            if not os.path.isabs(checkpoint):  # another run's is not ours to delete
+                shutil.rmtree(directory / checkpoint, ignore_errors=True)

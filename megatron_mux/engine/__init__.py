@@ -1,0 +1,7 @@
+"""Tasks come and go while the backbone trains: `Engine.register_tasks`, `Engine.step`, `Engine.remove_task`."""
+
+from megatron_mux.engine.engine import Engine, StepResult, Task
+from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.snapshot import Snapshot
+
+__all__ = ["Engine", "EvalResult", "Snapshot", "StepResult", "Task"]

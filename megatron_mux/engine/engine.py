@@ -1,0 +1,351 @@
+"""The engine: one `step()` is one optimizer step of every active task; tasks join and leave between steps.
+
+MuxTune section 3.2: adapters are registered on a live backbone; each task keeps its own optimizer, schedule,
+clipping, accumulation, data order and fate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.compute import BatchKey, TrainingCompute
+from megatron_mux.engine.evaluate import EvalResult, evaluate, tensors
+from megatron_mux.engine.optimize import TaskOptimizer, reduce_gradients, squared_norm
+from megatron_mux.engine.snapshot import Snapshot, gather
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.alignment import share_out
+from megatron_mux.fusion.plan import Plan, Policy, plan_for
+from megatron_mux.layout import MicroBatch
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.pipeline.execute import TimedAction, execute
+from megatron_mux.pipeline.template import one_f_one_b
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
+
+Status = Literal["running", "finished", "failed"]
+
+
+@dataclass
+class Task:
+    """What the engine needs to train one task.
+
+    Attributes:
+        spec: The validated task.
+        data: Its training records.
+        evaluation: Its held-out records, if any.
+        initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
+        resume: State to continue from; takes precedence over `initial`.
+    """
+
+    spec: TaskSpec
+    data: TaskDataset
+    evaluation: TaskDataset | None = None
+    initial: dict[str, Tensor] | None = None
+    resume: Snapshot | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step of one task gave.
+
+    Attributes:
+        step: Optimizer steps done, this one included (a failed step is not counted).
+        total_steps: Steps the task runs for.
+        loss: Mean over the labelled tokens of the whole batch.
+        grad_norm: Norm of the adapter's gradient before clipping, over all ranks.
+        learning_rate: The rate this step used.
+        tokens: Tokens of the batch, none of them padding.
+        status: `failed` if the loss or the gradient was not finite: the adapter is as before the step.
+        reason: Why it failed, else empty.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    status: Status
+    reason: str = ""
+
+
+@dataclass
+class _Running:
+    """A registered task."""
+
+    task: Task
+    adapter: TaskAdapter
+    optimizer: TaskOptimizer
+    sampler: Sampler
+    total_steps: int
+    step: int = 0
+    status: Status = "running"
+
+    @property
+    def position_offset(self) -> int:
+        """Virtual tokens in front of every sequence (prefix tuning)."""
+        return int(getattr(self.task.spec.adapter, "num_virtual_tokens", 0))
+
+
+class Engine:
+    """Trains the registered tasks on one backbone.
+
+    Args:
+        backbone: This rank's part of the frozen backbone.
+        parallel: Where this rank stands.
+        policy: How tasks share a step (design: `--mux-policy`).
+        micro_batches: Micro-batches of a bucket; see `plan_for`.
+    """
+
+    def __init__(
+        self, backbone: Backbone, parallel: Parallel, policy: Policy = "spatial", micro_batches: int | None = None
+    ) -> None:
+        self.backbone = backbone
+        self.parallel = parallel
+        self.policy: Policy = policy
+        self.micro_batches = micro_batches
+        self.adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+        self.communicator = Communicator.between_stages(parallel)
+        self._running: dict[str, _Running] = {}
+
+    # -- tasks come and go
+
+    def register_tasks(self, tasks: Sequence[Task]) -> None:
+        """Attach the adapters of `tasks` (MuxTune section 3.2); they take part from the next step on.
+
+        Every rank calls it with the same tasks in the same order.
+
+        Raises:
+            UserError: A name is taken, or an initial adapter does not match the task or the backbone. Nothing of
+                `tasks` is registered then.
+        """
+        done: list[str] = []
+        try:
+            for task in tasks:
+                self._register(task)
+                done.append(task.spec.name)
+        except BaseException:
+            for name in done:
+                self.remove_task(name)
+            raise
+
+    def _register(self, task: Task) -> None:
+        spec = task.spec
+        if spec.name in self._running:
+            raise UserError(f"task {spec.name!r} is registered already: give the new task another name")
+        sampler = Sampler(len(task.data), spec.sequences_per_step, spec.training.seed, spec.data.shuffle)
+        total = spec.total_steps(len(task.data))
+        initial = task.resume.adapter if task.resume is not None else task.initial
+        adapter = self.adapters.add(spec, total, initial)
+        optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
+        running = _Running(task, adapter, optimizer, sampler, total)
+        if task.resume is not None:
+            running.step = task.resume.step
+            optimizer.load_state(task.resume.moments, task.resume.step)
+            adapter.load_state(task.resume.extra)
+            if running.step >= total:
+                running.status = "finished"
+        self._running[spec.name] = running
+
+    def remove_task(self, name: str) -> None:
+        """Detach a task's adapter; the others and the backbone are untouched.
+
+        Raises:
+            KeyError: No task of that name is registered.
+        """
+        del self._running[name]
+        self.adapters.remove(name)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Registered tasks, finished and failed ones included until they are removed."""
+        return tuple(self._running)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Tasks that still have steps to do."""
+        return tuple(name for name, running in self._running.items() if running.status == "running")
+
+    def task(self, name: str) -> Task:
+        """A registered task."""
+        return self._running[name].task
+
+    def progress(self, name: str) -> tuple[int, int, Status]:
+        """Steps done, steps in total, status."""
+        running = self._running[name]
+        return running.step, running.total_steps, running.status
+
+    @property
+    def plan(self) -> Plan:
+        """How the next step is computed; follows from the active tasks and the policy.
+
+        Tasks that share a step are ordered by name, so that the order in which they joined (it differs after a
+        resume) does not change a single rounding.
+        """
+        names = self.active if self.policy == "serial" else sorted(self.active)
+        accumulation = {n: self._running[n].task.spec.training.gradient_accumulation_steps for n in names}
+        return plan_for(self.policy, accumulation, self.parallel.pp_size, self.micro_batches)
+
+    # -- one step
+
+    def step(self, timer: Callable[[TimedAction], None] | None = None) -> dict[str, StepResult]:
+        """One optimizer step of every task of the plan.
+
+        Args:
+            timer: Called with each action of this stage as it is done, for pictures of the schedule.
+
+        Returns:
+            A result per task; empty when no task is active.
+        """
+        plan = self.plan
+        names = plan.tasks
+        if not names:
+            return {}
+        batches, tokens = self._micro_batches(plan)
+        compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
+        counts = [sum(1 for b, _ in batches if b == i) for i in range(len(plan.buckets))]
+        actions = one_f_one_b(self.parallel.pp_rank, self.parallel.pp_size, counts)
+        execute(actions, compute, self.communicator, self.backbone.dtype, timer)
+        losses, norms = self._statistics(names, compute.losses)
+        return {name: self._finish(name, losses[i], norms[i], tokens[name]) for i, name in enumerate(names)}
+
+    def _finish(self, name: str, loss: float, norm: float, tokens: int) -> StepResult:
+        """Let one task's optimizer step, or stop the task."""
+        running = self._running[name]
+        rate = running.optimizer.learning_rate(running.step)
+        reason = ""
+        if not math.isfinite(loss):
+            reason = f"its loss was {loss} at step {running.step + 1}"
+        elif not math.isfinite(norm):
+            reason = f"its gradient norm was {norm} at step {running.step + 1}"
+        if reason:
+            running.status = "failed"
+            running.optimizer.zero()
+        else:
+            running.optimizer.clip(norm)
+            running.optimizer.step(running.step)
+            running.step += 1
+            running.adapter.after_step(running.step)
+            if running.step >= running.total_steps:
+                running.status = "finished"
+        return StepResult(
+            running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason
+        )
+
+    def _micro_batches(self, plan: Plan) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
+        """This pipeline's micro-batches of the step, and the tokens of each task over all pipelines."""
+        names = plan.tasks
+        steps = {name: self._running[name].step for name in names}
+        offsets = {name: self._running[name].position_offset for name in names}
+        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        batches: dict[BatchKey, MicroBatch] = {}
+        tokens: dict[str, int] = {}
+        for b, bucket in enumerate(plan.buckets):
+            sequences: list[tuple[str, int, Tensor, Tensor, float]] = []
+            for name in bucket.tasks:
+                own = self._sequences(name)
+                tokens[name] = sum(int(s[2].shape[0]) for s in own)
+                sequences += own
+            mine = _shares(sequences, self.parallel.dp_size)[self.parallel.dp_rank]
+            filled = [part for part in _shares(mine, bucket.micro_batches) if part]
+            for m, part in enumerate(filled):
+                batches[b, m] = layout.pack(
+                    part, names, steps, offsets, multiple, training=True, device=self.parallel.device
+                )
+        return batches, tokens
+
+    def _sequences(self, name: str) -> list[tuple[str, int, Tensor, Tensor, float]]:
+        """The sequences of a task's next step, weighted so that its loss is the mean over their labels."""
+        running = self._running[name]
+        examples = [tensors(running.task.data[i]) for i in running.sampler.batch(running.step)]
+        labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
+        return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(examples)]
+
+    def _statistics(self, names: Sequence[str], losses: Tensor) -> tuple[list[float], list[float]]:
+        """Each task's loss and gradient norm over all ranks; gradients are whole afterwards. One host sync."""
+        parameters = {name: self._running[name].adapter.parameters for name in names}
+        reduce_gradients([p for name in names for p in parameters[name]], self.parallel)
+        for name in names:
+            self._running[name].adapter.penalty(self._running[name].step)
+        squares = [squared_norm(parameters[name], self.parallel.device) for name in names]
+        if not (self.parallel.is_last_stage and self.parallel.tp_rank == 0):
+            losses = torch.zeros_like(losses)
+        table = torch.stack([losses, torch.stack(squares)])
+        if self.parallel.dp_size > 1:
+            dist.all_reduce(table[0], group=self.parallel.dp_group)
+        if self.parallel.tp_size * self.parallel.pp_size > 1:
+            dist.all_reduce(table, group=self.parallel.model_group)
+        table[1].sqrt_()
+        loss_list, norm_list = table.tolist()
+        return loss_list, norm_list
+
+    # -- reading it out
+
+    def evaluate(self, name: str) -> EvalResult | None:
+        """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it."""
+        running = self._running[name]
+        if running.task.evaluation is None:
+            return None
+        return evaluate(
+            self.backbone,
+            self.parallel,
+            self.communicator,
+            name,
+            running.task.evaluation,
+            running.position_offset,
+            running.step,
+        )
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
+        running = self._running[name]
+        moments = running.optimizer.state()
+        local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in running.adapter.parameters}
+        extra = running.adapter.state()
+        for key, tensor in extra.items():
+            local[key]["extra"] = tensor
+        full = gather(running.adapter.parameters, local, self.parallel)
+        if full is None:
+            return None
+        return Snapshot(
+            step=running.step,
+            adapter={key: named["value"] for key, named in full.items()},
+            moments={
+                key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
+                for key, named in full.items()
+                if "exp_avg" in named
+            },
+            extra={key: named["extra"] for key, named in full.items() if "extra" in named},
+        )
+
+    def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """A task's adapter as full tensors by key on rank 0, None elsewhere. Every rank calls it."""
+        state = self.snapshot(name)
+        return None if state is None else state.adapter
+
+    def adapter_config(self, name: str) -> dict[str, Any]:
+        """The content of a task's `adapter_config.json`."""
+        return self._running[name].adapter.config_dict()
+
+
+def _shares(
+    sequences: list[tuple[str, int, Tensor, Tensor, float]], parts: int
+) -> list[list[tuple[str, int, Tensor, Tensor, float]]]:
+    """Sequences shared out by tokens, each task evenly."""
+    if parts == 1:
+        return [sequences]
+    groups = {name: i for i, name in enumerate(dict.fromkeys(s[0] for s in sequences))}
+    return share_out(sequences, [int(s[2].shape[0]) for s in sequences], [groups[s[0]] for s in sequences], parts)

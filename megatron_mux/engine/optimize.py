@@ -1,0 +1,144 @@
+"""One task's optimizer, schedule and clipping; gradients made whole over the ranks that hold parts of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TrainingSpec
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TaskOptimizer:
+    """A task's optimizer over its local adapter parameters, in the spellings and defaults of `transformers`.
+
+    Args:
+        parameters: The adapter's parameters on this rank (may be empty).
+        spec: The task's `training`.
+        total_steps: Steps its schedule spans.
+    """
+
+    def __init__(self, parameters: Sequence[AdapterParameter], spec: TrainingSpec, total_steps: int) -> None:
+        self.parameters = list(parameters)
+        self.spec = spec
+        groups = [
+            {"params": [p.value for p in parameters if p.decay], "weight_decay": spec.weight_decay},
+            {"params": [p.value for p in parameters if not p.decay], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self._optimizer: torch.optim.Optimizer | None = None
+        if groups and spec.optim == "sgd":
+            self._optimizer = torch.optim.SGD(groups, lr=spec.learning_rate, fused=True)
+        elif groups:
+            self._optimizer = torch.optim.AdamW(
+                groups,
+                lr=spec.learning_rate,
+                betas=(spec.adam_beta1, spec.adam_beta2),
+                eps=spec.adam_epsilon,
+                fused=True,
+            )
+        self._factor = _schedule(spec, total_steps)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate that optimizer step `step` (from 0) uses."""
+        return self.spec.learning_rate * self._factor(step)
+
+    def clip(self, norm: float) -> None:
+        """Scale the gradients so that their norm, `norm` over all ranks, is at most `max_grad_norm`."""
+        limit = self.spec.max_grad_norm
+        if limit <= 0 or not self.parameters:
+            return
+        # The same expression as torch.nn.utils.clip_grad_norm_.
+        scale = min(1.0, limit / (norm + 1e-6))
+        if scale < 1.0:
+            torch._foreach_mul_([p.value.grad for p in self.parameters if p.value.grad is not None], scale)
+
+    def step(self, step: int) -> None:
+        """Update the parameters with their gradients as optimizer step `step` (from 0), and drop the gradients."""
+        if self._optimizer is None:
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self._optimizer.step()
+        self.zero()
+
+    def zero(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters:
+            parameter.value.grad = None
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Local moments by parameter key; empty before the first step and for SGD."""
+        if self._optimizer is None:
+            return {}
+        state = self._optimizer.state
+        return {
+            p.key: {name: state[p.value][name] for name in _MOMENTS}
+            for p in self.parameters
+            if p.value in state and _MOMENTS[0] in state[p.value]
+        }
+
+    def load_state(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """Restore `state()` of full tensors by key, cut to this rank's shards."""
+        if self._optimizer is None or not moments:
+            return
+        for p in self.parameters:
+            local = {name: p.slice_of(moments[p.key][name]).to(p.value) for name in _MOMENTS}
+            self._optimizer.state[p.value] = {"step": torch.tensor(float(step), device=p.value.device), **local}
+
+
+def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
+    from transformers.optimization import get_scheduler
+
+    # The schedule is a pure function of the step; a throw-away optimizer is what its constructor asks for.
+    throw_away = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(
+        spec.lr_scheduler_type,
+        throw_away,
+        num_warmup_steps=spec.warmup(total_steps),
+        num_training_steps=total_steps,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor
+
+
+def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel) -> None:
+    """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
+
+    One collective each for all tasks together. A sum never mixes elements, so a task's NaN stays its own.
+
+    Args:
+        parameters: Local parameters of every task of the step; a missing gradient counts as zero.
+        parallel: Where this rank stands.
+    """
+    parameters = list(parameters)
+    for p in parameters:
+        if p.value.grad is None:
+            p.value.grad = torch.zeros_like(p.value)
+    if parallel.tp_size > 1:
+        _all_reduce([p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group)
+    if parallel.dp_size > 1:
+        _all_reduce([p.value.grad for p in parameters if p.value.grad is not None], parallel.dp_group)
+
+
+def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -> Tensor:
+    """This rank's share of the squared norm of a task's gradient: parameters it owns, each element counted once."""
+    gradients = [p.value.grad for p in parameters if p.owner and p.value.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack(torch._foreach_norm(gradients)).square().sum().float()
+
+
+def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    if not tensors:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))

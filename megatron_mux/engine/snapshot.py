@@ -1,0 +1,72 @@
+"""The whole state of one task, gathered from the ranks that hold its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.runtime import Parallel
+
+
+@dataclass
+class Snapshot:
+    """A task's state as full tensors, independent of how the backbone is split.
+
+    Attributes:
+        step: Optimizer steps done.
+        adapter: Parameters by key, as `adapter_model.safetensors` names them.
+        moments: Optimizer moments by key, then by name (`exp_avg`, `exp_avg_sq`); empty for SGD.
+        extra: What the adapter keeps besides parameters (diff pruning's mask), by key.
+    """
+
+    step: int
+    adapter: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def gather(
+    parameters: Sequence[AdapterParameter], columns: Mapping[str, Mapping[str, Tensor]], parallel: Parallel
+) -> dict[str, dict[str, Tensor]] | None:
+    """Assemble full tensors on rank 0.
+
+    Args:
+        parameters: This rank's parameters: they say where its pieces lie.
+        columns: What to gather, by parameter key and then by name (`value`, `exp_avg`, ...): local tensors.
+        parallel: Where this rank stands; only the first data-parallel replica takes part.
+
+    Returns:
+        Full CPU tensors by key and name on rank 0, None elsewhere.
+    """
+    if parallel.dp_rank != 0:
+        return None
+    pieces = [
+        (p.key, p.full_shape, p.dim, None if p.index is None else p.index.cpu(), name, tensor.detach().cpu())
+        for p in parameters
+        if p.owner
+        for name, tensor in columns.get(p.key, {}).items()
+    ]
+    gathered: list[list[tuple[str, tuple[int, ...], int | None, Tensor | None, str, Tensor]]] = [pieces]
+    if parallel.tp_size * parallel.pp_size > 1:
+        size = parallel.tp_size * parallel.pp_size
+        received = [[] for _ in range(size)] if parallel.rank == 0 else None
+        dist.gather_object(pieces, received, dst=0, group=parallel.model_group)
+        if received is None:
+            return None
+        gathered = received
+    full: dict[str, dict[str, Tensor]] = {}
+    for part in gathered:
+        for key, shape, dim, index, name, tensor in part:
+            names = full.setdefault(key, {})
+            if dim is None or index is None:
+                names[name] = tensor.clone()
+                continue
+            if name not in names:
+                names[name] = torch.zeros(shape, dtype=tensor.dtype)
+            names[name].index_copy_(dim, index, tensor)
+    return full

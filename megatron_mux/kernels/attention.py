@@ -1,0 +1,219 @@
+"""Causal attention over packed segments: no segment ever sees another, not even multiplied by zero.
+
+One function, `segment_attention`; by device and dtype it runs scaled-dot-product attention run by run of equal
+segments (CPU, fp32, fp64) or one variable-length kernel for all of them (bf16 and fp16 on CUDA).
+Shapes: T tokens, h query heads, g key-value heads, D head size, P prefix length.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_mux.layout import Segment
+
+Prefix = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring segments of one length and, where a prefix applies, of one task."""
+
+    rows: int
+    count: int
+    length: int
+    task: str | None
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    *,
+    scale: float,
+    window: int | None = None,
+    prefix: Prefix | None = None,
+) -> Tensor:
+    """Let each token attend to its own segment's tokens up to itself, and to its task's prefix.
+
+    Args:
+        query: `[T, h, D]`.
+        key: `[T, g, D]`, with g dividing h.
+        value: `[T, g, D]`.
+        segments: In row order, end to end from row 0; rows after the last one are padding.
+        scale: What scores are multiplied by before the softmax.
+        window: A token sees the `window` latest positions, itself included; prefix positions count. None: all.
+        prefix: Task name to key and value, each `[P, g, D]`, put before every segment of that task.
+
+    Returns:
+        `[T, h, D]`; padding rows are zero.
+    """
+    prefix = prefix or {}
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        kernel = _varlen_kernel()
+        if kernel is not None:
+            return _by_varlen(kernel, query, key, value, segments, scale, window, prefix)
+    return _by_runs(query, key, value, segments, scale, window, prefix)
+
+
+def _runs(segments: Sequence[Segment], prefix: Prefix) -> list[_Run]:
+    """Group neighbours that one batched call can serve, in row order."""
+    runs: list[_Run] = []
+    for segment in segments:
+        task = segment.task if segment.task in prefix else None
+        last = runs[-1] if runs else None
+        if last is not None and last.length == segment.length and last.task == task:
+            runs[-1] = _Run(last.rows + segment.length, last.count + 1, last.length, task)
+        else:
+            runs.append(_Run(segment.length, 1, segment.length, task))
+    return runs
+
+
+def _by_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+    window: int | None,
+    prefix: Prefix,
+) -> Tensor:
+    """One batched call a run. Split and concatenate once, so that autograd copies each gradient once."""
+    runs = _runs(segments, prefix)
+    padding = query.shape[0] - sum(run.rows for run in runs)
+    sizes = [run.rows for run in runs] + [padding] * (padding > 0)
+    pieces = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    outputs = []
+    for run, (q, k, v) in zip(runs, pieces, strict=False):
+        q, k, v = (x.unflatten(0, (run.count, run.length)) for x in (q, k, v))
+        if run.task is not None:
+            before_k, before_v = (x.expand(run.count, *x.shape) for x in prefix[run.task])
+            k, v = torch.cat((before_k, k), dim=1), torch.cat((before_v, v), dim=1)
+        out = _dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    if padding:
+        outputs.append(query.new_zeros(padding, *query.shape[1:]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of `[n, h, L, D]` on `[n, g, S, D]`, S >= L, aligned at the last position."""
+    length, seen = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    mask = None
+    if length != seen or (window is not None and window < seen):
+        mask = _mask(length, seen, window if window is not None and window < seen else None, query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+@lru_cache(maxsize=64)
+def _mask(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+    """`[L, S]` bool: which of S keys each of the last L positions may see."""
+    at = torch.arange(seen - length, seen, device=device).unsqueeze(1)
+    of = torch.arange(seen, device=device)
+    allowed = of <= at
+    return allowed if window is None else allowed & (of > at - window)
+
+
+# ---- variable-length kernel -----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _varlen_kernel() -> Callable[..., Any] | None:
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    # Before torch 2.11 it knows neither windows nor scales.
+    known = inspect.signature(kernel).parameters
+    return kernel if {"window_size", "scale"} <= set(known) else None
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What the variable-length kernel asks about a micro-batch.
+
+    `gather` says which rows of (prefixes, then tokens) make up the keys; None where there is no prefix.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+    gather: Tensor | None
+
+
+@lru_cache(maxsize=32)
+def _bounds(
+    segments: tuple[Segment, ...], prefix_lengths: tuple[tuple[str, int], ...], device: torch.device
+) -> _Bounds:
+    """Cached: every layer of a micro-batch asks for the same, and the answer has to travel to the device."""
+    starts, at = {}, 0
+    for task, length in prefix_lengths:
+        starts[task] = (at, length)
+        at += length
+    queries, keys, rows = [0], [0], []
+    for segment in segments:
+        first, length = starts.get(segment.task, (0, 0))
+        rows += [*range(first, first + length), *range(at + segment.start, at + segment.start + segment.length)]
+        queries.append(queries[-1] + segment.length)
+        keys.append(keys[-1] + length + segment.length)
+    return _Bounds(
+        torch.tensor(queries, dtype=torch.int32, device=device),
+        torch.tensor(keys, dtype=torch.int32, device=device),
+        max(b - a for a, b in zip(queries, queries[1:], strict=False)),
+        max(b - a for a, b in zip(keys, keys[1:], strict=False)),
+        torch.tensor(rows, device=device) if prefix_lengths else None,
+    )
+
+
+def _by_varlen(
+    kernel: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+    window: int | None,
+    prefix: Prefix,
+) -> Tensor:
+    """All segments in one call; causal is aligned at the last position, so a prefix is only more keys."""
+    tasks = {segment.task for segment in segments}
+    used = {task: pair for task, pair in prefix.items() if task in tasks}
+    lengths = tuple((task, pair[0].shape[0]) for task, pair in used.items())
+    bounds = _bounds(tuple(segments), lengths, query.device)
+    rows = segments[-1].start + segments[-1].length
+    if bounds.gather is None:
+        key, value = key[:rows], value[:rows]
+    else:
+        key = torch.cat([*(pair[0] for pair in used.values()), key]).index_select(0, bounds.gather)
+        value = torch.cat([*(pair[1] for pair in used.values()), value]).index_select(0, bounds.gather)
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
+        options["enable_gqa"] = True
+    elif group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    out: Tensor = kernel(
+        query[:rows],
+        key,
+        value.contiguous(),
+        bounds.queries,
+        bounds.keys,
+        bounds.longest_query,
+        bounds.longest_key,
+        **options,
+    )
+    padding = query.shape[0] - rows
+    return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out

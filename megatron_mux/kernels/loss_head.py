@@ -1,0 +1,186 @@
+"""The loss of labelled rows under a frozen output layer, whose vocabulary may be divided among tensor ranks.
+
+Gradients with respect to the hidden states are computed in the forward, chunk by chunk, so no chunk's logits are kept
+or computed twice: 4 V H multiplications a token against 6 V H for recomputation. Every quantity belongs to one row: a
+row that is not finite leaves the others as they are.
+Shapes: N labelled rows, H hidden, V vocabulary (this rank's part of it where said).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 1 << 23
+"""How many logits to hold at once: 32 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """This rank's part of the output layer.
+
+    Attributes:
+        weight: `[V part, H]`, frozen.
+        start: Vocabulary index of its first row.
+        vocab: Size of the whole vocabulary; rows beyond it are padding and no token.
+        group: Tensor ranks among which the vocabulary is divided; None for one rank.
+        reduce_gradient: Sum gradients over `group` here; False where what comes before sums them anyway
+            (sequence parallelism: reduce-scatter).
+    """
+
+    weight: Tensor
+    start: int
+    vocab: int
+    group: dist.ProcessGroup | None
+    reduce_gradient: bool = True
+
+    @property
+    def valid(self) -> int:
+        """How many of this rank's rows are tokens."""
+        return max(0, min(self.weight.shape[0], self.vocab - self.start))
+
+    def chunk_rows(self) -> int:
+        """Rows to take at a time."""
+        return max(1, _CHUNK_ELEMENTS // self.weight.shape[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, V part]` in fp32 (fp64 for fp64), padding columns at minus infinity."""
+        scores = torch.mm(hidden, self.weight.t())
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
+        if self.valid < scores.shape[1]:
+            scores[:, self.valid :] = float("-inf")
+        return scores
+
+
+@dataclass
+class _Statistics:
+    """Of one chunk: exponentials `[n, V part]`, their sum and the negative log-likelihood, both `[n]`."""
+
+    exponentials: Tensor
+    total: Tensor
+    nll: Tensor
+    rows: Tensor
+    columns: Tensor
+    mine: Tensor
+
+
+def _statistics(scores: Tensor, labels: Tensor, layer: OutputLayer) -> _Statistics:
+    """Softmax statistics over the whole vocabulary; `scores` is overwritten."""
+    top = scores.amax(dim=1)
+    if layer.group is not None:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=layer.group)
+    scores.sub_(top.unsqueeze(1))
+    columns = labels - layer.start
+    mine = (columns >= 0) & (columns < layer.valid)
+    columns = columns.clamp(0, scores.shape[1] - 1)
+    rows = torch.arange(scores.shape[0], device=scores.device)
+    target = scores[rows, columns].masked_fill_(~mine, 0.0)
+    scores.exp_()
+    total = scores.sum(dim=1)
+    if layer.group is not None:
+        both = torch.stack((total, target))
+        dist.all_reduce(both, group=layer.group)
+        total, target = both[0], both[1]
+    return _Statistics(scores, total, total.log() - target, rows, columns, mine)
+
+
+class _WeightedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if wanted else None
+        nlls = []
+        for start in range(0, hidden.shape[0], layer.chunk_rows()):
+            part = slice(start, start + layer.chunk_rows())
+            found = _statistics(layer.logits(hidden[part]), labels[part], layer)
+            nlls.append(found.nll)
+            if gradient is not None:
+                gradient[part] = _hidden_gradient(found, weights[part], layer, hidden.dtype)
+        nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
+        if gradient is not None:
+            if layer.group is not None and layer.reduce_gradient:
+                dist.all_reduce(gradient, group=layer.group)
+            ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(nll)
+        return (nll * weights.to(nll.dtype)).sum(), nll
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None
+
+
+def _statistics_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, dtype: torch.dtype) -> Tensor:
+    """`[n, H]`: weight x (softmax - one-hot) x output layer, this rank's columns only."""
+    scores, total = found.exponentials, found.total
+    scores[found.rows, found.columns] -= total.masked_fill(~found.mine, 0.0)
+    factor = weights.to(total.dtype)
+    if dtype == scores.dtype:
+        # Dividing the small product instead of the wide scores saves a pass over them.
+        return torch.mm(scores, layer.weight).mul_((factor / total).unsqueeze(1))
+    scores.div_(total.unsqueeze(1))
+    return torch.mm(scores.to(dtype), layer.weight).mul_(factor.unsqueeze(1).to(dtype))
+
+
+def weighted_loss(hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the labels' negative log-likelihoods.
+
+    Args:
+        hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
+        labels: `[N]` int64.
+        weights: `[N]`, of each label in the sum.
+        layer: The output layer.
+
+    Returns:
+        The sum as a scalar, differentiable with respect to `hidden`, and the `[N]` negative log-likelihoods, detached;
+        fp32, or fp64 for fp64 hidden states.
+    """
+    scalar, nll = _WeightedLoss.apply(hidden, labels, weights, layer)  # type: ignore[no-untyped-call]
+    return scalar, nll
+
+
+@torch.no_grad()
+def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    """The labels' negative log-likelihoods and the likeliest tokens, without gradients.
+
+    Args:
+        hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
+        labels: `[N]` int64.
+        layer: The output layer.
+
+    Returns:
+        `[N]` negative log-likelihoods and `[N]` int64 tokens (the lowest index among equals).
+    """
+    nlls, tokens = [], []
+    for start in range(0, hidden.shape[0], layer.chunk_rows()):
+        part = slice(start, start + layer.chunk_rows())
+        scores = layer.logits(hidden[part])
+        best, token = scores.max(dim=1)
+        token = token + layer.start
+        if layer.group is not None:
+            best, token = _best_of_ranks(best, token, layer.group)
+        tokens.append(token)
+        nlls.append(_statistics(scores, labels[part], layer).nll)
+    if not nlls:
+        return hidden.new_zeros(0, dtype=_statistics_dtype(hidden)), labels.new_zeros(0)
+    return torch.cat(nlls), torch.cat(tokens)
+
+
+def _best_of_ranks(best: Tensor, token: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    size = dist.get_world_size(group)
+    bests = [torch.empty_like(best) for _ in range(size)]
+    tokens = [torch.empty_like(token) for _ in range(size)]
+    dist.all_gather(bests, best, group=group)
+    dist.all_gather(tokens, token, group=group)
+    winner = torch.stack(bests).argmax(dim=0, keepdim=True)
+    return torch.stack(bests).amax(dim=0), torch.stack(tokens).gather(0, winner).squeeze(0)

@@ -1,0 +1,222 @@
+"""Where things lie: sequences on the token axis, Hugging Face modules inside the backbone's operators.
+
+Shared by the rooms of floor 1, which do not import each other. Shapes: T tokens in the micro-batch,
+N labelled tokens, H hidden, P prefix length, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face module inside a BaseOp's output on this rank.
+
+    Attributes:
+        columns: `[n]` int64, positions in this rank's output of the BaseOp (may be empty).
+        features: `[n]` int64, which output features of the Hugging Face module those columns hold.
+        out_features: Output width of the whole Hugging Face module.
+    """
+
+    columns: Tensor
+    features: Tensor
+    out_features: int
+
+
+@dataclass(frozen=True)
+class BaseOpInfo:
+    """A backbone operator that an adapter may attach to (MuxTune section 3.2), as found on this rank.
+
+    Attributes:
+        layer: Global index of the transformer layer, from 0.
+        name: Which of the four BaseOps.
+        module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`.
+        parallel: How the module is split over tensor ranks.
+        in_features: Full input width.
+        in_start, in_stop: The range of input features this rank holds (all of them when column-parallel).
+        parts: Hugging Face path within the layer (`self_attn.q_proj`) to its place in the output.
+        hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
+    """
+
+    layer: int
+    name: BaseOpName
+    module: nn.Module
+    parallel: Literal["column", "row"]
+    in_features: int
+    in_start: int
+    in_stop: int
+    parts: Mapping[str, Part]
+    hf_prefix: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence on the token axis.
+
+    Attributes:
+        task: Name of the task it belongs to.
+        start: First row.
+        length: Number of tokens.
+        sequence: Index of the sequence within its task's whole step (the same on every rank and packing).
+    """
+
+    task: str
+    start: int
+    length: int
+    sequence: int
+
+
+PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
+
+
+@dataclass
+class MicroBatch:
+    """What one stage computes in one clock: sequences of several tasks, laid end to end, ordered by task.
+
+    Attributes:
+        segments: The sequences in row order.
+        task_rows: Task name to its `(start, stop)` rows; only tasks present.
+        tokens: `[T]` int64 token ids (0 in padding rows at the end).
+        positions: `[T]` int64 position ids the backbone sees (shifted by P for prefix tuning).
+        token_index: `[T]` int64 index of the token in its sequence, from 0, never shifted.
+        sequence_ids: `[T]` int64 `Segment.sequence` of each row.
+        label_rows: `[N]` int64 rows whose next token is a label.
+        labels: `[N]` int64 the tokens to predict there.
+        label_weights: `[N]` fp32, one over the labelled tokens of the task's whole step.
+        label_tasks: `[N]` int64 index into `task_names`.
+        task_names: Tasks of the step, in the order that `label_tasks` counts.
+        task_steps: Task name to the number of optimizer steps it has done.
+        training: False while evaluating: no dropout, deterministic masks.
+        prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
+    """
+
+    segments: tuple[Segment, ...]
+    task_rows: Mapping[str, tuple[int, int]]
+    tokens: Tensor
+    positions: Tensor
+    token_index: Tensor
+    sequence_ids: Tensor
+    label_rows: Tensor
+    labels: Tensor
+    label_weights: Tensor
+    label_tasks: Tensor
+    task_names: tuple[str, ...]
+    task_steps: Mapping[str, int]
+    training: bool = True
+    prefix: PrefixKV = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """T, padding included."""
+        return int(self.tokens.shape[0])
+
+
+_active: MicroBatch | None = None
+
+
+@contextmanager
+def activate(batch: MicroBatch) -> Iterator[MicroBatch]:
+    """Make `batch` the one being computed: around its forward and around its backward (recomputation).
+
+    A plain module global, because autograd runs backward functions on threads of its own.
+    """
+    global _active
+    before, _active = _active, batch
+    try:
+        yield batch
+    finally:
+        _active = before
+
+
+def active() -> MicroBatch:
+    """The micro-batch being computed.
+
+    Raises:
+        RuntimeError: Called outside `activate`.
+    """
+    if _active is None:
+        raise RuntimeError("no micro-batch is active: run the backbone inside layout.activate(batch)")
+    return _active
+
+
+def pack(
+    sequences: list[tuple[str, int, Tensor, Tensor, float]],
+    task_names: tuple[str, ...],
+    task_steps: Mapping[str, int],
+    position_offset: Mapping[str, int] | None = None,
+    multiple: int = 1,
+    training: bool = True,
+    device: torch.device | str = "cpu",
+) -> MicroBatch:
+    """Lay sequences end to end.
+
+    Args:
+        sequences: `(task, sequence id, tokens [L] int64, labelled [L] bool, weight)`: `labelled[i]` says that token
+            `i` is one to predict (from row `i - 1`; the first token never is). Sorted by `task_names`' order here.
+        task_names: Tasks of the step.
+        task_steps: Optimizer steps done by each task.
+        position_offset: Task name to P for prefix tuning.
+        multiple: Pad T to a multiple of this (sequence parallelism).
+        training: See `MicroBatch.training`.
+        device: Where the tensors go.
+
+    Returns:
+        The micro-batch.
+    """
+    order = {name: i for i, name in enumerate(task_names)}
+    sequences = sorted(sequences, key=lambda s: order[s[0]])
+    segments: list[Segment] = []
+    rows: dict[str, tuple[int, int]] = {}
+    index: list[Tensor] = []
+    positions: list[Tensor] = []
+    ids: list[Tensor] = []
+    label_rows: list[Tensor] = []
+    labels: list[Tensor] = []
+    weights: list[Tensor] = []
+    label_tasks: list[Tensor] = []
+    start = 0
+    for task, sequence, tokens, labelled, weight in sequences:
+        length = int(tokens.shape[0])
+        segments.append(Segment(task, start, length, sequence))
+        first, _ = rows.get(task, (start, start))
+        rows[task] = (first, start + length)
+        count = torch.arange(length)
+        index.append(count)
+        positions.append(count + (position_offset or {}).get(task, 0))
+        ids.append(torch.full((length,), sequence))
+        targets = labelled[1:].nonzero().squeeze(1)
+        label_rows.append(targets + start)
+        labels.append(tokens[targets + 1])
+        weights.append(torch.full((targets.shape[0],), weight, dtype=torch.float32))
+        label_tasks.append(torch.full((targets.shape[0],), order[task]))
+        start += length
+    padding = torch.zeros((-start) % multiple, dtype=torch.int64)
+
+    def join(parts: list[Tensor], *, pad: bool = True) -> Tensor:
+        parts = [*parts, padding] if pad else parts
+        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+    return MicroBatch(
+        segments=tuple(segments),
+        task_rows=rows,
+        tokens=join([s[2] for s in sequences]),
+        positions=join(positions),
+        token_index=join(index),
+        sequence_ids=join(ids),
+        label_rows=join(label_rows, pad=False),
+        labels=join(labels, pad=False),
+        label_weights=join(weights, pad=False).to(torch.float32),
+        label_tasks=join(label_tasks, pad=False),
+        task_names=task_names,
+        task_steps=dict(task_steps),
+        training=training,
+    )

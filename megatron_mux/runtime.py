@@ -1,0 +1,247 @@
+"""Processes, groups and device: the one place that adapts Megatron-Core to this machine and to its version.
+
+Megatron-Core expects CUDA and a launcher. Here the same code runs on CPU with gloo, in one process without a launcher,
+and on Megatron-Core 0.16.1 and 0.19: what that takes is below and nowhere else. Importing this module changes
+nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and, on a machine without a GPU, adapts it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_mux.errors import UserError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(minutes=30)
+
+_current: Parallel | None = None
+_adapted = False
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands: its ranks, its groups and its device.
+
+    Ranks are laid out as Megatron does: neighbours in the world share a tensor group, then data, then pipeline.
+
+    Attributes:
+        rank, world_size: Of this process in the world.
+        tp_rank, tp_size, tp_group: Tensor parallelism: a layer's matrices are divided among these.
+        pp_rank, pp_size, pp_group: Pipeline parallelism: layers are divided among these, stage by stage.
+        dp_rank, dp_size, dp_group: Data parallelism: sequences are divided among these.
+        model_group: The ranks that together hold one copy of the backbone (tensor x pipeline).
+        device: What this process computes on.
+        sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    device: torch.device
+    sequence_parallel: bool
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this stage embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def prev_rank(self) -> int:
+        """World rank of the stage before this one (of the last stage, for the first)."""
+        return dist.get_global_rank(self.pp_group, (self.pp_rank - 1) % self.pp_size)
+
+    @property
+    def next_rank(self) -> int:
+        """World rank of the stage after this one (of the first stage, for the last)."""
+        return dist.get_global_rank(self.pp_group, (self.pp_rank + 1) % self.pp_size)
+
+
+def initialize(
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    sequence_parallel: bool = False,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Parallel:
+    """Join the other processes and divide them into tensor, pipeline and data parallel groups.
+
+    The world comes from torchrun's environment; without it this process is the whole world. May be called again
+    with other sizes: the world stays, the groups are made anew.
+
+    Args:
+        tensor_parallel: Ranks that share each layer.
+        pipeline_parallel: Stages.
+        sequence_parallel: Divide the rows among tensor ranks between their regions.
+        seed: Seeds Python's and torch's generators, the same on every rank: nothing that matters may depend on them.
+        device: What to compute on; by default this process's GPU, or the CPU where there is none.
+
+    Returns:
+        This process's place.
+
+    Raises:
+        UserError: The sizes do not fit the number of processes or each other, or torchrun's environment is incomplete.
+    """
+    global _current
+    rank, world_size = _world()
+    _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
+    chosen = _choose_device(device)
+    _join_world(rank, world_size, chosen)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    with quiet_import():
+        from megatron.core import parallel_state as mpu
+    if chosen.type == "cpu":
+        _adapt_to_cpu()
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        create_gloo_process_groups=False,
+    )
+    _current = Parallel(
+        rank=rank,
+        world_size=world_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        tp_size=tensor_parallel,
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        pp_size=pipeline_parallel,
+        pp_group=mpu.get_pipeline_model_parallel_group(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        dp_group=mpu.get_data_parallel_group(),
+        model_group=mpu.get_model_parallel_group(),
+        device=chosen,
+        sequence_parallel=sequence_parallel,
+    )
+    return _current
+
+
+def shutdown() -> None:
+    """Leave the groups and the world. Harmless where nothing was initialised."""
+    global _current
+    if not dist.is_initialized():
+        return
+    if _current is not None:
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        _current = None
+    dist.destroy_process_group()
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import Megatron-Core without its remarks on packages that are optional here (apex, Transformer Engine)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _world() -> tuple[int, int]:
+    """Rank and world size from the running world or torchrun's environment; (0, 1) without either."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    present = [name for name in _TORCHRUN if name in os.environ]
+    if not {"RANK", "WORLD_SIZE"} & set(present):
+        return 0, 1
+    missing = [name for name in _TORCHRUN if name not in present]
+    if missing:
+        raise UserError(
+            f"The environment sets {', '.join(present)} but not {', '.join(missing)}: "
+            "start with torchrun, or unset them to run in one process."
+        )
+    values = {}
+    for name in ("RANK", "WORLD_SIZE"):
+        try:
+            values[name] = int(os.environ[name])
+        except ValueError:
+            raise UserError(f"The environment variable {name} must be a number, not {os.environ[name]!r}.") from None
+    return values["RANK"], values["WORLD_SIZE"]
+
+
+def _check_sizes(world_size: int, tensor: int, pipeline: int, sequence_parallel: bool) -> None:
+    problems = [
+        f"The {name} parallel size must be at least 1, not {size}."
+        for name, size in (("tensor", tensor), ("pipeline", pipeline))
+        if size < 1
+    ]
+    if not problems and world_size % (tensor * pipeline):
+        problems.append(
+            f"{world_size} process{'es' * (world_size > 1)} cannot be divided into models of tensor parallel size "
+            f"{tensor} x pipeline parallel size {pipeline}: start a multiple of {tensor * pipeline} processes."
+        )
+    if not problems and sequence_parallel and tensor == 1:
+        problems.append("Sequence parallelism needs a tensor parallel size of at least 2.")
+    if problems:
+        raise UserError(*problems)
+
+
+def _choose_device(wanted: torch.device | str | None) -> torch.device:
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"The device {str(device)!r} is not there: this machine has a CPU only.")
+    if device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= torch.cuda.device_count():
+        raise UserError(
+            f"This process wants GPU {device.index}, but the machine has {torch.cuda.device_count()}: "
+            "start one process per GPU."
+        )
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_world(rank: int, world_size: int, device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    arguments: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if world_size == 1:
+        # In one process a store in memory will do: no port is taken, so any number may run side by side.
+        arguments |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=_TIMEOUT, **arguments)
+
+
+def _adapt_to_cpu() -> None:
+    """Let the parts of Megatron-Core that we run do without CUDA.
+
+    They allocate the results of collectives on `torch.cuda.current_device()`; on the CPU that is the CPU. Weights
+    are built on the meta device and filled by us, the backbone has no dropout, and recomputation is torch's own, so
+    neither Megatron's initialisers nor its CUDA generators are ever asked.
+    """
+    global _adapted
+    if _adapted or torch.cuda.is_available():
+        return
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    _adapted = True

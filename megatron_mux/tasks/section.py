@@ -1,0 +1,120 @@
+"""What every section of `tasks.yaml` shares: strict fields, and known fields that we refuse by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+# YAML 1.1 reads `1e-3` as text, since it wants a dot and a signed exponent; people write it all the same.
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+
+BASE_DIRECTORY = "base_directory"
+"""Key of the validation context that holds the directory which relative paths start from."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that another library knows and we do not do.
+
+    Attributes:
+        advice: What to say of it; completes "adapter.use_dora: ...".
+        neutral: Values that ask for nothing: the field is then dropped without a word.
+        always: Any value asks for nothing (bookkeeping of the other library).
+    """
+
+    advice: str
+    neutral: tuple[Any, ...] = (None, False)
+    always: bool = False
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether `value` can be dropped silently."""
+        return self.always or any(type(value) is type(n) and value == n for n in self.neutral)
+
+
+class Section(BaseModel):
+    """A mapping in `tasks.yaml`: unknown keys and wrong types are refused, nothing is converted silently."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Known fields of the library whose spelling the section follows, with what to say when one is used."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if not (k in cls.refused and cls.refused[k].asks_for_nothing(v))}
+
+
+def problem(text: str) -> PydanticCustomError:
+    """A validation error whose wording is ours; it reads on after "training.max_steps: "."""
+    return PydanticCustomError("mux", "{problem}", {"problem": text})
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def _whole_if_whole(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
+def _path(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, str):
+        if not value.strip() or "\0" in value:
+            raise problem(f"must be a path, got {value!r}")
+        value = Path(value).expanduser()
+    if isinstance(value, Path):
+        base = (info.context or {}).get(BASE_DIRECTORY)
+        return value if base is None else Path(base) / value
+    raise problem(f"must be a path, got {value!r}")
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
+        raise problem(f"must be a list of module names such as [q_proj, v_proj], got {value!r}")
+    return list(dict.fromkeys(value))
+
+
+def _targets(value: Any) -> list[str] | str:
+    if value == "all-linear":
+        return "all-linear"
+    if isinstance(value, str):
+        raise problem(
+            f"must be a list of module names or all-linear, got {value!r}: write [{value}] for one module "
+            "(a regular expression, peft's other meaning of a single text, is not done)"
+        )
+    names = _names(value)
+    if not names:
+        raise problem("must name at least one module, such as [q_proj, v_proj], or be all-linear")
+    return names
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+"""A finite number; `1e-3` counts although YAML reads it as text."""
+
+TidyNumber = Annotated[float, BeforeValidator(_number), AfterValidator(_whole_if_whole)]
+"""A number that stays an `int` when it is whole, as other libraries expect to read it."""
+
+FilePath = Annotated[Path, BeforeValidator(_path)]
+"""A path; relative ones start from the task file's directory."""
+
+ModuleNames = Annotated[list[str], PlainValidator(_names)]
+"""Hugging Face module names."""
+
+Targets = Annotated[list[str] | str, PlainValidator(_targets)]
+"""Hugging Face module names of the backbone's family, or `all-linear`."""

@@ -1,0 +1,91 @@
+"""A task: one tenant's PEFT job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from megatron_mux.tasks.adapters import AdapterSpec
+from megatron_mux.tasks.section import Section, problem
+from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+
+# Names become directories in --save DIR, where the run keeps these of its own.
+_RESERVED = frozenset({"manifests", "plan.json", "schedule.json", "schedule.svg"})
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LONGEST_NAME = 100
+
+
+def _name(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise problem(f"must be text, got {value!r}: put quotes around it")
+    if not _NAME.fullmatch(value) or len(value) > _LONGEST_NAME:
+        raise problem(
+            "must be made of letters, digits, '-', '_' and '.', begin with a letter, a digit or '_', and have at most "
+            f"{_LONGEST_NAME} characters, got {value!r}"
+        )
+    if value in _RESERVED:
+        raise problem(f"{value!r} is what the run calls a file of its own: choose another name")
+    return value
+
+
+class TaskSpec(Section):
+    """One validated task of `tasks.yaml`."""
+
+    name: Annotated[str, BeforeValidator(_name)]
+    """Unique in the run; also the task's directory under `--save`."""
+    adapter: AdapterSpec
+    """PEFT method and its hyper-parameters."""
+    data: DataSpec
+    """What it learns from."""
+    training: TrainingSpec = Field(default_factory=lambda: TrainingSpec.model_validate({}))
+    """Batch size, optimizer, schedule, steps, seed."""
+    eval: EvalSpec | None = None
+    """Held-out data, if any."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step, over all ranks and accumulation steps."""
+        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+
+    def total_steps(self, n_records: int) -> int:
+        """Optimizer steps of the whole task on `n_records` usable records, counted as transformers does.
+
+        An epoch's last batch may be short and counts as a step; a fraction of an epoch is rounded up to whole steps.
+        """
+        if self.training.max_steps is not None:
+            return self.training.max_steps
+        assert self.training.num_train_epochs is not None
+        return math.ceil(self.training.num_train_epochs * math.ceil(n_records / self.sequences_per_step))
+
+    def plain(self) -> dict[str, Any]:
+        """The task as plain JSON data; `TaskSpec.model_validate` reads it back."""
+        return self.model_dump(mode="json")
+
+    def fingerprint(self) -> str:
+        """Identifies what decides the task's updates: all but its name, where files lie, and its evaluation.
+
+        What the data file holds is fingerprinted by `TaskDataset.fingerprint`.
+        """
+        text = json.dumps(self._deciding(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def differences(self, other: TaskSpec) -> list[str]:
+        """Where `other` decides differently: `training.learning_rate: 0.001, not 0.01` (ours, not theirs)."""
+        ours, theirs = self._deciding(), other._deciding()
+        found = []
+        for section in ours:
+            for key in sorted(ours[section].keys() | theirs[section].keys()):
+                mine, its = ours[section].get(key), theirs[section].get(key)
+                if mine != its:
+                    found.append(f"{section}.{key}: {mine}, not {its}")
+        return found
+
+    def _deciding(self) -> dict[str, dict[str, Any]]:
+        data = self.plain()
+        del data["adapter"]["adapter_name_or_path"], data["data"]["path"]
+        return {section: data[section] for section in ("adapter", "data", "training")}

@@ -1,0 +1,372 @@
+"""The loop: compose backbone, tasks and engine; step; evaluate, save and report; until every task is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_mux import checkpoint
+from megatron_mux.arguments import MuxArguments
+from megatron_mux.backbone.config import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
+from megatron_mux.data.tokenise import load_tokenizer
+from megatron_mux.engine import Engine, StepResult, Task
+from megatron_mux.errors import UserError
+from megatron_mux.pipeline.execute import TimedAction
+from megatron_mux.preparation import prepare
+from megatron_mux.report import Reporter
+from megatron_mux.runtime import Parallel, initialize, shutdown
+from megatron_mux.tasks import TaskSpec, load_task_file
+from megatron_mux.watch import WatchedDirectory
+
+# The picture of the schedule shows one step, once the machine is warm.
+_PICTURED_STEP = 3
+_IDLE_SECONDS = 0.5
+
+
+def run(arguments: MuxArguments) -> None:
+    """Fine-tune the tasks that `arguments` name.
+
+    Raises:
+        UserError: The input is wrong: everything that can be checked is, before a weight is read.
+    """
+    leader = os.environ.get("RANK", "0") == "0"
+    save, resume = arguments.save, arguments.load
+    if save is not None and save != resume:
+        checkpoint.refuse_used(save)
+    specs = load_task_file(arguments.mux_tasks) if arguments.mux_tasks is not None else []
+    info = read_backbone_info(arguments.backbone)
+    arguments.check_shape(info.shape)
+    info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    tokenizer = load_tokenizer(arguments.backbone)
+    reporter = Reporter(
+        save, arguments.tensorboard_dir, arguments.log_interval, not arguments.mux_no_progress, silent=not leader
+    )
+    try:
+        manifest = checkpoint.load(resume, info.fingerprint) if resume is not None else None
+        if resume is not None and manifest is None:
+            reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        specs = _with_saved(specs, manifest)
+        tasks = prepare(specs, info, tokenizer, reporter.say)
+        parallel = initialize(
+            arguments.tensor_model_parallel_size,
+            arguments.pipeline_model_parallel_size,
+            arguments.sequence_parallel,
+            arguments.seed,
+        )
+        reporter.say(f"reading the backbone {arguments.backbone}")
+        backbone = Backbone.load(
+            arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
+        )
+        engine = Engine(backbone, parallel, arguments.mux_policy, arguments.mux_micro_batches)
+        loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
+        loop.register(tasks)
+        with _stop_on_signals(loop):
+            loop.run()
+        reporter.close()
+    finally:
+        reporter.release()
+        shutdown()
+
+
+def _with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
+    """The tasks to run: those saved, in their order, then new ones; a saved task may not have changed.
+
+    Raises:
+        UserError: A task's spec is not the one that was saved.
+    """
+    if manifest is None:
+        return list(specs)
+    given = {spec.name: spec for spec in specs}
+    saved = {entry.name: entry for entry in manifest.tasks}
+    problems = [_changed(saved[name], spec) for name, spec in given.items() if name in saved]
+    if any(problems):
+        raise UserError(*(problem for problem in problems if problem))
+    order = [name for name in saved if name in given] + [name for name in given if name not in saved]
+    return [given[name] for name in order]
+
+
+def _changed(entry: SavedTask, spec: TaskSpec) -> str:
+    """What is wrong with continuing `entry` as `spec`; empty if nothing. Files may have moved."""
+
+    def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        pairs: dict[str, Any] = {}
+        for key, item in value.items():
+            pairs |= flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+        return pairs
+
+    before, now = flat(entry.spec), flat(spec.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.endswith("path")]
+    if not keys:
+        return ""
+    what = ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
+    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
+
+
+@dataclass
+class Loop:
+    """Steps the engine and does what is due between steps.
+
+    Attributes:
+        arguments: What the user asked for.
+        engine: Trains.
+        parallel: Where this rank stands.
+        reporter: Tells.
+        info, tokenizer: For tasks that join later.
+        manifest: The save to continue from, if any.
+        stopping: Set by a signal: leave after the step.
+    """
+
+    arguments: MuxArguments
+    engine: Engine
+    parallel: Parallel
+    reporter: Reporter
+    info: BackboneInfo
+    tokenizer: Any
+    manifest: Manifest | None = None
+    stopping: bool = False
+    _entries: dict[str, SavedTask] = field(default_factory=dict)
+    _steps: int = 0
+    _timed: list[TimedAction] = field(default_factory=list)
+    _files: dict[Path, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        directory = self.arguments.load
+        if self.manifest is None or directory is None:
+            return
+        for entry in self.manifest.tasks:
+            if entry.checkpoint and directory != self.arguments.save:
+                # A run continued into another directory goes on naming the old one's checkpoints until it saves.
+                entry = replace(entry, checkpoint=str((directory / entry.checkpoint).resolve()))
+            self._entries[entry.name] = entry
+        if directory == self.arguments.save and self.parallel.rank == 0:
+            checkpoint.cut_metrics(directory, self.manifest)
+        self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
+
+    def register(self, tasks: Sequence[Task]) -> None:
+        """Take tasks in, each from its checkpoint if the continued run has one.
+
+        Raises:
+            UserError: A checkpoint is unreadable, or a task does not fit.
+        """
+        joining: list[Task] = []
+        for task in tasks:
+            name, kind = task.spec.name, task.spec.adapter.peft_type
+            entry = self._entries.get(name)
+            if entry is not None and entry.status in ("finished", "failed"):
+                self.reporter.add(name, kind, entry.step, entry.step, entry.status)
+                continue
+            if entry is not None and entry.checkpoint:
+                task.resume = checkpoint.load_task(self.arguments.load or Path(), entry)
+            joining.append(task)
+        self.engine.register_tasks(joining)
+        for task in joining:
+            name, kind = task.spec.name, task.spec.adapter.peft_type
+            step, total, status = self.engine.progress(name)
+            spec = task.spec.model_dump(mode="json")
+            self._entries.setdefault(name, SavedTask(name, step, status, "", "", spec)).status = status
+            self.reporter.add(name, kind, step, total, status)
+            if step == 0:
+                self._evaluate(name)
+
+    def run(self) -> None:
+        """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
+        watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
+        while not self._agreed_to_stop():
+            stop_when_done = True
+            if watched is not None:
+                stop_when_done = self._follow(watched)
+            if not self.engine.active:
+                if stop_when_done:
+                    break
+                time.sleep(_IDLE_SECONDS)
+                continue
+            self._step()
+        else:
+            self.reporter.say("stopping: saving where every task stands")
+        self._draw()
+        self._save()
+
+    def _step(self) -> None:
+        self._steps += 1
+        pictured = self._steps <= _PICTURED_STEP
+        if pictured:
+            self._timed = []
+        start = time.perf_counter()
+        results = self.engine.step(self._timed.append if pictured else None)
+        seconds = time.perf_counter() - start
+        due = False
+        for name, result in results.items():
+            self._note(name, result)
+            self.reporter.step(name, result, seconds)
+            due = due or self._after(name, result)
+        if self._steps == _PICTURED_STEP:
+            self._draw()
+        if due:
+            self._save()
+        for name, result in results.items():
+            if result.status != "running":
+                self.engine.remove_task(name)
+
+    def _after(self, name: str, result: StepResult) -> bool:
+        """Evaluate if due; whether a save is due."""
+        if result.status == "failed":
+            return True
+        spec = self.engine.task(name).spec
+        finished = result.status == "finished"
+        if spec.eval is not None and (finished or result.step % spec.eval.eval_steps == 0):
+            self._evaluate(name)
+        interval = self.arguments.save_interval
+        return finished or bool(interval and result.step % interval == 0)
+
+    def _note(self, name: str, result: StepResult) -> None:
+        entry = self._entries[name]
+        entry.status, entry.reason = result.status, result.reason
+
+    def _evaluate(self, name: str) -> None:
+        result = self.engine.evaluate(name)
+        if result is not None:
+            self.reporter.evaluation(name, self.engine.progress(name)[0], result)
+
+    def _save(self, leaving: Sequence[str] = ()) -> None:
+        """One manifest for all tasks, so that a resume continues them from the same moment."""
+        directory = self.arguments.save
+        if directory is None:
+            return
+        states: list[TaskState] = []
+        for name, entry in self._entries.items():
+            state = TaskState(entry)
+            if name in self.engine.tasks:
+                step, _, status = self.engine.progress(name)
+                entry.status = "removed" if name in leaving else status
+                # A failed task stepped no further than its last good state; that is what there is to keep.
+                if not (entry.checkpoint and entry.step == step):
+                    state.snapshot = self.engine.snapshot(name)
+                    state.config = self.engine.adapter_config(name)
+                    entry.step = step
+            states.append(state)
+        problems: list[str | None] = [None]
+        if self.parallel.rank == 0:
+            try:
+                checkpoint.save(
+                    directory, states, self.engine.plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints
+                )
+            except UserError as error:
+                problems = [str(error)]
+        if self.parallel.world_size > 1:
+            written = [[state.entry.checkpoint for state in states]]
+            dist.broadcast_object_list(problems, src=0)
+            dist.broadcast_object_list(written, src=0)
+            for state, path in zip(states, written[0], strict=True):
+                state.entry.checkpoint = path
+        if problems[0] is not None:
+            raise UserError(problems[0])
+
+    def _draw(self) -> None:
+        """Leave a picture of the last timed step, on the pipeline of the first data-parallel replica."""
+        stages: list[list[TimedAction]] = [self._timed]
+        if self.parallel.world_size > 1:
+            stages = [[] for _ in range(self.parallel.world_size)]
+            mine = self._timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
+            dist.all_gather_object(stages, mine)
+        everything = [action for stage in stages for action in stage]
+        step = min(self._steps, _PICTURED_STEP)
+        title = f"{self.engine.policy}, {self.parallel.pp_size} stage(s), 1F1B: step {step} as measured"
+        self.reporter.schedule(everything, title)
+
+    def _follow(self, watched: WatchedDirectory) -> bool:
+        """Let tasks of a watched directory join and leave; whether the run may end once its tasks are done."""
+        changes = watched.look()
+        for path in changes.removed:
+            names = [name for name in self._files.pop(path, []) if name in self.engine.tasks]
+            if names:
+                self._save(leaving=names)
+            for name in names:
+                self._entries[name].status = "removed"
+                self.engine.remove_task(name)
+                self.reporter.history[name].status = "removed"
+                self.reporter.say(f"{name} left: {path.name} was taken out of {watched.directory}")
+        for path in changes.added:
+            self._join(path)
+        return changes.stop
+
+    def _join(self, path: Path) -> None:
+        """Take in a task file; a mistake in it is reported and stops nobody."""
+        tasks: list[Task] = []
+        problem = ""
+        try:
+            if path in self._files:
+                raise UserError("changed while its tasks run: give a changed task a new name and file")
+            tasks = prepare(self._joinable(load_task_file(path)), self.info, self.tokenizer, self.reporter.say)
+        except UserError as error:
+            problem = str(error)
+        if self._all_agree(not problem):
+            try:
+                self.register(tasks)
+            except UserError as error:  # the same on every rank: it depends on the file and the backbone alone
+                problem = str(error)
+        elif not problem:
+            problem = "another process could not read it"
+        if problem:
+            self.reporter.say(f"{path.name} refused: {problem}")
+            return
+        self._files[path] = [task.spec.name for task in tasks]
+        for task in tasks:
+            if task.spec.name in self.engine.tasks:
+                self.reporter.say(f"{task.spec.name} joined from {path.name}")
+
+    def _joinable(self, specs: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
+        """Refuse names that this run has used for something else.
+
+        Raises:
+            UserError: A name is taken.
+        """
+        problems: list[str] = []
+        for spec in specs:
+            entry = self._entries.get(spec.name)
+            if entry is None:
+                continue
+            if spec.name in self.engine.tasks or entry.status == "removed" or self.manifest is None:
+                problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
+            elif changed := _changed(entry, spec):
+                problems.append(changed)
+        if problems:
+            raise UserError(*problems)
+        return specs
+
+    def _agreed_to_stop(self) -> bool:
+        """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
+        return not self._all_agree(not self.stopping)
+
+    def _all_agree(self, mine: bool) -> bool:
+        if self.parallel.world_size == 1:
+            return mine
+        flag = torch.tensor([0 if mine else 1], device=self.parallel.device)
+        dist.all_reduce(flag)
+        return int(flag.item()) == 0
+
+
+@contextmanager
+def _stop_on_signals(loop: Loop) -> Iterator[None]:
+    """SIGTERM and SIGINT let the step finish, save and leave: what a preempting scheduler and a person want."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        loop.stopping = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

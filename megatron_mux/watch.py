@@ -1,0 +1,65 @@
+"""A watched directory: a task file dropped in joins, one moved out leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+STOP = "STOP"
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What happened in the directory since the last look.
+
+    Attributes:
+        added: Task files that are new, or changed since they were refused.
+        removed: Task files that are gone.
+        stop: Whether a file named `STOP` is there: end the run once its tasks are done.
+    """
+
+    added: tuple[Path, ...]
+    removed: tuple[Path, ...]
+    stop: bool
+
+
+@dataclass
+class WatchedDirectory:
+    """Looks into a directory between steps; rank 0 looks, every rank gets the same answer.
+
+    Attributes:
+        directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
+            write there and rename.
+    """
+
+    directory: Path
+    _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def look(self) -> Changes:
+        """Compare the directory with the last look. Every rank calls it."""
+        answer: list[tuple[dict[Path, tuple[int, int]], bool] | None] = [None]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            answer[0] = self._read()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(answer, src=0)
+        assert answer[0] is not None
+        now, stop = answer[0]
+        added = tuple(sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp))
+        removed = tuple(sorted(path for path in self._seen if path not in now))
+        self._seen = now
+        return Changes(added, removed, stop)
+
+    def _read(self) -> tuple[dict[Path, tuple[int, int]], bool]:
+        found: dict[Path, tuple[int, int]] = {}
+        try:
+            for path in sorted(self.directory.iterdir()):
+                if path.suffix in _SUFFIXES and not path.name.startswith("."):
+                    stat = path.stat()
+                    found[path] = (stat.st_mtime_ns, stat.st_size)
+            return found, (self.directory / STOP).exists()
+        except OSError:
+            # Moved between listing and looking, or a file system that hiccups: as before, look again next step.
+            return dict(self._seen), False
