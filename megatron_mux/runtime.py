@@ -7,6 +7,7 @@ nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and, on 
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import warnings
@@ -245,3 +246,28 @@ def _adapt_to_cpu() -> None:
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     _adapted = True
+
+
+def fused_norm() -> Any:
+    """Transformer Engine's norm where it is importable and the device is a GPU, else None."""
+    if _current is None or _current.device.type != "cuda":
+        return None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        from megatron.core.extensions.transformer_engine import TENorm
+    except ImportError:
+        return None
+    return TENorm
+
+
+def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: bool) -> None:
+    """Put our norm and core attention into the layer spec that Megatron-Core made, in place.
+
+    The two versions nest specs alike down to here: a `ModuleSpec` of the layer, within it one of the attention.
+    """
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = core_attention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm

@@ -17,7 +17,7 @@ _IGNORED = frozenset(
     _name_or_path _attn_implementation architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
     classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
     is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id prefix pretraining_tp
-    problem_type return_dict rope_interleaved summary_activation summary_first_dropout summary_proj_to_labels
+    problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vocab_size tie_word_embeddings
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping

@@ -10,7 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_mux.tasks.section import FilePath, ModuleNames, Number, Refused, Section, Targets, TidyNumber, problem
+from megatron_mux.tasks.section import (
+    FilePath,
+    ModuleNames,
+    Number,
+    Refused,
+    Section,
+    Targets,
+    TidyNumber,
+    problem,
+)
 
 _NOT_YET = "is a peft field that megatron-mux does not do yet: leave it out"
 
@@ -118,7 +127,13 @@ class PrefixTuningSpec(AdapterBase):
     """Length of the prefix."""
 
     from_weights: ClassVar[frozenset[str]] = frozenset(
-        {"token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers", "encoder_hidden_size"}
+        {
+            "token_dim",
+            "num_transformer_submodules",
+            "num_attention_heads",
+            "num_layers",
+            "encoder_hidden_size",
+        }
     )
     refused: ClassVar[Mapping[str, Refused]] = {
         **_COMMON,
@@ -128,7 +143,9 @@ class PrefixTuningSpec(AdapterBase):
             name: Refused("follows from the backbone: leave it out", (None,))
             for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
         },
-        "encoder_hidden_size": Refused("belongs to prefix_projection, which is not done: leave it out", (None,)),
+        "encoder_hidden_size": Refused(
+            "belongs to prefix_projection, which is not done: leave it out", (None,)
+        ),
     }
 
 
@@ -179,9 +196,10 @@ ADAPTERS: Mapping[str, type[AdapterBase]] = {
 }
 """`peft_type` to its model."""
 
-PEFT_ONLY = frozenset(
+_PEFT_ONLY = (
     "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING ADALORA ADAMSS BOFT ADAPTION_PROMPT BEFT LILY LOHA LOKR OFT POLY "
     "LN_TUNING VERA FROD PVERA FOURIERFT GLORA XLORA HRA VBLORA UNILORA CPT MISS RANDLORA ROAD TRAINABLE_TOKENS HIRA "
-    "SHIRA C3A WAVEFT OSF DELORA GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT".split()
+    "SHIRA C3A WAVEFT OSF DELORA GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT"
 )
+PEFT_ONLY = frozenset(_PEFT_ONLY.split())
 """Methods of peft that we do not do."""

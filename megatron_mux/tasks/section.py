@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 # YAML 1.1 reads `1e-3` as text, since it wants a dot and a signed exponent; people write it all the same.
@@ -57,7 +66,9 @@ class Section(BaseModel):
     def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if not (k in cls.refused and cls.refused[k].asks_for_nothing(v))}
+        return {
+            k: v for k, v in value.items() if not (k in cls.refused and cls.refused[k].asks_for_nothing(v))
+        }
 
 
 def problem(text: str) -> PydanticCustomError:
@@ -77,7 +88,7 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         if not value.strip() or "\0" in value:
             raise problem(f"must be a path, got {value!r}")
-        value = Path(value).expanduser()
+        value = Path(os.path.expanduser(value))
     if isinstance(value, Path):
         base = (info.context or {}).get(BASE_DIRECTORY)
         return value if base is None else Path(base) / value

@@ -146,7 +146,9 @@ class TrainingSpec(Section):
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
             raise problem(f"warmup_steps must be a whole number, or a share below 1, got {self.warmup_steps}")
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
-            raise problem("lr_scheduler_type constant has no warm-up: write constant_with_warmup, or leave the warm-up out")
+            raise problem(
+                "lr_scheduler_type constant has no warm-up: write constant_with_warmup, or leave the warm-up out"
+            )
         return self
 
     def warmup(self, total_steps: int) -> int:

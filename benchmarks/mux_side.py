@@ -1,0 +1,120 @@
+"""megatron-mux's side of the measurement, and its ceiling: the frozen backbone alone on the same packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from workload import LEARNING_RATE, RANK, Pair, TaskShape
+
+from megatron_mux import layout
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine import Engine, Task
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
+
+
+class InMemory:
+    """Made-up records that the engine takes for a `TaskDataset`."""
+
+    distinct_completions = None
+    end_of_sequence = -1
+    dropped = 0
+    path = Path("made-up")
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.pairs = list(pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Example:
+        tokens, labelled = self.pairs[index]
+        return Example(tokens.numpy(), labelled.numpy())
+
+
+Records = TaskDataset | InMemory
+
+
+def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> TaskSpec:
+    """The task as tasks.yaml would give it."""
+    return TaskSpec.model_validate(
+        {
+            "name": shape.name,
+            "adapter": {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(targets)},
+            "data": {"path": shape.records or "made-up", "max_length": shape.max_length},
+            "training": {
+                "per_device_train_batch_size": shape.batch,
+                "learning_rate": LEARNING_RATE,
+                "lr_scheduler_type": "cosine",
+                "max_grad_norm": 1.0,
+                "max_steps": steps,
+                "seed": seed,
+            },
+        }
+    )
+
+
+def examples(task: TaskSpec, records: Records, steps: int) -> list[list[Pair]]:
+    """What each step of the task trains on, in the engine's order: both sides are given the same records."""
+    sampler = Sampler(len(records), task.sequences_per_step, task.training.seed, task.data.shuffle)
+    chosen: list[list[Pair]] = []
+    for step in range(steps):
+        found = [records[i] for i in sampler.batch(step)]
+        chosen.append([(torch.as_tensor(e.tokens).long(), torch.as_tensor(e.labelled).bool()) for e in found])
+    return chosen
+
+
+def make_engine(
+    backbone: Backbone,
+    parallel: Parallel,
+    specs: Sequence[TaskSpec],
+    records: Sequence[Records],
+    initial: Sequence[dict[str, Tensor] | None],
+) -> Engine:
+    """An engine with these tasks, all in one hybrid task."""
+    engine = Engine(backbone, parallel, policy="spatial")
+    engine.register_tasks(
+        [
+            Task(s, r, initial=i)  # type: ignore[arg-type]
+            for s, r, i in zip(specs, records, initial, strict=True)
+        ]
+    )
+    return engine
+
+
+class Ceiling:
+    """The frozen backbone's own forward and input-gradient pass: no adapter, no optimizer.
+
+    Args:
+        backbone: One without adapters.
+        device: Where it lies.
+    """
+
+    def __init__(self, backbone: Backbone, device: torch.device) -> None:
+        self.backbone = backbone
+        self.device = device
+        # The lowest layer is back-propagated through, as if an adapter sat at the very bottom.
+        backbone.model.decoder.layers[0].register_forward_pre_hook(_ask_for_gradient, with_kwargs=True)
+
+    def step(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> float:
+        """One pass over the sequences of all tasks, packed as the engine packs them; returns the mean loss."""
+        sequences = [
+            ("backbone", i, tokens, labelled, 1.0)
+            for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
+        ]
+        batch = layout.pack(sequences, ("backbone",), {"backbone": 0}, device=self.device)
+        with layout.activate(batch):
+            loss, _ = self.backbone.loss(self.backbone.forward(batch, None), batch)
+            loss.backward()
+        return float(loss.detach()) / batch.labels.shape[0]
+
+
+def _ask_for_gradient(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    hidden = kwargs["hidden_states"].detach().requires_grad_()
+    return args, {**kwargs, "hidden_states": hidden}

@@ -1,0 +1,83 @@
+"""The result as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TARGETS = {"all": 1.35, "short": 1.75}
+CEILING_TARGET = 1.12
+PERSISTENT_TARGET = 1.15
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Hardware, speed, memory and losses in Markdown."""
+    return "\n".join([*_head(result), "", *_speed(result), "", *_memory(result), *_losses(result)])
+
+
+def _head(result: Mapping[str, Any]) -> list[str]:
+    hardware, settings = result["hardware"], result["settings"]
+    where = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    tasks = ", ".join(f"{t['sequences']} x <= {t['max_length']}" for t in result["mix"])
+    lora = settings["lora"]
+    return [
+        f"**{settings['backbone']}** ({settings['dtype']}) on {where}. {versions}.",
+        f"Tasks (sequences x tokens a step): {tasks}; LoRA r={lora['r']} on {', '.join(lora['targets'])}; "
+        f"records {settings['records']}. Median of {settings['repeats']} turns of {settings['steps_in_a_turn']} steps.",
+    ]
+
+
+def _speed(result: Mapping[str, Any]) -> list[str]:
+    on_cpu = result["hardware"]["gpu"] is None
+    lines = [
+        "| tasks | PEFT, one at a time (tokens/s) | megatron-mux (tokens/s) | speed-up | ceiling: frozen backbone alone "
+        "| step / ceiling | padding in PEFT's batches |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, name in (("all", "the whole mix"), ("short", "its short tasks")):
+        part = result[key]
+        rate = part["tokens_per_second"]
+        goal = f" (goal {TARGETS[key]:.2f}x)" if on_cpu else ""
+        over = f" (goal {CEILING_TARGET:.2f})" if on_cpu and key == "all" else ""
+        lines.append(
+            f"| {name} ({len(part['tasks'])}) | {rate['peft']:.0f} | {rate['mux']:.0f} | **{part['speedup']:.2f}x**{goal} "
+            f"| {part['ceiling_speedup']:.2f}x | {part['step_over_ceiling']:.3f}{over} "
+            f"| {part['padding_share_of_peft']:.0%} |"
+        )
+    lines += ["", "Tokens are real ones: padding is not counted on either side."]
+    return lines
+
+
+def _memory(result: Mapping[str, Any]) -> list[str]:
+    memory = result["memory"]
+    if not memory:
+        return []
+    peft = {case: found for case, found in memory.items() if case.startswith("peft:")}
+    largest = max(found["peak"] for found in peft.values())
+    together = sum(found["peak"] for found in peft.values())
+    one, eight = memory["mux:one"]["persistent"], memory["mux:eight"]["persistent"]
+    return [
+        "| memory | MiB |",
+        "|---|---|",
+        f"| peak, PEFT, the largest of {len(peft)} tasks run one after the other | {_mib(largest)} |",
+        f"| peak, PEFT, {len(peft)} tasks at once in processes of their own | {_mib(together)} |",
+        f"| peak, megatron-mux, {len(peft)} tasks together | {_mib(memory['mux:mix']['peak'])} |",
+        f"| persistent, megatron-mux, 1 task | {_mib(one)} |",
+        f"| persistent, megatron-mux, 8 tasks | {_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_TARGET:.2f}x) |",
+        "",
+    ]
+
+
+def _losses(result: Mapping[str, Any]) -> list[str]:
+    part = result["all"]
+    lines = ["| loss | first step | last step (PEFT) | last step (megatron-mux) |", "|---|---|---|---|"]
+    for name in part["tasks"]:
+        theirs, ours = part["losses"]["peft"][name], part["losses"]["mux"][name]
+        lines.append(f"| {name} | {theirs[0]:.4f} | {theirs[-1]:.4f} | {ours[-1]:.4f} |")
+    lines += ["", f"Largest relative difference of any step's loss: {part['largest_relative_loss_difference']:.1e}."]
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f}"

@@ -1,0 +1,111 @@
+"""megatron-mux against Hugging Face PEFT: the same LoRA tasks together, and one at a time.
+
+    python benchmarks/vs_peft.py --backbone .quickstart/backbone --data .quickstart/data --output vs_peft.json
+    python benchmarks/vs_peft.py --device cuda --backbone-shape llama3-8b --output vs_peft_gpu.json
+
+Both sides start from the same adapters and train on the same records in the same order, on the same threads, taking
+turns within one process: what disturbs the machine disturbs both. Memory is measured in a process of its own per case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--backbone", type=Path, help="Hugging Face directory of the backbone")
+    parser.add_argument("--data", type=Path, help="directory of the mix's .jsonl files; made up when not given")
+    parser.add_argument("--backbone-shape", choices=("tiny", "llama3-8b"), help="random weights instead of --backbone")
+    parser.add_argument("--scratch", type=Path, help="where a random backbone is written (default: a temporary place)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7, help="turns of every side")
+    parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before the first turn, not counted")
+    parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"])
+    parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--output", type=Path, help="write the JSON here, and the table beside it as .md")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if (arguments.backbone is None) == (arguments.backbone_shape is None):
+        parser.error("give --backbone DIR or --backbone-shape NAME, one of them")
+    if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
+        parser.error("--warm-up, --repeats and --steps must be at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, leave the JSON."""
+    arguments = parse(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with tempfile.TemporaryDirectory() as temporary:
+        if arguments.backbone is None:
+            scratch = arguments.scratch or Path(temporary)
+            arguments.backbone = scratch / arguments.backbone_shape
+            _write_backbone(arguments)
+        if arguments.part:
+            import parts
+
+            print(json.dumps(parts.memory_of(arguments, arguments.part)))
+            return 0
+        memory = {} if arguments.skip_memory else _memory(arguments)
+        import parts
+        from tables import markdown
+
+        result: dict[str, Any] = {**parts.surroundings(arguments), **parts.speed(arguments), "memory": memory}
+    table = markdown(result)
+    print(table)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.output.with_suffix(".md").write_text(table + "\n")
+    return 0
+
+
+def _write_backbone(arguments: argparse.Namespace) -> None:
+    import torch
+    from workload import write_random_backbone
+
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    write_random_backbone(arguments.backbone_shape, arguments.backbone, dtype)
+
+
+def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Each case in a fresh process, before this one has loaded anything."""
+    count = 8 if arguments.device == "cuda" else 4
+    cases = ["mux:mix", "mux:one", "mux:eight", *(f"peft:{i}" for i in range(count))]
+    return {case: _in_new_process(arguments, case) for case in cases}
+
+
+def _in_new_process(arguments: argparse.Namespace, part: str) -> dict[str, int]:
+    command = [sys.executable, str(HERE / "vs_peft.py"), "--part", part, "--device", arguments.device]
+    command += ["--threads", str(arguments.threads), "--targets", *arguments.targets]
+    if arguments.data is not None:
+        command += ["--data", str(arguments.data)]
+    if arguments.backbone_shape is not None:
+        command += ["--backbone-shape", arguments.backbone_shape, "--scratch", str(arguments.backbone.parent)]
+    else:
+        command += ["--backbone", str(arguments.backbone)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"measuring the memory of {part} failed:\n{done.stderr}")
+    found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

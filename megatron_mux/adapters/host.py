@@ -1,0 +1,211 @@
+"""What an adapter needs to know of the backbone's stage it attaches to: its BaseOps, sizes, ranks and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.targets import match_targets
+from megatron_mux.errors import UserError
+from megatron_mux.kernels.dropout import key_of
+from megatron_mux.layout import BaseOpInfo, Part
+
+
+class ParallelLike(Protocol):
+    """The part of `runtime.Parallel` that adapters use."""
+
+    @property
+    def tp_rank(self) -> int: ...  # noqa: D102
+    @property
+    def tp_size(self) -> int: ...  # noqa: D102
+    @property
+    def tp_group(self) -> Any: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    @property
+    def sequence_parallel(self) -> bool: ...  # noqa: D102
+
+
+class ShapeLike(Protocol):
+    """The part of the backbone's shape that adapters use."""
+
+    @property
+    def family(self) -> str: ...  # noqa: D102
+    @property
+    def layers(self) -> int: ...  # noqa: D102
+    @property
+    def kv_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Site:
+    """One Hugging Face module that a task targets, inside a BaseOp of this stage.
+
+    Attributes:
+        op: Index of the BaseOp in `Host.base_ops`.
+        info: The BaseOp.
+        path: Full Hugging Face path of the module.
+        part: Its place in the BaseOp's output on this rank.
+    """
+
+    op: int
+    info: BaseOpInfo
+    path: str
+    part: Part
+
+    @property
+    def column_parallel(self) -> bool:
+        """Whether the module's output (rather than its input) is divided over tensor ranks."""
+        return self.info.parallel == "column"
+
+    @property
+    def columns(self) -> Tensor | None:
+        """The module's columns of the BaseOp's output, None where it is all of them in order."""
+        columns = self.part.columns
+        width = int(self.info.module.weight.shape[0])  # type: ignore[union-attr]
+        if columns.shape[0] == width and bool((columns.cpu() == torch.arange(width)).all()):
+            return None
+        return columns
+
+    @property
+    def inputs(self) -> Tensor:
+        """`[K]` int64 global input features that this rank holds."""
+        return torch.arange(self.info.in_start, self.info.in_stop)
+
+
+class Host:
+    """A stage of the backbone, as adapters see it.
+
+    Args:
+        base_ops: The stage's BaseOps.
+        parallel: Where this rank stands.
+        dtype: The backbone's compute dtype; adapter parameters are fp32, or fp64 on an fp64 backbone.
+        shape: The backbone's sizes.
+    """
+
+    def __init__(
+        self, base_ops: Sequence[BaseOpInfo], parallel: ParallelLike, dtype: torch.dtype, shape: ShapeLike
+    ) -> None:
+        self.base_ops = list(base_ops)
+        self.parallel = parallel
+        self.dtype = dtype
+        self.parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.shape = shape
+        self.device = torch.device(parallel.device)
+
+    @property
+    def first_tensor_rank(self) -> bool:
+        """Whether this rank owns what every tensor rank holds."""
+        return self.parallel.tp_rank == 0
+
+    @property
+    def layers(self) -> list[int]:
+        """Global indices of the layers of this stage, ascending."""
+        return sorted({info.layer for info in self.base_ops})
+
+    def module_paths(self) -> list[str]:
+        """Hugging Face paths of the modules of all layers, those of other stages included (layers are alike)."""
+        infos = [i for i in self.base_ops if i.layer == self.base_ops[0].layer] if self.base_ops else []
+        return [
+            f"{_layer_prefix(info, layer)}.{path}"
+            for layer in range(self.shape.layers)
+            for info in infos
+            for path in info.parts
+        ]
+
+    def sites(self, targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
+        """The targeted modules of this stage, BaseOp by BaseOp.
+
+        Raises:
+            UserError: A target names no module of the backbone.
+        """
+        wanted = set(match_targets(targets, self.module_paths()))
+        for op, info in enumerate(self.base_ops):
+            found = [
+                Site(op, info, f"{info.hf_prefix}.{path}", part)
+                for path, part in info.parts.items()
+                if f"{info.hf_prefix}.{path}" in wanted
+            ]
+            if found:
+                yield op, found
+
+    def generator(self, seed: int, key: str) -> torch.Generator:
+        """A CPU generator for the initial value of a tensor, the same at any division of the backbone."""
+        return torch.Generator().manual_seed(key_of(seed, "initial", key) >> 1)
+
+    def initial(self, tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], task: str) -> Tensor:
+        """A tensor of the adapter that a task starts from.
+
+        Raises:
+            UserError: It is not there or has another shape.
+        """
+        if key not in tensors:
+            raise UserError(
+                f"task {task!r}: the adapter to start from has no tensor {key}: its targets or its kind differ from the task's"
+            )
+        if tuple(tensors[key].shape) != shape:
+            raise UserError(
+                f"task {task!r}: {key} of the adapter to start from has shape {list(tensors[key].shape)}, "
+                f"the task and the backbone need {list(shape)}"
+            )
+        return tensors[key]
+
+    def gather(self, local: Tensor, full_shape: tuple[int, ...], dim: int, index: Tensor) -> Tensor:
+        """The whole of a tensor divided over tensor ranks, on every one of them; all of them must call.
+
+        Args:
+            local: This rank's part.
+            full_shape: Shape of the whole.
+            dim: The divided dimension.
+            index: Global positions of the part along `dim`.
+        """
+        full = local.new_zeros(full_shape)
+        full.index_copy_(dim, index.to(local.device), local)
+        if self.parallel.tp_size > 1:
+            # Each element comes from one rank, the others add zero: exact.
+            dist.all_reduce(full, group=self.parallel.tp_group)
+        return full
+
+
+def check_no_stray(tensors: Mapping[str, Tensor], keys: Sequence[str], layers: int, task: str) -> None:
+    """Refuse tensors that no module of the task takes; layers of other stages count as taken.
+
+    Args:
+        tensors: The adapter to start from.
+        keys: Keys that this stage took.
+        layers: Layers of the backbone.
+        task: For the message.
+
+    Raises:
+        UserError: There is such a tensor.
+    """
+    if not keys:
+        return
+    taken = {_any_layer(key)[0] for key in keys}
+    for key in tensors:
+        general, layer = _any_layer(key)
+        if general not in taken or layer >= layers:
+            raise UserError(
+                f"task {task!r}: the adapter to start from holds {key}, which has no place in the task: "
+                "its targets or its kind differ from the task's, or it belongs to another backbone"
+            )
+
+
+def _any_layer(key: str) -> tuple[str, int]:
+    found = re.search(r"\.(\d+)\.", key)
+    return (re.sub(r"\.\d+\.", ".N.", key, count=1), int(found[1])) if found else (key, 0)
+
+
+def _layer_prefix(info: BaseOpInfo, layer: int) -> str:
+    stem, _, number = info.hf_prefix.rpartition(".")
+    if number != str(info.layer):
+        raise ValueError(f"layer {info.layer} lies at {info.hf_prefix}: its path must end in its index")
+    return f"{stem}.{layer}"

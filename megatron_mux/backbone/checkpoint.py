@@ -1,0 +1,167 @@
+"""A Hugging Face directory of safetensors: what it holds (from headers alone) and parts of it on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_mux.backbone.config import read_json
+from megatron_mux.errors import UserError
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint: its file, safetensors dtype and shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def refuse_megatron(path: Path) -> None:
+    """A Megatron distributed checkpoint is told from a Hugging Face directory by what it lacks and has.
+
+    To support it, `Backbone.load` would take another source of tensors here: the plan of `weights.py` says which
+    rows and columns of which Hugging Face tensor a rank needs; only their names and layout differ.
+    """
+    if (path / "config.json").is_file() or not path.is_dir():
+        return
+    children = {child.name for child in path.iterdir()}
+    if children & set(_MEGATRON_SIGNS) or any(name.startswith("iter_") or name.endswith(".distcp") for name in children):
+        raise UserError(
+            f"{path} looks like a Megatron distributed checkpoint: as a backbone, Hugging Face directories are "
+            "supported (config.json with *.safetensors). Convert it first."
+        )
+
+
+class Checkpoint:
+    """The tensors of a directory.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        UserError: No safetensors, or a file that is unreadable, truncated or of a dtype that is not supported.
+
+    Attributes:
+        tensors: By name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = self._files()
+        self.tensors: dict[str, Stored] = {}
+        self._digest = hashlib.sha256()
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        for file in self.files:
+            self._read_header(file)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def _files(self) -> list[Path]:
+        index = self.path / _INDEX
+        if index.is_file():
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not names:
+                raise UserError(f"{index} has no weight_map.")
+            return [self.path / name for name in sorted(set(names.values()))]
+        files = sorted(
+            f for f in self.path.glob("*.safetensors") if not f.name.startswith(("adapter_model", "consolidated"))
+        )
+        if not files:
+            others = sorted(f.name for f in self.path.glob("*.bin"))
+            hint = f" It has {others[0]}: save the model again as safetensors." if others else ""
+            raise UserError(f"{self.path} holds no *.safetensors.{hint}")
+        return files
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+                    raise ValueError("its header is cut or damaged")
+                header = stream.read(length)
+                entries = json.loads(header)
+                self._digest.update(header)
+                self._sample(stream, 8 + length, size)
+            self._add(file, entries, size - 8 - length)
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} is not a complete safetensors file: {error}.") from None
+
+    def _sample(self, stream: Any, start: int, stop: int) -> None:
+        for i in range(_SAMPLES):
+            stream.seek(start + (stop - start) * i // _SAMPLES)
+            self._digest.update(stream.read(_SAMPLE_BYTES))
+
+    def _add(self, file: Path, entries: dict[str, Any], size: int) -> None:
+        entries.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if end != size:
+            raise ValueError(f"its tensors take {end} bytes, but it has {size}")
+        for name, entry in entries.items():
+            if name in self.tensors:
+                raise ValueError(f"{name} is also in {self.tensors[name].file.name}")
+            self.tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over headers and samples of the data."""
+        return self._digest.hexdigest()
+
+    def check_dtype(self, name: str) -> str | None:
+        """What is wrong with a tensor's dtype, if anything."""
+        stored = self.tensors[name]
+        if stored.dtype in _DTYPES:
+            return None
+        return f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(_DTYPES)}."
+
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
+        """A part of a tensor, in its stored dtype, on the CPU.
+
+        Args:
+            name: Of the tensor.
+            rows: Along its first dimension.
+            columns: Along its second, where it has one.
+        """
+        stored = self.tensors[name]
+        try:
+            if stored.file not in self._open:
+                self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
+            part = self._open[stored.file].get_slice(name)
+            found: Tensor = part[rows] if columns is None else part[rows, columns]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{stored.file} cannot be read: {error}.") from None
+        return found
+
+    def read_chunks(self, name: str, rows: slice, columns: slice, chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        """A part of a matrix, some rows at a time: `(rows before it, chunk)`."""
+        width = max(1, columns.stop - columns.start) * 8
+        step = max(1, chunk_bytes // width)
+        for start in range(rows.start, rows.stop, step):
+            yield start - rows.start, self.read(name, slice(start, min(start + step, rows.stop)), columns)

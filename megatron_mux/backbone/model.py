@@ -1,0 +1,259 @@
+"""The backbone: a frozen Megatron-Core GPT model that computes packed micro-batches, one pipeline stage of it.
+
+Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary. Between layers hidden states are
+`[T, 1, H]`, Megatron's `[s, b, h]`; with sequence parallelism each tensor rank holds its T / tp rows of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_mux.backbone import columns, rotary, spec, weights
+from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
+from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.runtime import Parallel
+
+from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+
+Recompute = Literal["none", "full", "selective"]
+
+
+class Backbone:
+    """One stage of the frozen model on this process. Made by `Backbone.load`.
+
+    Attributes:
+        info: What config.json and the headers say.
+        shape: Its sizes, `padded_vocab` as divided here.
+        parallel: This process's place.
+        dtype: Of weights and hidden states.
+        device: Where it is.
+        layers: Global indices of this stage's layers.
+        model: Megatron's `GPTModel` (a container here: its `forward` is not used).
+    """
+
+    def __init__(
+        self, info: BackboneInfo, shape: BackboneShape, parallel: Parallel, model: nn.Module, recompute: Recompute
+    ) -> None:
+        self.info = info
+        self.shape = shape
+        self.parallel = parallel
+        self.model = model
+        self.recompute = recompute
+        self.device = parallel.device
+        self.layers = _layers(shape, parallel)
+        self.dtype = next(model.parameters()).dtype
+        self._frequencies = (
+            None if shape.rope is None else rotary.inverse_frequencies(shape.rope, shape.head_dim).to(self.device)
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        parallel: Parallel,
+        dtype: torch.dtype = torch.float32,
+        recompute: Recompute = "none",
+    ) -> Backbone:
+        """Build this process's stage and tensor shard and fill it, reading nothing else.
+
+        Args:
+            path: A Hugging Face directory.
+            parallel: This process's place.
+            dtype: To compute in.
+            recompute: What to compute again in the backward: nothing, whole layers, or core attention.
+
+        Raises:
+            UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
+        """
+        info = read_backbone_info(path)
+        info.check_parallel(parallel.tp_size, parallel.pp_size)
+        padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
+        shape = dataclasses.replace(info.shape, padded_vocab=padded)
+        model = spec.build(shape, parallel, dtype, recompute == "selective")
+        tied_here = shape.tied and parallel.is_first_stage and parallel.is_last_stage
+        if tied_here:
+            model.output_layer.register_parameter("weight", None)
+        part = weights.Part(
+            layers=_layers(shape, parallel),
+            first=parallel.is_first_stage,
+            last=parallel.is_last_stage,
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
+        )
+        with Checkpoint(info.path) as source:
+            filled = weights.plan(shape, info.family.names, part)
+            weights.fill(model, filled, info.stored, source, dtype, parallel.device)
+        if tied_here:
+            model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
+        return cls(info, shape, parallel, model, recompute)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the backbone whatever its split."""
+        return self.info.fingerprint
+
+    @property
+    def modules_of_layer(self) -> dict[str, tuple[str, ...]]:
+        """For each BaseOp, the family's module paths within a layer."""
+        return {str(op): paths for op, paths in self.info.layer_modules.items()}
+
+    # ---- computing --------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
+
+        Args:
+            batch: The micro-batch, on this device.
+            hidden: What the stage before sent; None on the first stage.
+
+        Returns:
+            Hidden states of `hidden_shape(batch)`, after the final norm on the last stage. They require a gradient
+            only if `hidden` does or an adapter lies below.
+        """
+        if hidden is None:
+            hidden = self._embed(batch)
+        angles = None if self._frequencies is None else rotary.angles(batch.positions, self._frequencies)
+        decoder: Any = self.model.decoder
+        for layer in decoder.layers:
+            if self.recompute == "full" and torch.is_grad_enabled():
+                # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
+                hidden = checkpoint(_layer, layer, hidden, angles, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = _layer(layer, hidden, angles)
+        if self.parallel.is_last_stage:
+            hidden = decoder.final_layernorm(hidden)
+        return hidden
+
+    def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of its tasks' losses; last stage only.
+
+        Args:
+            hidden: What `forward` returned.
+            batch: The micro-batch.
+
+        Returns:
+            The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
+            and the `[N]` negative log-likelihoods, fp32, detached.
+        """
+        rows = self._rows(hidden, batch)
+        total, nll = weighted_loss(rows, batch.labels, batch.label_weights, self._output_layer(share=True))
+        return total, nll.float()
+
+    def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """For evaluation; last stage only.
+
+        Returns:
+            `[N]` negative log-likelihoods of the labels, fp32, and `[N]` int64 likeliest tokens.
+        """
+        with torch.no_grad():
+            nll, tokens = predict(self._rows(hidden, batch), batch.labels, self._output_layer(share=False))
+        return nll.float(), tokens
+
+    def logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """`[T, V]` logits of every row, gathered over tensor ranks, without gradients; last stage only.
+
+        For checks and exports: training never makes them.
+        """
+        with torch.no_grad():
+            local = torch.mm(self._all_rows(hidden), self._output_weight().t())
+            if self.parallel.tp_size > 1:
+                local = gather_from_tensor_model_parallel_region(local)
+            return local[:, : self.shape.vocab]
+
+    def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Shape of what travels between stages."""
+        divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        return batch.rows // divided, 1, self.shape.hidden
+
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    def base_ops(self) -> list[BaseOpInfo]:
+        """The operators of this stage's layers that adapters may attach to."""
+        found = []
+        decoder: Any = self.model.decoder
+        rank, size = self.parallel.tp_rank, self.parallel.tp_size
+        names = self.info.family.names
+        for index, layer in zip(self.layers, decoder.layers, strict=True):
+            for op in BASE_OPS:
+                start, stop = columns.in_range(self.shape, op, rank, size)
+                owner = layer.self_attention if op in ("linear_qkv", "linear_proj") else layer.mlp
+                found.append(
+                    BaseOpInfo(
+                        layer=index,
+                        name=op,
+                        module=getattr(owner, op),
+                        parallel="column" if op in ("linear_qkv", "linear_fc1") else "row",
+                        in_features=self.shape.in_features(op),
+                        in_start=start,
+                        in_stop=stop,
+                        parts=columns.parts(self.shape, names, op, rank, size),
+                        hf_prefix=names.layer.format(index),
+                    )
+                )
+        return found
+
+    # ---- details ----------------------------------------------------------------------------------------------------
+
+    def _embed(self, batch: MicroBatch) -> Tensor:
+        """`[T, 1, H]` (this rank's rows with sequence parallelism). Needs no gradient: nothing below is trained."""
+        embedding: Any = self.model.embedding
+        with torch.no_grad():
+            # Not `embedding.forward`: with sequence parallelism it asks for a CUDA generator, for a dropout of zero.
+            words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
+            if embedding.reduce_scatter_embeddings:
+                return words  # type: ignore[no-any-return]
+            hidden: Tensor = words.transpose(0, 1)
+            if self.shape.position_limit is not None:
+                places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
+                hidden = hidden + places.unsqueeze(1)
+            if self.parallel.sequence_parallel:
+                hidden = scatter_to_sequence_parallel_region(hidden)
+            return hidden.contiguous()
+
+    def _all_rows(self, hidden: Tensor) -> Tensor:
+        """`[T, H]`; the loss head's partial gradients are summed on the way back."""
+        if self.parallel.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        return hidden.squeeze(1)
+
+    def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        return self._all_rows(hidden).index_select(0, batch.label_rows)
+
+    def _output_weight(self) -> Tensor:
+        output: Any = self.model.output_layer
+        weight: Tensor = output.weight
+        return weight
+
+    def _output_layer(self, share: bool) -> OutputLayer:
+        weight = self._output_weight()
+        return OutputLayer(
+            weight=weight,
+            start=self.parallel.tp_rank * weight.shape[0],
+            vocab=self.shape.vocab,
+            group=self.parallel.tp_group if self.parallel.tp_size > 1 else None,
+            reduce_gradient=share and not self.parallel.sequence_parallel,
+        )
+
+
+def _layer(layer: nn.Module, hidden: Tensor, angles: Tensor | None) -> Tensor:
+    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+    return output  # type: ignore[no-any-return]
+
+
+def _layers(shape: BackboneShape, parallel: Parallel) -> range:
+    """Global indices of a stage's layers."""
+    count = shape.layers // parallel.pp_size
+    return range(parallel.pp_rank * count, (parallel.pp_rank + 1) * count)

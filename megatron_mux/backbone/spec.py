@@ -1,0 +1,181 @@
+"""Megatron's GPT model as we build it: the local layer spec, with our core attention, norms and no bias too many.
+
+The BaseOps stay Megatron's `ColumnParallelLinear` and `RowParallelLinear` whatever is importable: Transformer Engine's
+fused norm and linear would hide the input from the adapters. Its norms are used where it is importable, on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_mux import layout, runtime
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.errors import UserError
+from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.runtime import Parallel
+
+with runtime.quiet_import():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SegmentAttention(nn.Module):
+    """Megatron's core attention, on the segments of the micro-batch being computed.
+
+    Args:
+        config: Megatron's; not read: everything comes from `shape`.
+        layer_number: Global, from 1.
+        shape: The backbone's shape: window and scale of the layer.
+        recompute: Compute attention again in the backward instead of keeping what it needs.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, shape: BackboneShape, recompute: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        self.layer = layer_number - 1
+        self.window = shape.windows[self.layer]
+        self.scale = shape.scales[self.layer]
+        self.recompute = recompute
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **_: Any) -> Tensor:
+        """Attend.
+
+        Args:
+            query: `[T, 1, heads on this rank, D]`.
+            key: `[T, 1, kv heads on this rank, D]`.
+            value: Likewise.
+            attention_mask: None: segments say it all.
+
+        Returns:
+            `[T, 1, heads on this rank x D]`.
+        """
+        batch = layout.active()
+        run = partial(
+            segment_attention,
+            segments=batch.segments,
+            scale=self.scale,
+            window=self.window,
+            prefix=batch.prefix.get(self.layer),
+        )
+        inputs = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = run(*inputs)
+        return out.flatten(1).unsqueeze(1)
+
+
+class Norm:
+    """Builds a layer's norm: Transformer Engine's where importable on a GPU, else torch's.
+
+    Not Megatron's wrapper of torch's norms: that refuses sequence parallelism, whose only demand on norms (to sum
+    their weights' gradients over ranks) frozen weights do not make.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.Module:  # type: ignore[misc]
+        fused = runtime.fused_norm()
+        if fused is not None:
+            built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)
+            return built
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        return kind(hidden_size, eps=eps)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_fast": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+
+def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of the backbone. Nothing random is left in it, and nothing fused that needs CUDA."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization=shape.norm,
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=shape.gated,
+        activation_func=_ACTIVATIONS[shape.activation],
+        add_bias_linear=any(shape.biases[op] for op in BASE_OPS if op != "linear_qkv"),
+        add_qkv_bias=shape.biases["linear_qkv"],
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        attention_softmax_in_fp32=dtype == torch.float16,
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        sequence_parallel=parallel.sequence_parallel,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, recompute_attention: bool) -> GPTModel:
+    """This stage of the model on the meta device: it takes no memory until it is filled."""
+    config = megatron_config(shape, parallel, dtype)
+    layer = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
+    runtime.replace_in_layer_spec(
+        layer,
+        norm=Norm,
+        core_attention=partial(SegmentAttention, shape=shape, recompute=recompute_attention),
+        qk_norm=shape.qk_norm,
+    )
+    count = shape.layers // parallel.pp_size
+    with torch.device("meta"):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm),
+            vocab_size=shape.padded_vocab,
+            max_sequence_length=(shape.position_limit or 0) + shape.position_offset,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
+        )
+    drop_biases(model, shape)
+    return model.eval()
+
+
+def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
+    """Megatron gives all linear modules a bias or none; a family may want it on some."""
+    for name, module in model.named_modules():
+        op = name.rpartition(".")[2]
+        if op in BASE_OPS and not shape.biases[op]:
+            module.register_parameter("bias", None)
+
+
+def check_activation(name: str) -> None:
+    """Refuse an activation function that is not built here."""
+    if name not in _ACTIVATIONS:
+        raise UserError(f"The activation function {name} is not supported: {', '.join(_ACTIVATIONS)} are.")

@@ -1,0 +1,231 @@
+"""Which part of which stored tensor fills which parameter of this rank, and the filling itself.
+
+The plan is made of names and ranges alone; filling reads nothing but what the plan says, a few MiB at a time, so a
+rank never holds more than its own shard and one chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_mux.backbone import columns
+from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.family import Names
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.errors import UserError
+from megatron_mux.layout import BaseOpName
+
+_CHUNK_BYTES = 4 << 20
+_MODULE_PATHS: dict[BaseOpName, str] = {
+    "linear_qkv": "self_attention.linear_qkv",
+    "linear_proj": "self_attention.linear_proj",
+    "linear_fc1": "mlp.linear_fc1",
+    "linear_fc2": "mlp.linear_fc2",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a parameter's rows and where it comes from.
+
+    Attributes:
+        row: First row of the parameter.
+        source: Full Hugging Face name.
+        start: First output feature there.
+        length: Number of rows.
+        inputs: Range of input features; None for vectors.
+        transposed: Stored `[in, out]`.
+    """
+
+    row: int
+    source: str
+    start: int
+    length: int
+    inputs: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+Plan = dict[str, list[Piece]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the backbone a process holds."""
+
+    layers: range
+    first: bool
+    last: bool
+    tp_rank: int
+    tp_size: int
+
+
+def expected(shape: BackboneShape, names: Names) -> dict[str, tuple[int, ...]]:
+    """Every tensor the family's checkpoint must hold, with its shape."""
+    norm = ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
+    found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
+    if names.positions is not None:
+        found[f"{names.positions}.weight"] = ((shape.position_limit or 0) + shape.position_offset, shape.hidden)
+    found |= {f"{names.final_norm}.{leaf}": (shape.hidden,) for leaf in norm}
+    if not shape.tied:
+        found[f"{names.head}.weight"] = (shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        prefix = names.layer.format(layer)
+        for path in (names.input_norm, names.mlp_norm):
+            found |= {f"{prefix}.{path}.{leaf}": (shape.hidden,) for leaf in norm}
+        if shape.qk_norm:
+            found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in (names.q_norm, names.k_norm)}
+        for op in BASE_OPS:
+            for module in names.ops[op]:
+                out = sum(columns.role_width(shape, role) for role in module.roles)
+                weight = (out, shape.in_features(op))
+                found[f"{prefix}.{module.path}.weight"] = weight[::-1] if names.transposed else weight
+                if shape.biases[op]:
+                    found[f"{prefix}.{module.path}.bias"] = (out,)
+    return found
+
+
+def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[str, str]:
+    """Match what the family needs with what the checkpoint stores.
+
+    Returns:
+        Full Hugging Face name to stored name (checkpoints of the bare model lack its prefix).
+
+    Raises:
+        UserError: Tensors that are missing, of another shape or dtype, or of no use, with their file.
+    """
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    problems: list[str] = []
+    for name, size in expected(shape, names).items():
+        stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
+        if stored is None:
+            missing.append(name)
+            continue
+        found[name] = stored
+        record = checkpoint.tensors[stored]
+        if record.shape != size:
+            problems.append(
+                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(size)}."
+            )
+        elif (wrong := checkpoint.check_dtype(stored)) is not None:
+            problems.append(wrong)
+    ignorable = [re.compile(pattern) for pattern in names.ignorable]
+    ignorable += [re.compile(re.escape(f"{names.head}.weight"))] * shape.tied
+    left = sorted(set(checkpoint.tensors) - set(found.values()))
+    left = [name for name in left if not any(pattern.fullmatch(name) for pattern in ignorable)]
+    if missing:
+        problems.append(f"{checkpoint.path} lacks {_some(missing)}, which a {shape.family} of its config.json has.")
+    if left:
+        record = checkpoint.tensors[left[0]]
+        problems.append(f"{record.file} holds {_some(left)}, which a {shape.family} of its config.json has no place for.")
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def plan(shape: BackboneShape, names: Names, part: Part) -> Plan:
+    """What fills each parameter of Megatron's model on one rank; `part.layers` counts globally, the model from 0."""
+    filled: Plan = {}
+    vocabulary = _Vocabulary(shape, part)
+    if part.first:
+        filled["embedding.word_embeddings.weight"] = vocabulary(f"{names.embedding}.weight")
+        if names.positions is not None:
+            rows = (shape.position_limit or 0) + shape.position_offset
+            filled["embedding.position_embeddings.weight"] = [
+                Piece(0, f"{names.positions}.weight", 0, rows, (0, shape.hidden))
+            ]
+    for here, layer in enumerate(part.layers):
+        filled |= dict(_layer(shape, names, part, f"decoder.layers.{here}", names.layer.format(layer)))
+    if part.last:
+        filled |= _norm(shape, "decoder.final_layernorm", names.final_norm)
+        if not (shape.tied and part.first):  # else the output layer is the embedding itself
+            source = names.embedding if shape.tied else names.head
+            filled["output_layer.weight"] = vocabulary(f"{source}.weight")
+    return filled
+
+
+class _Vocabulary:
+    """Rows of the vocabulary on a rank; padding rows have no source and stay zero."""
+
+    def __init__(self, shape: BackboneShape, part: Part) -> None:
+        size = shape.padded_vocab // part.tp_size
+        self.start = part.tp_rank * size
+        self.rows = max(0, min(size, shape.vocab - self.start))
+        self.hidden = shape.hidden
+
+    def __call__(self, source: str) -> list[Piece]:
+        return [Piece(0, source, self.start, self.rows, (0, self.hidden))] if self.rows else []
+
+
+def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
+    leaves = ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
+    return {f"{target}.{leaf}": [Piece(0, f"{source}.{leaf}", 0, shape.hidden)] for leaf in leaves}
+
+
+def _layer(
+    shape: BackboneShape, names: Names, part: Part, target: str, source: str
+) -> Iterator[tuple[str, list[Piece]]]:
+    yield from _norm(shape, f"{target}.input_layernorm", f"{source}.{names.input_norm}").items()
+    yield from _norm(shape, f"{target}.pre_mlp_layernorm", f"{source}.{names.mlp_norm}").items()
+    if shape.qk_norm:
+        for leaf, path in (("q_layernorm", names.q_norm), ("k_layernorm", names.k_norm)):
+            yield f"{target}.self_attention.{leaf}.weight", [Piece(0, f"{source}.{path}.weight", 0, shape.head_dim)]
+    for op in BASE_OPS:
+        inputs = columns.in_range(shape, op, part.tp_rank, part.tp_size)
+        weight, bias = [], []
+        for path, place in columns.parts(shape, names, op, part.tp_rank, part.tp_size).items():
+            for row, start, length in columns.runs(place.columns, place.features):
+                weight.append(Piece(row, f"{source}.{path}.weight", start, length, inputs, names.transposed))
+                bias.append(Piece(row, f"{source}.{path}.bias", start, length))
+        yield f"{target}.{_MODULE_PATHS[op]}.weight", weight
+        if shape.biases[op]:
+            yield f"{target}.{_MODULE_PATHS[op]}.bias", bias
+
+
+def fill(
+    model: nn.Module,
+    filled: Plan,
+    stored: dict[str, str],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Make every parameter of a model built on the meta device from the checkpoint, frozen.
+
+    Raises:
+        UserError: A file that cannot be read.
+        RuntimeError: The model has a parameter that the plan does not fill, or the plan one that the model lacks.
+    """
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if wanted.keys() != filled.keys():
+        raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted.keys() ^ filled.keys())}")
+    for name, pieces in filled.items():
+        covered = sum(piece.length for piece in pieces) == wanted[name][0]
+        make = torch.empty if covered else torch.zeros
+        value = make(wanted[name], dtype=dtype, device=device)
+        for piece in pieces:
+            _copy(value, piece, stored[piece.source], checkpoint)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint) -> None:
+    features = slice(piece.start, piece.start + piece.length)
+    target = value[piece.row : piece.row + piece.length]
+    if piece.inputs is None:
+        target.copy_(checkpoint.read(name, features))
+        return
+    inputs = slice(*piece.inputs)
+    if piece.transposed:
+        target, features, inputs = target.t(), inputs, features
+    for done, chunk in checkpoint.read_chunks(name, features, inputs, _CHUNK_BYTES):
+        target[done : done + chunk.shape[0]].copy_(chunk)

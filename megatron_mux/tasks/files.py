@@ -1,0 +1,190 @@
+"""Reading `tasks.yaml`: everything that is wrong with a file is said at once, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_mux.errors import UserError
+from megatron_mux.tasks.section import BASE_DIRECTORY
+from megatron_mux.tasks.spec import TaskSpec
+from megatron_mux.tasks.start import with_stored_config
+from megatron_mux.tasks.wording import did_you_mean, sentences, shown
+
+_OUTLINE = "`tasks:` and below it a list of tasks, each with name, adapter, data and training"
+
+
+def load_task_file(path: str | os.PathLike[str]) -> list[TaskSpec]:
+    """Read and check a task file.
+
+    The top level is `tasks:` with a list, or one task by itself (as for `--mux-watch`). Relative paths in it start
+    from its directory and come back absolute. Data files and the adapters to start from must exist; what is in the
+    data files is checked when they are opened.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tasks, in the file's order.
+
+    Raises:
+        UserError: With one problem per mistake in the file, such as
+            `tasks.yaml: task 'movie' (#2): training.learning_rate: must be a number greater than 0, got 'fast'`.
+    """
+    path = Path(path)
+    value, problems = _read_yaml(path)
+    if problems and value is None:
+        raise UserError(*problems)
+    tasks: list[TaskSpec] = []
+    first: dict[str, int] = {}
+    items, alone = _items(value, path, problems)
+    base = Path(os.path.abspath(path)).parent
+    for number, item in enumerate(items, 1):
+        where = _where(path, item, None if alone else number)
+        task, found = _task(item, base)
+        name = item.get("name") if isinstance(item, dict) else None
+        if isinstance(name, str):
+            if name in first:
+                found.append(f"name: is taken by task #{first[name]} already: every task needs its own")
+            first.setdefault(name, number)
+        problems += [f"{where}: {text}" for text in found]
+        if task is not None:
+            tasks.append(task)
+    if problems:
+        raise UserError(*problems)
+    return tasks
+
+
+def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool]:
+    """The tasks in a file's value, and whether it is one task by itself."""
+    if isinstance(value, dict) and "tasks" not in value and value.keys() & TaskSpec.model_fields.keys():
+        return [value], True
+    if not isinstance(value, dict):
+        what = "is empty" if value is None else f"holds {shown(value)}"
+        problems.append(f"{path}: {what}: it must hold {_OUTLINE}")
+        return [], False
+    for key in value:
+        if key != "tasks":
+            near = did_you_mean(str(key), ["tasks"])
+            problems.append(
+                f"{path}: unknown key {str(key)!r} at the top level{near or ': only tasks belongs there'}"
+            )
+    items = value.get("tasks")
+    if not isinstance(items, list) or not items:
+        if "tasks" in value or not problems:
+            problems.append(f"{path}: tasks: must be a list with at least one task, got {shown(items)}")
+        return [], False
+    return items, False
+
+
+def _where(path: Path, item: Any, number: int | None) -> str:
+    name = item.get("name") if isinstance(item, dict) else None
+    label = f"task {name!r}" if isinstance(name, str) else "task"
+    return f"{path}: {label}" if number is None else f"{path}: {label} (#{number})"
+
+
+def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str]]:
+    """A validated task, or what is wrong with it."""
+    if not isinstance(item, dict):
+        return None, [f"must be a mapping of {', '.join(TaskSpec.model_fields)}, got {shown(item)}"]
+    found: list[str] = []
+    odd = [key for key in item if not isinstance(key, str)]
+    if odd:
+        return None, [f"unknown key {shown(key)}: put quotes around it if it is meant as text" for key in odd]
+    if isinstance(item.get("adapter"), dict):
+        adapter, problems = with_stored_config(item["adapter"], base)
+        item = {**item, "adapter": adapter}
+        found += [f"adapter.{text}" for text in problems]
+    try:
+        task = TaskSpec.model_validate(item, context={BASE_DIRECTORY: base})
+    except ValidationError as error:
+        return None, found + sentences(error, item) + _missing_files(_raw_paths(item, base))
+    paths = {"data.path": task.data.path}
+    if task.eval is not None:
+        paths["eval.path"] = task.eval.path
+    return task, found + _missing_files(paths)
+
+
+def _raw_paths(item: Mapping[str, Any], base: Path) -> dict[str, Path]:
+    """Paths of a task that did not validate, as far as they can be told."""
+    paths = {}
+    for section in ("data", "eval"):
+        value = item.get(section)
+        given = value.get("path") if isinstance(value, dict) else None
+        if isinstance(given, str) and given.strip() and "\0" not in given:
+            paths[f"{section}.path"] = base / os.path.expanduser(given)
+    return paths
+
+
+def _missing_files(paths: Mapping[str, Path]) -> list[str]:
+    found = []
+    for where, path in paths.items():
+        if not os.path.exists(path):
+            found.append(f"{where}: no such file: {path}")
+        elif not os.path.isfile(path):
+            found.append(f"{where}: is not a file: {path}")
+        elif not os.access(path, os.R_OK):
+            found.append(f"{where}: may not be read: {path}")
+    return found
+
+
+def _read_yaml(path: Path) -> tuple[Any, list[str]]:
+    """A YAML file's value (None if it could not be read) and what is wrong with it."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return None, [f"{path}: no such file"]
+    except IsADirectoryError:
+        return None, [f"{path}: is a directory, not a task file"]
+    except UnicodeDecodeError as error:
+        return None, [f"{path}: is not UTF-8 text (byte {error.start})"]
+    except OSError as error:
+        return None, [f"{path}: cannot be read: {error.strerror}"]
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, [f"{path}: is empty: it must hold {_OUTLINE}"]
+        twice = _duplicate_keys(node)
+        value = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        said = ", ".join(s for s in (error.context, error.problem) if s)
+        return None, [f"{path}: {line}not valid YAML: {said}"]
+    except (yaml.YAMLError, ValueError) as error:
+        return None, [f"{path}: not valid YAML: {' '.join(str(error).split())}"]
+    except RecursionError:
+        return None, [f"{path}: not valid YAML: nested too deeply"]
+    return value, [f"{path}: {text}" for text in twice]
+
+
+def _duplicate_keys(root: yaml.Node) -> list[str]:
+    """Keys given twice in one mapping, of which YAML would keep the last."""
+    found: list[str] = []
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            pending += reversed(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        found.append(
+                            f"line {line}: {key.value} is given twice (first on line {lines[key.value]})"
+                        )
+                    lines.setdefault(key.value, line)
+            pending += [value for _, value in reversed(node.value)]
+    return found

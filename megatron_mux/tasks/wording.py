@@ -1,0 +1,182 @@
+"""Validation errors in words that say where, what was expected and what to change."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_mux.tasks.adapters import ADAPTERS, PEFT_ONLY
+from megatron_mux.tasks.section import Section
+from megatron_mux.tasks.spec import TaskSpec
+from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+
+_SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
+_LONGEST_VALUE = 60
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no known word is near."""
+    by_lower = {k.lower().replace("-", "_"): k for k in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def sentences(error: ValidationError, task: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a task, one sentence per problem, in the order of its keys.
+
+    Args:
+        error: What pydantic found.
+        task: The mapping that was validated.
+
+    Returns:
+        Sentences such as `training.learning_rate: must be a number greater than 0, got 'fast'`.
+    """
+    return list(dict.fromkeys(_sentence(e, task) for e in error.errors(include_url=False)))
+
+
+def _sentence(error: Any, task: Mapping[str, Any]) -> str:
+    path, model, field = _walk(error["loc"])
+    where = f"{path}: " if path else ""
+    kind, value = error["type"], error["input"]
+    if kind == "mux":
+        return where + str(error["ctx"]["problem"])
+    if kind == "missing":
+        expected = _expected(field) if field is not None else f"a mapping of {_section_keys(path, model)}"
+        return f"{where}is missing: it must be {expected}"
+    if kind == "extra_forbidden":
+        return where + _unknown(str(error["loc"][-1]), model)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _peft_type(task)
+    if field is None:
+        return f"{where}must be a mapping of {_section_keys(path, model)}, got {shown(value)}"
+    return f"{where}must be {_expected(field)}, got {shown(value)}{_hint(field, value)}"
+
+
+def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]:
+    """The dotted path of a location, the model it ends in, and its field there (None: a section or no field)."""
+    model: type[BaseModel] = TaskSpec
+    field: FieldInfo | None = None
+    path: list[str] = []
+    for part in loc:
+        if model is TaskSpec and part in _SECTIONS and field is None:
+            model = _SECTIONS[part]
+            path.append(part)
+        elif model is TaskSpec and part == "adapter":
+            path.append(part)
+        elif path == ["adapter"] and part in ADAPTERS:
+            model = ADAPTERS[part]
+        elif field is None:
+            path.append(str(part))
+            field = model.model_fields.get(str(part))
+        else:
+            break  # inside a field's own value
+    return ".".join(path), model, field
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)
+
+
+def _section_keys(path: str, model: type[BaseModel]) -> str:
+    return "peft_type and the fields of that method" if path == "adapter" else _keys(model)
+
+
+def _unknown(key: str, model: type[BaseModel]) -> str:
+    refused = model.refused.get(key) if issubclass(model, Section) else None
+    if refused is not None:
+        return refused.advice
+    near = did_you_mean(key, model.model_fields)
+    if not near:
+        elsewhere = {
+            f: f"{s}.{f}" for s, other in _SECTIONS.items() if other is not model for f in other.model_fields
+        }
+        close = difflib.get_close_matches(key.lower(), elsewhere, n=1, cutoff=0.8)
+        near = f"; did you mean {elsewhere[close[0]]!r}?" if close else ""
+    return "unknown key" + (near or f": the keys here are {_keys(model)}")
+
+
+def _peft_type(task: Mapping[str, Any]) -> str:
+    adapter = task.get("adapter")
+    known = ", ".join(ADAPTERS)
+    if not isinstance(adapter, dict) or "peft_type" not in adapter:
+        return f"adapter.peft_type: is missing: it must be one of {known}"
+    given = adapter["peft_type"]
+    if isinstance(given, str) and given in PEFT_ONLY:
+        return f"adapter.peft_type: {given} is a method of peft that megatron-mux does not do: use one of {known}"
+    near = did_you_mean(given, ADAPTERS) if isinstance(given, str) else ""
+    return f"adapter.peft_type: must be one of {known}, got {shown(given)}{near}"
+
+
+def _expected(field: FieldInfo) -> str:
+    """What a field takes, in words."""
+    options = {_bare(a) for a in (field.annotation, *typing.get_args(field.annotation))}
+    if typing.get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(field.annotation)))
+    if bool in options:
+        return "true or false"
+    if int in options:
+        return _bounded("a whole number", field)
+    if float in options:
+        return _bounded("a number", field)
+    if list in options:
+        return "a list of module names such as [q_proj, v_proj]"
+    return "a path" if Path in options else "text"
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without its `Annotated` metadata and its parameters."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return typing.get_origin(annotation) or annotation
+
+
+def _bounded(what: str, field: FieldInfo) -> str:
+    bounds = []
+    for rule in field.metadata:
+        if isinstance(rule, annotated_types.Ge):
+            bounds.append(f"of at least {rule.ge}")
+        elif isinstance(rule, annotated_types.Gt):
+            bounds.append(f"greater than {rule.gt}")
+        elif isinstance(rule, annotated_types.Lt):
+            bounds.append(f"less than {rule.lt}")
+        elif isinstance(rule, annotated_types.Le):
+            bounds.append(f"at most {rule.le}")
+    return " ".join([what, " and ".join(bounds)]) if bounds else what
+
+
+def _hint(field: FieldInfo, value: Any) -> str:
+    if isinstance(value, bool) and typing.get_origin(field.annotation) is Literal:
+        return " (YAML reads yes, no, on and off as true and false: put quotes around text)"
+    if isinstance(value, str) and typing.get_origin(field.annotation) is Literal:
+        return did_you_mean(value, map(str, typing.get_args(field.annotation)))
+    if isinstance(value, str) and _looks_numeric(value):
+        return " (a text: leave the quotes out)"
+    return ""
+
+
+def _looks_numeric(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """A value as it is quoted in a message: short, whatever it is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a nested {type(value).__name__}"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

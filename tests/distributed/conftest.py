@@ -1,0 +1,126 @@
+"""Tests that need several processes: `torchrun --nproc-per-node 4 -m pytest tests/distributed`.
+
+The world is joined once; `joined(tp, pp)` divides it anew where a test asks for other sizes (ranks left over become
+data parallel). Without torchrun these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_mux import layout, runtime  # noqa: E402
+from megatron_mux.layout import MicroBatch  # noqa: E402
+from megatron_mux.runtime import Parallel  # noqa: E402
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and WORLD_SIZE != 4:
+            item.add_marker(pytest.mark.skip(reason="needs torchrun --nproc-per-node 4"))
+
+
+@pytest.fixture(scope="session")
+def joined() -> Iterator[Callable[..., Parallel]]:
+    """Divide the world: `joined(tp, pp, sequence_parallel=False)`."""
+    torch.set_num_threads(1)
+    made: dict[tuple[int, int, bool], Parallel] = {}
+    last: list[tuple[int, int, bool]] = []
+
+    def divide(tp: int, pp: int, sequence_parallel: bool = False) -> Parallel:
+        key = (tp, pp, sequence_parallel)
+        if last != [key]:
+            made[key] = runtime.initialize(tp, pp, sequence_parallel)
+            last[:] = [key]
+        return made[key]
+
+    yield divide
+    runtime.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_dir(joined: Callable[..., Parallel]) -> Iterator[Path]:
+    """A directory that all ranks see, gone at the end."""
+    joined(1, 1)
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name, src=0)
+        yield Path(name[0])
+        dist.barrier()
+
+
+@pytest.fixture(scope="session")
+def once(shared_dir: Path) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """`once(name, make)` lets rank 0 call `make(directory)` once and gives all ranks the directory."""
+    done: dict[str, Path] = {}
+
+    def run(name: str, make: Callable[[Path], Any]) -> Path:
+        if name not in done:
+            done[name] = shared_dir / name
+            if dist.get_rank() == 0:
+                done[name].mkdir()
+                make(done[name])
+            dist.barrier()
+        return done[name]
+
+    return run
+
+
+class Stages:
+    """A pipeline without a schedule: one micro-batch forward, then backward, by blocking send and receive."""
+
+    def __init__(self, backbone: Any, batch: MicroBatch) -> None:
+        self.backbone, self.batch, self.parallel = backbone, batch, backbone.parallel
+        self.received: Tensor | None = None
+        self.output: Tensor | None = None
+
+    def forward(self, first: Tensor | None = None) -> Tensor:
+        """Returns this stage's output; `first` replaces the embedding on the first stage."""
+        self.received = first
+        if not self.parallel.is_first_stage:
+            shape = self.backbone.hidden_shape(self.batch)
+            self.received = torch.empty(shape, dtype=self.backbone.dtype)
+            dist.recv(self.received, self.parallel.prev_rank)
+            self.received.requires_grad_(torch.is_grad_enabled())
+        with layout.activate(self.batch):
+            self.output = self.backbone.forward(self.batch, self.received)
+        if not self.parallel.is_last_stage:
+            dist.send(self.output.detach(), self.parallel.next_rank)
+        return self.output
+
+    def backward(self, loss: Tensor | None) -> Tensor | None:
+        """Returns the gradient of what the stage received."""
+        assert self.output is not None
+        with layout.activate(self.batch):
+            if self.parallel.is_last_stage:
+                assert loss is not None
+                loss.backward()
+            else:
+                gradient = torch.empty_like(self.output)
+                dist.recv(gradient, self.parallel.next_rank)
+                self.output.backward(gradient)
+        gradient = None if self.received is None else self.received.grad
+        if not self.parallel.is_first_stage:
+            assert gradient is not None
+            dist.send(gradient, self.parallel.prev_rank)
+        return gradient
+
+
+@pytest.fixture(scope="session")
+def stages() -> type[Stages]:
+    """See `Stages`."""
+    return Stages

@@ -1,0 +1,75 @@
+"""However the backbone is split, a task's adapter comes out the same: TP x PP x DP over 4 processes, fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine
+from megatron_mux.runtime import initialize
+from tests import tiny_models
+from tests.end_to_end.harness import Case, assert_close, random_records
+
+LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True), (1, 4, False)]
+STEPS = 3
+
+
+def _cases(family: str, vocab: int) -> list[Case]:
+    qv = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
+    proj = ["attn.c_proj", "mlp.c_proj"] if family == "gpt2" else ["o_proj", "down_proj"]
+    scales = ["c_attn", "mlp.c_proj"] if family == "gpt2" else ["k_proj", "v_proj", "down_proj"]
+
+    def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
+        training = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 8, "seed": 3, **training}
+        return Case(name, adapter, training, random_records(records, vocab, 3, longest, seed=len(name)))
+
+    return [
+        case("lora", {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": qv}, 9, 16),
+        case(
+            "everywhere",
+            {"peft_type": "LORA", "r": 3, "target_modules": "all-linear"},
+            8,
+            9,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.01,
+        ),
+        case("bottle", {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": proj}, 5, 12),
+        case("scales", {"peft_type": "IA3", "target_modules": scales, "feedforward_modules": scales[-1:]}, 6, 12),
+        case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
+        case("pruned", {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": qv}, 6, 8),
+    ]
+
+
+def _train(path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str) -> tuple[object, object]:
+    parallel = initialize(layout[0], layout[1], layout[2])
+    backbone = Backbone.load(path, parallel, torch.float64)
+    engine = Engine(backbone, parallel, policy)  # type: ignore[arg-type]
+    engine.register_tasks([case.task for case in cases])
+    results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in engine.step().items()} for _ in range(STEPS)]
+    tensors: dict[str, dict[str, Tensor] | None] = {case.name: engine.adapter_tensors(case.name) for case in cases}
+    return results, tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama-one-kv-head"])
+@pytest.mark.parametrize("policy", ["spatial", "temporal"])
+def test_every_layout_gives_the_same_adapters(family: str, policy: str, shared_tmp: Path) -> None:
+    path = shared_tmp / f"{family}-{policy}"
+    if dist.get_rank() == 0:
+        tiny_models.make(path, family)
+    dist.barrier()
+    cases = _cases(family, 96)
+    wanted_results, wanted = _train(path / family, cases, LAYOUTS[0], policy)
+    for layout in LAYOUTS[1:]:
+        results, tensors = _train(path / family, cases, layout, policy)
+        for step, (found, expected) in enumerate(zip(results, wanted_results, strict=True)):  # type: ignore[call-overload]
+            assert set(found) == {case.name for case in cases}
+            for name in expected:
+                assert found[name] == pytest.approx(expected[name], rel=2e-6), f"{layout} {name} step {step}"
+        if dist.get_rank() == 0:
+            for name in wanted:  # type: ignore[attr-defined]
+                assert_close(tensors[name], wanted[name], 1e-9, f"{layout} {name}")  # type: ignore[index]

@@ -1,0 +1,148 @@
+"""Every family against transformers, at every split: logits, losses, predictions and gradients of packed segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone import Backbone
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+
+SPLITS = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 2, True)]
+TOLERANCE = 5e-4
+LENGTHS = (7, 12, 12, 3, 21)
+
+Joined = Callable[..., Parallel]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(once: Any) -> Callable[[str], Path]:
+    def made(name: str) -> Path:
+        sharded = name == "llama"
+        directory: Path = once(name, lambda path: tiny_models.make(path, name, sharded=sharded))
+        return directory / (name + "-sharded" * sharded)
+
+    return made
+
+
+def sequences(vocab: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, vocab, (length,), generator=generator) for length in LENGTHS]
+
+
+def batch_of(backbone: Backbone, parallel: Parallel) -> MicroBatch:
+    found = sequences(backbone.shape.vocab)
+    count = sum(LENGTHS) - len(LENGTHS)
+    return layout.pack(
+        [
+            ("first" if i < 2 else "second", i, tokens, torch.ones(len(tokens), dtype=torch.bool), 1 / count)
+            for i, tokens in enumerate(found)
+        ],
+        ("first", "second"),
+        {"first": 0, "second": 0},
+        multiple=parallel.tp_size if parallel.sequence_parallel else 1,
+    )
+
+
+def reference(path: Path, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """transformers' logits `[T, V]`, mean loss, and gradient of it for the embeddings `[T, H]`, sequence by sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    logits, gradients, losses = [], [], []
+    for segment in batch.segments:
+        tokens = batch.tokens[segment.start : segment.start + segment.length].unsqueeze(0)
+        embedded = model.get_input_embeddings()(tokens).detach().requires_grad_(True)
+        found = model(inputs_embeds=embedded).logits[0]
+        loss = F.cross_entropy(found[:-1], tokens[0, 1:], reduction="sum") / batch.labels.shape[0]
+        loss.backward()
+        logits.append(found.detach())
+        losses.append(loss.detach())
+        gradients.append(embedded.grad[0])
+    return torch.cat(logits), torch.stack(losses).sum(), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_family_agrees_with_transformers(
+    name: str, split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
+) -> None:
+    path = checkpoints(name)
+    parallel = joined(*split)
+    backbone = Backbone.load(path, parallel)
+    batch = batch_of(backbone, parallel)
+    logits, loss, gradient = reference(path, batch)
+    used = logits.shape[0]
+
+    run = stages(backbone, batch)
+    embedded = None
+    if parallel.is_first_stage:
+        with torch.no_grad():
+            embedded = backbone._embed(batch).clone().requires_grad_(True)
+    hidden = run.forward(embedded)
+    assert hidden.shape == backbone.hidden_shape(batch)
+    ours = nll = None
+    if parallel.is_last_stage:
+        found = backbone.logits(hidden, batch)
+        assert found.shape == (batch.rows, backbone.shape.vocab)
+        assert (found[:used] - logits).abs().max() <= TOLERANCE
+        ours, nll = backbone.loss(hidden, batch)
+        assert abs(float(ours) - float(loss)) <= 1e-5 * abs(float(loss))
+        expected = F.cross_entropy(logits[batch.label_rows], batch.labels, reduction="none")
+        assert (nll - expected).abs().max() <= TOLERANCE
+        again, tokens = backbone.predict(hidden, batch)
+        assert torch.equal(again, nll)
+        assert torch.equal(tokens, logits[batch.label_rows].argmax(dim=1))
+    back = run.backward(ours)
+    if parallel.is_first_stage:
+        rows = slice(0, batch.rows)
+        if parallel.sequence_parallel:
+            size = batch.rows // parallel.tp_size
+            rows = slice(parallel.tp_rank * size, (parallel.tp_rank + 1) * size)
+        wanted = F.pad(gradient, (0, 0, 0, batch.rows - used))[rows]
+        assert back is not None
+        assert (back.squeeze(1) - wanted).norm() <= 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("split", SPLITS[1:], ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_changes_nothing(
+    recompute: Any, split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
+) -> None:
+    parallel = joined(*split)
+    gradients = []
+    for kind in ("none", recompute):
+        backbone = Backbone.load(checkpoints("qwen3"), parallel, dtype=torch.float64, recompute=kind)
+        batch = batch_of(backbone, parallel)
+        embedded = None
+        if parallel.is_first_stage:
+            with torch.no_grad():
+                embedded = backbone._embed(batch).clone().requires_grad_(True)
+        run = stages(backbone, batch)
+        hidden = run.forward(embedded)
+        loss = backbone.loss(hidden, batch)[0] if parallel.is_last_stage else None
+        gradients.append(run.backward(loss))
+    if gradients[0] is not None:
+        assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("split", SPLITS[1:4], ids=lambda split: f"{split[0]}x{split[1]}")
+def test_stages_without_gradients_do_not_fail(
+    split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
+) -> None:
+    parallel = joined(*split)
+    backbone = Backbone.load(checkpoints("gpt2"), parallel)
+    batch = batch_of(backbone, parallel)
+    hidden = stages(backbone, batch).forward()
+    assert hidden.requires_grad == (not parallel.is_first_stage)
+    with torch.no_grad():
+        assert not stages(backbone, batch).forward().requires_grad

@@ -1,0 +1,1 @@
+"""The whole of it against the oracle, through the public interfaces."""

@@ -1,0 +1,58 @@
+"""One process, one world: backbones are loaded once and shared; every test leaves them without adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.runtime import Parallel, initialize
+from tests import tiny_models
+
+BackboneOf = Callable[..., Backbone]
+PathOf = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tiny models are slower on two threads than on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Parallel:
+    """This process alone. Not shut down here: other tests of the session may use the same world."""
+    return initialize(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
+    """The Hugging Face directory of a tiny model by name."""
+    directory = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def path(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.make(directory, name)
+        return made[name]
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def backbone_of(parallel: Parallel, path_of: PathOf) -> BackboneOf:
+    """A backbone over a tiny model by name and dtype."""
+    made: dict[tuple[str, torch.dtype], Backbone] = {}
+
+    def backbone(name: str, dtype: torch.dtype = torch.float32) -> Backbone:
+        if (name, dtype) not in made:
+            made[name, dtype] = Backbone.load(path_of(name), parallel, dtype)
+        return made[name, dtype]
+
+    return backbone

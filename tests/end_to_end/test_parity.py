@@ -1,0 +1,144 @@
+"""Trained together, every task comes out as if it had been trained alone by somebody else's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux.runtime import Parallel
+from tests.end_to_end.conftest import BackboneOf, PathOf
+from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
+from tests.end_to_end.harness import Case, Trained, assert_close, random_records, train
+from tests.reference import peft_solo, plain
+from tests.reference.loop import SoloResult
+
+STEPS = 20
+LOSS = 1e-4  # relative, every step
+ADAPTER = 2e-3  # relative Frobenius norm of every tensor after the last step
+VOCABULARY = 96  # of the smallest tiny model
+
+# Batch size, accumulation, optimizer, schedule, clipping: no two tasks alike.
+RECIPES = (
+    {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "lr_scheduler_type": "cosine", "warmup_steps": 3},
+    {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.05,
+        "max_grad_norm": 0.5,
+        "adam_beta2": 0.98,
+    },
+    {
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+    },
+    {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+    },
+)
+# Shortest and longest record, and how many: the passes end at different steps, some with a short batch.
+SIZES = ((4, 10, 37), (6, 30, 20), (20, 40, 9), (3, 22, 11))
+
+
+def make_case(i: int, path: Path, adapter: dict[str, object], recipe: int | None = None) -> Case:
+    """The `i`-th task of a test: its own recipe, lengths and initial adapter, in which nothing is zero."""
+    shortest, longest, count = SIZES[i % len(SIZES)]
+    training = {**RECIPES[i % len(RECIPES) if recipe is None else recipe], "max_steps": STEPS, "seed": i}
+    records = random_records(count, VOCABULARY, shortest, longest, seed=100 + i)
+    known = peft_solo if adapter["peft_type"] in peft_solo.PEFT_KINDS else plain
+    return Case(f"task-{i}", adapter, training, records, known.random_adapter(path, adapter, seed=i))
+
+
+def alone(path: Path, case: Case, steps: int = STEPS) -> SoloResult:
+    """What the reference makes of a task."""
+    assert case.initial is not None
+    known = peft_solo if case.adapter["peft_type"] in peft_solo.PEFT_KINDS else plain
+    return known.train_solo(path, case.adapter, case.training, case.steps(steps), case.initial)
+
+
+def compare(together: Trained, solo: SoloResult, case: Case) -> None:
+    """Loss and learning rate of every step, gradient norm, and the adapter at the end."""
+    results = together.results[case.name]
+    assert len(results) == len(solo.losses)
+    for step, (result, loss, norm, rate) in enumerate(
+        zip(results, solo.losses, solo.grad_norms, solo.learning_rates, strict=True)
+    ):
+        at = f"{case.name} step {step + 1}"
+        assert result.learning_rate == pytest.approx(rate, rel=1e-9, abs=1e-15), at
+        assert result.loss == pytest.approx(loss, rel=LOSS), at
+        assert result.grad_norm == pytest.approx(norm, rel=2e-3), at
+        assert result.tokens == sum(len(tokens) for tokens, _ in case.steps(step + 1)[step]), at
+    assert results[-1].status == "finished"
+    assert_close(together.tensors[case.name], solo.tensors, ADAPTER, case.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_tasks_together_are_as_with_peft_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    targets, path = FAMILIES[family], path_of(family)
+    adapters = (
+        lora(targets.query_value, r=4),
+        lora(targets.others, r=8, use_rslora=True),
+        lora("all-linear", r=3),
+        lora(targets.mixed, r=16, lora_alpha=4),
+    )
+    cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
+    together = train(backbone_of(family), parallel, cases, STEPS)
+    for case in cases:
+        compare(together, alone(path, case), case)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_kinds_together_are_as_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    targets, path = FAMILIES[family], path_of(family)
+    adapters = (
+        ia3(targets),
+        prefix(5),
+        bottleneck(targets.outputs, non_linearity="gelu", scaling=0.5),
+        diff_pruning(targets.query_value, l0_weight=1e-4),
+        lora(targets.query_value, r=4),
+        bottleneck(targets.mixed, size=5),
+    )
+    cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
+    together = train(backbone_of(family), parallel, cases, STEPS)
+    for case in cases:
+        compare(together, alone(path, case), case)
+
+
+@pytest.mark.parametrize("policy", ["serial", "temporal"])
+def test_policies_agree_with_the_reference(
+    policy: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    targets, path = FAMILIES["llama"], path_of("llama")
+    cases = [make_case(i, path, lora(targets.query_value, r=4 + 2 * i)) for i in range(2)]
+    steps = STEPS * len(cases) if policy == "serial" else STEPS
+    together = train(backbone_of("llama"), parallel, cases, steps, policy=policy)
+    for case in cases:
+        compare(together, alone(path, case), case)
+
+
+@pytest.mark.parametrize("kind", ["query_value", "mixed"])
+def test_diff_pruning_ends_at_its_sparsity(
+    kind: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    wanted = 0.9
+    targets = getattr(FAMILIES["llama"], kind)
+    case = make_case(0, path_of("llama"), diff_pruning(targets, sparsity=wanted))
+    together = train(backbone_of("llama"), parallel, [case], STEPS)
+    difference = plain.final_difference(together.tensors[case.name])
+    zeros = sum(int((value == 0).sum()) for value in difference.values())
+    assert zeros / sum(value.numel() for value in difference.values()) == pytest.approx(wanted, abs=0.005)
+    assert any(bool((value != 0).any()) for value in difference.values())

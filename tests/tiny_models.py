@@ -1,0 +1,117 @@
+"""Small random Hugging Face models of every family, saved as a user's checkpoint would be.
+
+`make(directory, name)` builds the model `name` and returns its path; `NAMES` lists them. Sizes are chosen so that every
+family can be divided among 2 tensor ranks and 2 stages, and so that nothing is equal by accident.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_GPT2: dict[str, Any] = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
+_GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+_NEO: dict[str, Any] = {
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 4,
+    "ffn_dim": 56,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+}
+
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "llama-tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama-odd-vocab": ("llama", {**_LLAMA, "vocab_size": 97, "tie_word_embeddings": True}),
+    "llama-one-kv-head": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
+    "llama-biases": ("llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
+    "llama-linear-rope": (
+        "llama",
+        {**_LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 5, "head_dim": 16}),
+    "qwen2": (
+        "qwen2",
+        {**_LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "vocab_size": 99},
+    ),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {**_GPT2, "vocab_size": 97}),
+    "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "gpt_neo": ("gpt_neo", _NEO),
+    "opt": ("opt", _OPT),
+    "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
+}
+NAMES = tuple(_MODELS)
+
+
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model, fp32, in evaluation mode, every parameter random (norms and biases too)."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, fields = _MODELS[name]
+    config = CONFIG_MAPPING[kind](**{**fields, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            is_norm = "norm" in parameter_name or "ln_" in parameter_name
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 0.15)
+            else:
+                parameter.copy_(noise * 0.2 + (1.0 if is_norm and parameter_name.endswith("weight") else 0.0))
+    return model.eval()
+
+
+def make(directory: Path, name: str, sharded: bool = False, seed: int = 0, **changes: Any) -> Path:
+    """Save the model `name` under `directory`.
+
+    Args:
+        directory: Where; made if missing.
+        name: One of `NAMES`.
+        sharded: In several safetensors files with an index.
+        seed: Of its weights.
+        changes: Config fields to replace.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    path = Path(directory) / (name + "-sharded" * sharded)
+    model = build(name, seed, **changes)
+    model.save_pretrained(path, safe_serialization=True, max_shard_size="20KB" if sharded else "1GB")
+    return path
