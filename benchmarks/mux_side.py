@@ -35,7 +35,7 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Example:
         tokens, labelled = self.pairs[index]
-        return Example(tokens.numpy(), labelled.numpy())
+        return Example(tokens.numpy(), labelled.numpy(), None)
 
 
 Records = TaskDataset | InMemory

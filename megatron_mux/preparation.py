@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
-from megatron_mux.backbone.config import BackboneInfo
+from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
@@ -52,7 +52,7 @@ def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress) 
             problems.extend(error.problems)
             return None
 
-    limit = info.shape.max_positions
+    limit = info.shape.position_limit
     virtual = int(getattr(spec.adapter, "num_virtual_tokens", 0))
     if limit is not None and spec.data.max_length + virtual > limit:
         problems.append(

@@ -113,11 +113,11 @@ def initialize(
     _join_world(rank, world_size, chosen)
     random.seed(seed)
     torch.manual_seed(seed)
-    with quiet_import():
+    with quiet():
         from megatron.core import parallel_state as mpu
     if chosen.type == "cpu":
         _adapt_to_cpu()
-    mpu.destroy_model_parallel()
+    _leave_groups(mpu)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
@@ -150,14 +150,22 @@ def shutdown() -> None:
     if _current is not None:
         from megatron.core import parallel_state as mpu
 
-        mpu.destroy_model_parallel()
+        _leave_groups(mpu)
         _current = None
     dist.destroy_process_group()
 
 
+def _leave_groups(mpu: Any) -> None:
+    """Megatron-Core forgets its groups without ending them: each would keep its threads and sockets."""
+    for group in getattr(mpu, "_global_process_group_list", None) or []:
+        if group is not None:
+            dist.destroy_process_group(group)
+    mpu.destroy_model_parallel()
+
+
 @contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import Megatron-Core without its remarks on packages that are optional here (apex, Transformer Engine)."""
+def quiet() -> Iterator[None]:
+    """Import and build without Megatron-Core's remarks on what is optional here (apex, Transformer Engine)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
-from megatron_mux.backbone.config import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
-from megatron_mux.data.tokenise import load_tokenizer
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.errors import UserError
 from megatron_mux.pipeline.execute import TimedAction

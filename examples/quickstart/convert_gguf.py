@@ -175,3 +175,4 @@ def convert(source: Path, target: Path) -> None:
     for name, content in files.items():
         (target / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)  # readable by whoever can read the rest

@@ -100,9 +100,10 @@ def dialogue(cache: Path) -> Corpus:
     with zipfile.ZipFile(pip_file(DIALOGUES, cache)) as wheel:
         for name in sorted(wheel.namelist()):
             if name.startswith("chatterbot_corpus/data/english/") and name.endswith(".yml"):
-                for turns in yaml.safe_load(wheel.read(name))["conversations"]:
+                # The plain loader: "No" is an answer here, not a truth value.
+                for turns in yaml.load(wheel.read(name), Loader=yaml.BaseLoader)["conversations"]:
                     # Later lines are other answers to the same question in some files, further turns in others.
-                    question, answer = str(turns[0]).strip(), str(turns[1]).strip()
+                    question, answer = turns[0].strip(), turns[1].strip()
                     roles = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
                     records.append({"messages": list(roles)})
     train, evaluation = split(records, lambda r: str(r["messages"][0]["content"]), 100, 2000)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron_mux.adapters.targets import Sizes, targets_of
 from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.host import Host, Site
+    from megatron_mux.adapters.host import Host
 
 
 @dataclass(eq=False)
@@ -136,7 +137,8 @@ class TaskAdapter(ABC):
         host: The backbone's stage that it attaches to.
         spec: The task's `adapter` fields (spellings of peft), and its name and seed.
         total_steps: Optimizer steps that the task will run.
-        initial: Full tensors to start from, by key; None makes a fresh adapter from the task's seed.
+        initial: Full tensors to start from, by key, already checked to be `tensor_shapes`; None makes a fresh adapter
+            from the task's seed.
 
     Attributes:
         parameters: Local parameters, in the order of layers.
@@ -149,6 +151,7 @@ class TaskAdapter(ABC):
         self.host = host
         self.name: str = spec.name
         self.spec = spec.adapter
+        self.targets = targets_of(spec.adapter, host.shape.family)
         self.seed: int = spec.training.seed
         self.total_steps = total_steps
         self.initial = initial
@@ -160,6 +163,17 @@ class TaskAdapter(ABC):
     @abstractmethod
     def build(self) -> None:
         """Make `parameters` and `at`."""
+
+    @staticmethod
+    @abstractmethod
+    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the whole adapter with its full shape: what a file must hold to start from it.
+
+        Args:
+            spec: The `adapter` section.
+            paths: The modules it targets, of all layers.
+            sizes: Of the backbone.
+        """
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
@@ -210,9 +224,6 @@ class TaskAdapter(ABC):
             init: Fills the full fp32 tensor in place; used without initial tensors. Its generator depends on the
                 task's seed and the key alone.
             dim, index, partial, owner, decay: See `AdapterParameter`.
-
-        Raises:
-            UserError: The initial tensors lack this one or hold it in another shape.
         """
         value = nn.Parameter(torch.empty(0))
         record = AdapterParameter(key, value, shape, dim, index, partial, owner, decay)
@@ -220,14 +231,16 @@ class TaskAdapter(ABC):
             full = torch.empty(shape, dtype=torch.float32)
             init(full, self.host.generator(self.seed, key))
         else:
-            full = self.host.initial(self.initial, key, shape, self.name)
+            full = self.initial[key]
         value.data = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype).contiguous()
         self.parameters.append(record)
         return value
 
-    def key(self, site: Site, suffix: str) -> str:
-        """Name of a tensor of the adapter at `site`, as peft spells it."""
-        return f"base_model.model.{site.path}.{suffix}"
+
+
+def tensor_key(path: str, suffix: str) -> str:
+    """Name of a tensor of the adapter at the module `path`, as peft spells it."""
+    return f"base_model.model.{path}.{suffix}"
 
 
 KINDS: dict[str, type[TaskAdapter]] = {}

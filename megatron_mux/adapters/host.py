@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.targets import match_targets
-from megatron_mux.errors import UserError
+from megatron_mux.adapters.targets import Sizes, match_targets
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.layout import BaseOpInfo, Part
 
@@ -21,28 +19,15 @@ class ParallelLike(Protocol):
     """The part of `runtime.Parallel` that adapters use."""
 
     @property
-    def tp_rank(self) -> int: ...  # noqa: D102
+    def tp_rank(self) -> int: ...
     @property
-    def tp_size(self) -> int: ...  # noqa: D102
+    def tp_size(self) -> int: ...
     @property
-    def tp_group(self) -> Any: ...  # noqa: D102
+    def tp_group(self) -> Any: ...
     @property
-    def device(self) -> torch.device: ...  # noqa: D102
+    def device(self) -> torch.device: ...
     @property
-    def sequence_parallel(self) -> bool: ...  # noqa: D102
-
-
-class ShapeLike(Protocol):
-    """The part of the backbone's shape that adapters use."""
-
-    @property
-    def family(self) -> str: ...  # noqa: D102
-    @property
-    def layers(self) -> int: ...  # noqa: D102
-    @property
-    def kv_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def sequence_parallel(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ class Host:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: ParallelLike, dtype: torch.dtype, shape: ShapeLike
+        self, base_ops: Sequence[BaseOpInfo], parallel: ParallelLike, dtype: torch.dtype, shape: Sizes
     ) -> None:
         self.base_ops = list(base_ops)
         self.parallel = parallel
@@ -141,23 +126,6 @@ class Host:
         """A CPU generator for the initial value of a tensor, the same at any division of the backbone."""
         return torch.Generator().manual_seed(key_of(seed, "initial", key) >> 1)
 
-    def initial(self, tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], task: str) -> Tensor:
-        """A tensor of the adapter that a task starts from.
-
-        Raises:
-            UserError: It is not there or has another shape.
-        """
-        if key not in tensors:
-            raise UserError(
-                f"task {task!r}: the adapter to start from has no tensor {key}: its targets or its kind differ from the task's"
-            )
-        if tuple(tensors[key].shape) != shape:
-            raise UserError(
-                f"task {task!r}: {key} of the adapter to start from has shape {list(tensors[key].shape)}, "
-                f"the task and the backbone need {list(shape)}"
-            )
-        return tensors[key]
-
     def gather(self, local: Tensor, full_shape: tuple[int, ...], dim: int, index: Tensor) -> Tensor:
         """The whole of a tensor divided over tensor ranks, on every one of them; all of them must call.
 
@@ -173,35 +141,6 @@ class Host:
             # Each element comes from one rank, the others add zero: exact.
             dist.all_reduce(full, group=self.parallel.tp_group)
         return full
-
-
-def check_no_stray(tensors: Mapping[str, Tensor], keys: Sequence[str], layers: int, task: str) -> None:
-    """Refuse tensors that no module of the task takes; layers of other stages count as taken.
-
-    Args:
-        tensors: The adapter to start from.
-        keys: Keys that this stage took.
-        layers: Layers of the backbone.
-        task: For the message.
-
-    Raises:
-        UserError: There is such a tensor.
-    """
-    if not keys:
-        return
-    taken = {_any_layer(key)[0] for key in keys}
-    for key in tensors:
-        general, layer = _any_layer(key)
-        if general not in taken or layer >= layers:
-            raise UserError(
-                f"task {task!r}: the adapter to start from holds {key}, which has no place in the task: "
-                "its targets or its kind differ from the task's, or it belongs to another backbone"
-            )
-
-
-def _any_layer(key: str) -> tuple[str, int]:
-    found = re.search(r"\.(\d+)\.", key)
-    return (re.sub(r"\.\d+\.", ".N.", key, count=1), int(found[1])) if found else (key, 0)
 
 
 def _layer_prefix(info: BaseOpInfo, layer: int) -> str:

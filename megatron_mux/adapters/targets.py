@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_mux.errors import UserError
 
@@ -34,18 +34,22 @@ CONV1D_FAMILIES = frozenset({"gpt2"})
 
 
 class Sizes(Protocol):
-    """The sizes of a backbone that decide the shapes of its modules."""
+    """The part of a backbone's shape that adapters use."""
 
     @property
-    def hidden(self) -> int: ...  # noqa: D102
+    def family(self) -> str: ...
     @property
-    def heads(self) -> int: ...  # noqa: D102
+    def layers(self) -> int: ...
     @property
-    def kv_heads(self) -> int: ...  # noqa: D102
+    def hidden(self) -> int: ...
     @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def heads(self) -> int: ...
     @property
-    def ffn(self) -> int: ...  # noqa: D102
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
 
 
 def match_targets(targets: str | Sequence[str], module_paths: Sequence[str]) -> list[str]:
@@ -98,6 +102,14 @@ def default_targets(peft_type: str, family: str) -> list[str]:
     if peft_type == "BOTTLENECK":
         return list(_BOTTLENECK_DEFAULT.get(family, ["o_proj", "down_proj"]))
     return list(_LORA_DEFAULT.get(family, ["q_proj", "v_proj"]))
+
+
+def targets_of(spec: Any, family: str) -> str | list[str]:
+    """The `target_modules` of an `adapter` section, or the default where it has none (prefix tuning: everything)."""
+    targets = getattr(spec, "target_modules", None)
+    if targets is not None:
+        return targets if isinstance(targets, str) else list(targets)
+    return ALL_LINEAR if spec.peft_type == "PREFIX_TUNING" else default_targets(spec.peft_type, family)
 
 
 def default_feedforward(family: str) -> list[str]:

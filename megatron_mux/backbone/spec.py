@@ -21,7 +21,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.runtime import Parallel
 
-with runtime.quiet_import():
+with runtime.quiet():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -142,7 +142,8 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
 
 def build(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, recompute_attention: bool) -> GPTModel:
     """This stage of the model on the meta device: it takes no memory until it is filled."""
-    config = megatron_config(shape, parallel, dtype)
+    with runtime.quiet():
+        config = megatron_config(shape, parallel, dtype)
     layer = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
     runtime.replace_in_layer_spec(
         layer,
@@ -151,7 +152,7 @@ def build(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, recomput
         qk_norm=shape.qk_norm,
     )
     count = shape.layers // parallel.pp_size
-    with torch.device("meta"):
+    with torch.device("meta"), runtime.quiet():
         model = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm),

@@ -1,0 +1,1 @@
+"""From files to token sequences: records, tokens, data sets, sampling."""

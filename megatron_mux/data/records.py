@@ -75,6 +75,7 @@ def parse_record(line: bytes) -> Record | None:
     Raises:
         BadRecordError: The line does not hold a record of a known shape.
     """
+    line = line.removeprefix(b"\xef\xbb\xbf")  # the mark that some editors put at a file's beginning
     if not line.strip():
         return None
     try:
@@ -103,7 +104,9 @@ def _shape(value: dict[str, Any]) -> Record:
     if keys == {"instruction", "output"}:
         given = value.get("input")
         return Instruction(
-            _text(value, "instruction"), "" if given is None else _text(value, "input"), _text(value, "output")
+            _text(value, "instruction"),
+            "" if given is None else _text(value, "input"),
+            _text(value, "output"),
         )
     found = ", ".join(map(repr, value)) or "nothing"
     if len(found) > _LONGEST_KEYS:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from megatron_mux.tasks.section import (
     FilePath,
-    ModuleNames,
+    Modules,
     Number,
     Refused,
     Section,
@@ -73,8 +73,8 @@ class LoraSpec(AdapterBase):
     """Dropout on the adapter's input while training."""
     use_rslora: bool = False
     """Scale by the square root of the rank (rank-stabilised LoRA)."""
-    target_modules: Targets
-    """Modules that get an adapter."""
+    target_modules: Targets = None
+    """Modules that get an adapter; None: the ones peft would choose for the backbone's family."""
 
     free_with_weights: ClassVar[frozenset[str]] = frozenset({"lora_dropout"})
     from_weights: ClassVar[frozenset[str]] = frozenset({"megatron_core", "qalora_group_size"})
@@ -99,10 +99,10 @@ class IA3Spec(AdapterBase):
 
     peft_type: Literal["IA3"]
     """The method."""
-    target_modules: Targets
-    """Modules that get a scale."""
-    feedforward_modules: ModuleNames
-    """Those of `target_modules` whose input is scaled rather than their output; may be empty."""
+    target_modules: Targets = None
+    """Modules that get a scale; None: the ones peft would choose for the backbone's family."""
+    feedforward_modules: Modules = None
+    """Those of `target_modules` whose input is scaled rather than their output; may be empty; None: peft's choice."""
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **_TUNER,
@@ -111,7 +111,7 @@ class IA3Spec(AdapterBase):
 
     @model_validator(mode="after")
     def _feedforward_modules_are_targets(self) -> IA3Spec:
-        if isinstance(self.target_modules, list):
+        if isinstance(self.target_modules, list) and isinstance(self.feedforward_modules, list):
             others = [name for name in self.feedforward_modules if name not in self.target_modules]
             if others:
                 raise problem(f"feedforward_modules must be among target_modules: {', '.join(others)} is not")
@@ -160,8 +160,8 @@ class BottleneckSpec(AdapterBase):
     """What stands between the two projections."""
     scaling: Number = 1.0
     """Factor of the adapter's output."""
-    target_modules: Targets
-    """Modules that get an adapter."""
+    target_modules: Targets = None
+    """Modules that get an adapter: ends of an attention or MLP sublayer; None: all of these."""
 
     refused: ClassVar[Mapping[str, Refused]] = _COMMON
 
@@ -175,8 +175,8 @@ class DiffPruningSpec(AdapterBase):
     """Share of the difference that is zero at the end."""
     l0_weight: Number = Field(1.25e-7, ge=0)
     """Weight of the expected number of non-zeros in the objective."""
-    target_modules: Targets
-    """Modules that get a difference."""
+    target_modules: Targets = None
+    """Modules that get a difference; None: the ones peft would choose for LoRA."""
 
     free_with_weights: ClassVar[frozenset[str]] = frozenset({"l0_weight", "sparsity"})
     refused: ClassVar[Mapping[str, Refused]] = _COMMON

@@ -95,24 +95,26 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     raise problem(f"must be a path, got {value!r}")
 
 
-def _names(value: Any) -> list[str]:
+def _modules(value: Any) -> list[str] | str | None:
+    if value is None or value == []:
+        return value
+    if isinstance(value, str) and value:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise problem(
+                f"{value!r} is neither a list of module names nor a regular expression: {error}"
+            ) from None
+        return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
         raise problem(f"must be a list of module names such as [q_proj, v_proj], got {value!r}")
     return list(dict.fromkeys(value))
 
 
-def _targets(value: Any) -> list[str] | str:
-    if value == "all-linear":
-        return "all-linear"
-    if isinstance(value, str):
-        raise problem(
-            f"must be a list of module names or all-linear, got {value!r}: write [{value}] for one module "
-            "(a regular expression, peft's other meaning of a single text, is not done)"
-        )
-    names = _names(value)
-    if not names:
+def _targets(value: Any) -> list[str] | str | None:
+    if value == []:
         raise problem("must name at least one module, such as [q_proj, v_proj], or be all-linear")
-    return names
+    return _modules(value)
 
 
 Number = Annotated[float, BeforeValidator(_number)]
@@ -124,8 +126,8 @@ TidyNumber = Annotated[float, BeforeValidator(_number), AfterValidator(_whole_if
 FilePath = Annotated[Path, BeforeValidator(_path)]
 """A path; relative ones start from the task file's directory."""
 
-ModuleNames = Annotated[list[str], PlainValidator(_names)]
-"""Hugging Face module names."""
+Modules = Annotated[list[str] | str | None, PlainValidator(_modules)]
+"""Hugging Face module names; as in peft, a single text is a regular expression for whole paths."""
 
-Targets = Annotated[list[str] | str, PlainValidator(_targets)]
-"""Hugging Face module names of the backbone's family, or `all-linear`."""
+Targets = Annotated[list[str] | str | None, PlainValidator(_targets)]
+"""The same, at least one of them; or `all-linear`."""

@@ -27,8 +27,8 @@ class EvalSpec(Section):
 
     path: FilePath
     """JSON Lines file of held-out records."""
-    eval_steps: int | None = Field(None, ge=1)
-    """Evaluate every so many of the task's steps; None evaluates at the beginning and at the end only."""
+    eval_steps: int = Field(500, ge=1)
+    """Evaluate every so many of the task's steps, besides at its beginning and end."""
     per_device_eval_batch_size: int = Field(8, ge=1)
     """Sequences evaluated together; it changes memory, never the result."""
 

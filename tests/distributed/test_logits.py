@@ -71,8 +71,8 @@ def reference(path: Path, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(logits), torch.stack(losses).sum(), torch.cat(gradients)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
 @pytest.mark.parametrize("name", tiny_models.NAMES)
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
 def test_family_agrees_with_transformers(
     name: str, split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
 ) -> None:
@@ -113,8 +113,8 @@ def test_family_agrees_with_transformers(
         assert (back.squeeze(1) - wanted).norm() <= 1e-4 * gradient.norm()
 
 
-@pytest.mark.parametrize("split", SPLITS[1:], ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
 @pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("split", SPLITS[1:], ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
 def test_recomputation_changes_nothing(
     recompute: Any, split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
 ) -> None:

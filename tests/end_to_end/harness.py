@@ -34,7 +34,7 @@ class Records:
 
     def __getitem__(self, index: int) -> Example:
         tokens, labelled = self.pairs[index]
-        return Example(tokens.numpy(), labelled.numpy())
+        return Example(tokens.numpy(), labelled.numpy(), None)
 
     def as_dataset(self) -> TaskDataset:
         """The same object under the type that the engine names."""
@@ -47,7 +47,7 @@ def random_records(count: int, vocab: int, shortest: int, longest: int, seed: in
     pairs: list[Pair] = []
     for _ in range(count):
         length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
-        prompt = int(torch.randint(0, length - 1, (1,), generator=generator))
+        prompt = int(torch.randint(1, length, (1,), generator=generator))
         tokens = torch.randint(1, vocab, (length,), generator=generator)
         pairs.append((tokens, torch.arange(length) >= prompt))
     return Records(pairs)

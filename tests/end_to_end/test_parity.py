@@ -110,7 +110,7 @@ def test_other_kinds_together_are_as_alone(
         bottleneck(targets.outputs, non_linearity="gelu", scaling=0.5),
         diff_pruning(targets.query_value, l0_weight=1e-4),
         lora(targets.query_value, r=4),
-        bottleneck(targets.mixed, size=5),
+        bottleneck(targets.outputs[:1], size=5),
     )
     cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
     together = train(backbone_of(family), parallel, cases, STEPS)

@@ -80,9 +80,10 @@ def batch_loss(model: nn.Module, examples: Sequence[Example], labels_in_step: in
 
 
 def make_optimizer(named: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """The optimizer of `recipe.optim`; biases take no weight decay, as in `transformers.Trainer`."""
-    decayed = [value for name, value in named.items() if "bias" not in name]
-    spared = [value for name, value in named.items() if "bias" in name]
+    """The optimizer of `recipe.optim`; biases take no weight decay, as in `transformers.Trainer`, nor do masks."""
+    spared_names = {name for name in named if "bias" in name or "log_alpha" in name}
+    decayed = [value for name, value in named.items() if name not in spared_names]
+    spared = [value for name, value in named.items() if name in spared_names]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if recipe.optim == "sgd":

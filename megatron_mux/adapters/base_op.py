@@ -1,0 +1,195 @@
+"""A BaseOp with adapters on it: Dispatch of rows to adapters, one product for all tasks, Aggregate of the results.
+
+MuxTune section 3.2 and figure 7(b). `AttachedBaseOp.forward` takes the place of the Megatron module's `forward` while
+some task has an adapter there; module, parameters and names stay as they are, and detaching restores the module.
+
+Under tensor parallelism the input of a column-parallel BaseOp is copied (or, with sequence parallelism, gathered)
+once, so the gradients of BaseOp and adapters share one reduction; a row-parallel BaseOp's adapters add to the
+partial output before its reduction. No adapter brings a collective of its own.
+
+Shapes: T rows of the micro-batch, K and N input and output width on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.adapters.adapter import Adapter
+from megatron_mux.adapters.host import ParallelLike
+from megatron_mux.adapters.low_rank import low_rank_linear
+from megatron_mux.layout import BaseOpInfo, MicroBatch
+
+Rows = tuple[int, int]
+RowFunction = Callable[[Tensor], Tensor]
+
+
+class AttachedBaseOp:
+    """The adapters of all tasks at one BaseOp.
+
+    Args:
+        info: The BaseOp.
+        parallel: Where this rank stands.
+    """
+
+    def __init__(self, info: BaseOpInfo, parallel: ParallelLike) -> None:
+        self.info = info
+        self.parallel = parallel
+        self.adapters: dict[str, Adapter] = {}
+
+    def add(self, task: str, adapter: Adapter) -> None:
+        """Let `adapter` have the rows of `task`; the first one attaches to the module."""
+        if not self.adapters:
+            self.info.module.forward = self.forward
+        self.adapters[task] = adapter
+
+    def remove(self, task: str) -> None:
+        """Undo `add`; the last one detaches from the module, which is then as it was."""
+        del self.adapters[task]
+        if not self.adapters:
+            # The class's own method shows again: nothing of ours is left in the module's __dict__.
+            del self.info.module.forward
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's linear modules: `[T, 1, K]` to `[T, 1, N]` and the bias if its addition is skipped."""
+        batch = layout.active()
+        present = {
+            rows: self.adapters[task]
+            for task, rows in batch.task_rows.items()
+            if task in self.adapters and rows[0] < rows[1]
+        }
+        for adapter in present.values():
+            if "extend" in adapter.stages:
+                adapter.extend(batch)
+        if not any(adapter.stages - {"extend"} for adapter in present.values()):
+            module = self.info.module
+            result: tuple[Tensor, Tensor | None] = type(module).forward(module, input_, *args, **kwargs)
+            return result
+        # What Megatron's module can be told besides (another weight, gathering) the layers of a GPT model never use.
+        assert not args and not kwargs, f"{self.info.name}: arguments beside the input are not done with adapters"
+        if self.info.parallel == "column":
+            return self._column(input_, present, batch)
+        return self._row(input_, present, batch)
+
+    def _column(
+        self, input_: Tensor, present: Mapping[Rows, Adapter], batch: MicroBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self.info.module
+        x3 = self._spread(input_)
+        x = x3.view(-1, x3.shape[-1])
+        skip = module.skip_bias_add
+        y = self._product(x, None if skip else module.bias, present, batch)
+        bias = module.bias if skip else None
+        y, bias = _finish(y, bias, present)
+        return y.view(*x3.shape[:-1], y.shape[-1]), bias
+
+    def _row(
+        self, input_: Tensor, present: Mapping[Rows, Adapter], batch: MicroBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self.info.module
+        x = input_.reshape(-1, input_.shape[-1])
+        x = _map_rows(x, {rows: a.before for rows, a in present.items() if "before" in a.stages})
+        y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
+        y3 = self._reduce(y3)
+        y, bias = y3.view(-1, y3.shape[-1]), module.bias
+        if bias is not None and not module.skip_bias_add:
+            y, bias = y + bias, None
+        if self.parallel.sequence_parallel:
+            present = _within(present, self.parallel.tp_rank * y.shape[0], y.shape[0])
+        y, bias = _finish(y, bias, present)
+        return y.view(*y3.shape), bias
+
+    def _product(
+        self, x: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter], batch: MicroBatch
+    ) -> Tensor:
+        """The frozen product with the terms of all adapters: fused low-rank ones, then the others."""
+        weight: Tensor = self.info.module.weight  # type: ignore[assignment]
+        low_rank = [(rows, a.low_rank(batch, rows)) for rows, a in present.items() if "low_rank" in a.stages]
+        y = low_rank_linear(x, weight, bias, low_rank)
+        others = {rows: a for rows, a in present.items() if "product" in a.stages}
+        if not others:
+            return y
+        own = dict(zip(others, _split_rows(x, list(others)), strict=True))
+
+        def dispatch(rows: Rows, adapter: Adapter) -> RowFunction:
+            return lambda piece: adapter.product(own[rows], piece, batch)
+
+        return _map_rows(y, {rows: dispatch(rows, a) for rows, a in others.items()})
+
+    def _spread(self, input_: Tensor) -> Tensor:
+        """The input as the column-parallel product takes it; its backward sums the gradient over tensor ranks."""
+        if self.parallel.tp_size == 1:
+            return input_
+        from megatron.core.tensor_parallel import mappings
+
+        group = self.parallel.tp_group
+        if self.parallel.sequence_parallel:
+            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=group
+            )
+            return gathered
+        copied: Tensor = mappings.copy_to_tensor_model_parallel_region(input_, group=group)
+        return copied
+
+    def _reduce(self, partial: Tensor) -> Tensor:
+        """The row-parallel product summed over tensor ranks, as rows of this rank with sequence parallelism."""
+        if self.parallel.tp_size == 1:
+            return partial
+        from megatron.core.tensor_parallel import mappings
+
+        group = self.parallel.tp_group
+        reduce = (
+            mappings.reduce_scatter_to_sequence_parallel_region
+            if self.parallel.sequence_parallel
+            else mappings.reduce_from_tensor_model_parallel_region
+        )
+        whole: Tensor = reduce(partial, group=group)
+        return whole
+
+
+def _finish(y: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter]) -> tuple[Tensor, Tensor | None]:
+    """Let adapters change the finished output; they want the bias in it, also where Megatron adds it later."""
+    after = {rows: adapter.after for rows, adapter in present.items() if "after" in adapter.stages}
+    if not after:
+        return y, bias
+    if bias is not None:
+        # The caller adds what is returned as bias: adding zero changes nothing, and its fused kernels want one.
+        y, bias = y + bias, torch.zeros_like(bias)
+    return _map_rows(y, after), bias
+
+
+def _within(present: Mapping[Rows, Adapter], start: int, count: int) -> dict[Rows, Adapter]:
+    """Rows cut to the `count` rows from `start`, counted from there; those with nothing left are gone."""
+    cut = {(max(a - start, 0), min(b - start, count)): adapter for (a, b), adapter in present.items()}
+    return {(a, b): adapter for (a, b), adapter in cut.items() if a < b}
+
+
+def _split_rows(x: Tensor, rows: list[Rows]) -> list[Tensor]:
+    """The rows of each range. One split, so that autograd puts the gradients together in one copy."""
+    pieces = x.split(_lengths(rows, x.shape[0]))
+    return list(pieces[1::2])
+
+
+def _map_rows(x: Tensor, functions: Mapping[Rows, RowFunction]) -> Tensor:
+    """`x` with each range of rows replaced by its function of it; other rows as they are."""
+    if not functions:
+        return x
+    rows = sorted(functions)
+    pieces = list(x.split(_lengths(rows, x.shape[0])))
+    for i, span in enumerate(rows):
+        pieces[2 * i + 1] = functions[span](pieces[2 * i + 1])
+    kept = [piece for piece in pieces if piece.shape[0]]
+    return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+
+def _lengths(rows: list[Rows], total: int) -> list[int]:
+    """Lengths of gap, range, gap, range, ..., gap."""
+    lengths, at = [], 0
+    for start, stop in rows:
+        lengths += [start - at, stop - start]
+        at = stop
+    return [*lengths, total - at]

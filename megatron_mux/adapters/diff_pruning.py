@@ -1,0 +1,232 @@
+"""Diff pruning (Guo et al., 2021): a sparse difference to a frozen weight, `y += x (z * d)^T`.
+
+`d` and the logits of the mask `z` are trained together. While the mask is relaxed, `z` is a stretched binary concrete
+variable cut to [0, 1] (Louizos et al., 2018), drawn anew each step from a hash of (task seed, step, module, element),
+so that neither packing nor ranks change it; the expected number of non-zeros costs `l0_weight` each. Evaluation takes
+the noise-free mask. After two thirds of the task's steps the mask is frozen: in each module the share of entries with
+the largest |z * d| that `sparsity` leaves keeps its value, all others become zero for good, and the rest of the
+training fine-tunes what is kept.
+
+Stored per module: `diff.weight` and `diff.log_alpha`, `[out, in]`. The difference they stand for is always
+`diff.weight * clamp(3 * sigmoid(diff.log_alpha) - 1.5, 0, 1)`; once frozen, `diff.weight` alone is that difference.
+Both are divided over tensor ranks as the weight is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_mux.adapters.adapter import (
+    Adapter,
+    AdapterParameter,
+    TaskAdapter,
+    register,
+    tensor_key,
+)
+from megatron_mux.adapters.configs import own_config
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.targets import Sizes, module_shape
+from megatron_mux.kernels.dropout import key_of, uniform
+from megatron_mux.layout import MicroBatch
+
+STRETCH = (-1.5, 1.5)
+INITIAL_LOG_ALPHA = 5.0
+FROZEN_LOG_ALPHA = 20.0  # its noise-free mask is exactly 1, and exactly 0 with the sign turned
+RELAXED_SHARE = (2, 3)  # of the steps
+
+
+def freeze_step(total_steps: int) -> int:
+    """After how many optimizer steps the mask is frozen: two thirds, rounded up, so that one step is enough."""
+    part, whole = RELAXED_SHARE
+    return -(-total_steps * part // whole)
+
+
+def kept_entries(numel: int, sparsity: float) -> int:
+    """How many entries of a difference are not zero at the end."""
+    return numel - round(sparsity * numel)
+
+
+def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The relaxed mask.
+
+    Args:
+        log_alpha: Logits.
+        noise: Uniform numbers in (0, 1) of the same shape, or None for the noise-free mask.
+
+    Returns:
+        The mask in [0, 1], and its derivative with respect to the logits.
+    """
+    low, high = STRETCH
+    logits = log_alpha if noise is None else log_alpha + (noise.log() - torch.log1p(-noise)).to(log_alpha.dtype)
+    s = torch.sigmoid(logits)
+    stretched = s * (high - low) + low
+    slope = s.mul(1 - s).mul_(high - low).mul_((stretched >= 0) & (stretched <= 1))
+    return stretched.clamp_(0.0, 1.0), slope
+
+
+class _Difference:
+    """The difference of one module."""
+
+    def __init__(self, site: Site, weight: AdapterParameter, log_alpha: AdapterParameter) -> None:
+        self.path = site.path
+        self.weight = weight
+        self.log_alpha = log_alpha
+        self.mask: Tensor | None = None  # bool, once frozen
+        device = weight.value.device
+        columns = site.columns
+        self.columns = None if columns is None else columns.to(device)
+        self.rows = site.part.features.to(device)
+        self.inputs = site.inputs.to(device)
+
+
+class DiffPruningAdapter(Adapter):
+    """The differences of one task at one BaseOp."""
+
+    stages = frozenset({"product"})
+
+    def __init__(self, owner: DiffPruning, differences: list[_Difference]) -> None:
+        self.owner = owner
+        self.differences = differences
+
+    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+        """See `Adapter.product`."""
+        for difference in self.differences:
+            key = None
+            if batch.training and difference.mask is None:
+                key = key_of(self.owner.seed, batch.task_steps[self.owner.name], "diff_pruning", difference.path)
+            weight, log_alpha = difference.weight.value, difference.log_alpha.value
+            delta: Tensor = _DifferenceProduct.apply(x, weight, log_alpha, difference, key)  # type: ignore[no-untyped-call]
+            y = y + delta if difference.columns is None else y.index_add(1, difference.columns, delta)
+        return y
+
+
+class _DifferenceProduct(torch.autograd.Function):
+    """`x (z * d)^T`. The mask is made again in the backward, so that nothing as large as the weight is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, d: Tensor, log_alpha: Tensor, difference: _Difference, key: int | None) -> Tensor:
+        ctx.save_for_backward(x, d, log_alpha)
+        ctx.difference, ctx.key, ctx.mask = difference, key, difference.mask
+        z, _ = _mask_of(log_alpha, difference, ctx.mask, key)
+        return x @ (z * d).to(x.dtype).t()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, d, log_alpha = ctx.saved_tensors
+        z, slope = _mask_of(log_alpha, ctx.difference, ctx.mask, ctx.key)
+        dx = dy @ (z * d).to(dy.dtype) if ctx.needs_input_grad[0] else None
+        product = (dy.t() @ x).to(d.dtype)
+        d_log_alpha = None if slope is None else (product * d).mul_(slope)
+        return dx, product.mul_(z), d_log_alpha, None, None
+
+
+def _mask_of(
+    log_alpha: Tensor, difference: _Difference, mask: Tensor | None, key: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The mask as it is now, and its slope unless it is frozen."""
+    if mask is not None:
+        return mask, None
+    noise = None if key is None else uniform(key, difference.rows, difference.inputs)
+    return gate(log_alpha, noise)
+
+
+@register
+class DiffPruning(TaskAdapter):
+    """Diff pruning of one task."""
+
+    peft_type = "DIFF_PRUNING"
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        self.differences: list[_Difference] = []
+        for op, sites in self.host.sites(self.targets):
+            made = [self._difference(site) for site in sites]
+            self.differences += made
+            self.at[op] = DiffPruningAdapter(self, made)
+
+    @staticmethod
+    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `TaskAdapter.tensor_shapes`."""
+        return {
+            tensor_key(path, f"diff.{name}"): module_shape(path, sizes)
+            for path in paths
+            for name in ("weight", "log_alpha")
+        }
+
+    def config_dict(self) -> dict[str, Any]:
+        """See `TaskAdapter.config_dict`."""
+        fields = {"sparsity": self.spec.sparsity, "l0_weight": self.spec.l0_weight}
+        return own_config(self.peft_type, fields, self.targets, self.host.module_paths())
+
+    @torch.no_grad()
+    def penalty(self, step: int) -> Tensor | float:
+        """Add the gradient of `l0_weight` times the expected number of non-zeros; see `TaskAdapter.penalty`."""
+        low, high = STRETCH
+        total: Tensor | float = 0.0
+        for difference in self.differences:
+            if difference.mask is not None:
+                continue
+            logits = difference.log_alpha.value
+            alive = torch.sigmoid(logits - math.log(-low / high))
+            slope = alive * (1 - alive) * self.spec.l0_weight
+            logits.grad = slope if logits.grad is None else logits.grad.add_(slope)
+            total = total + alive.sum() * self.spec.l0_weight
+        return total
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Freeze the mask when its time has come; keep what is frozen out at zero. See `TaskAdapter.after_step`."""
+        for difference in self.differences:
+            if difference.mask is None and step >= freeze_step(self.total_steps):
+                self._freeze(difference)
+            if difference.mask is not None:
+                # The optimizer's momentum moves entries that have no gradient any more.
+                difference.weight.value.mul_(difference.mask)
+                difference.log_alpha.value.copy_(torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA))
+
+    def state(self) -> dict[str, Tensor]:
+        """The frozen masks, by the key of the difference. See `TaskAdapter.state`."""
+        return {d.weight.key: d.mask.to(torch.uint8) for d in self.differences if d.mask is not None}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See `TaskAdapter.load_state`."""
+        for difference in self.differences:
+            full = state.get(difference.weight.key)
+            if full is not None:
+                mask = difference.weight.slice_of(full)
+                difference.mask = mask.to(device=self.host.device, dtype=torch.bool)
+
+    def _difference(self, site: Site) -> _Difference:
+        shape = (site.part.out_features, site.info.in_features)
+        dim, index = (0, site.part.features) if site.column_parallel else (1, site.inputs)
+        self.parameter(tensor_key(site.path, "diff.weight"), shape, _zeros, dim=dim, index=index)
+        self.parameter(tensor_key(site.path, "diff.log_alpha"), shape, _open, dim=dim, index=index, decay=False)
+        weight, log_alpha = self.parameters[-2:]
+        return _Difference(site, weight, log_alpha)
+
+    def _freeze(self, difference: _Difference) -> None:
+        """Keep the largest entries of the whole module, whatever rank holds them; ties go to the first entry."""
+        record = difference.weight
+        assert record.dim is not None and record.index is not None
+        z, _ = gate(difference.log_alpha.value, None)
+        difference.weight.value.mul_(z)
+        size = self.host.gather(difference.weight.value.abs(), record.full_shape, record.dim, record.index)
+        order = size.flatten().sort(descending=True, stable=True).indices
+        kept = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
+        kept[order[: kept_entries(size.numel(), self.spec.sparsity)]] = True
+        difference.mask = record.slice_of(kept.view(record.full_shape))
+
+
+def _zeros(full: Tensor, generator: torch.Generator) -> None:
+    full.zero_()
+
+
+def _open(full: Tensor, generator: torch.Generator) -> None:
+    full.fill_(INITIAL_LOG_ALPHA)

@@ -1,0 +1,149 @@
+"""Adapters on disk: read, and checked against a task and a backbone before any weight of the backbone is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_mux.adapters import KINDS
+from megatron_mux.adapters.targets import (
+    Sizes,
+    check_bottleneck,
+    match_targets,
+    targets_of,
+)
+from megatron_mux.errors import UserError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+# Fields of a stored config that decide what its tensors mean: a task that starts from it must agree.
+_DECISIVE = ("r", "lora_alpha", "use_rslora", "num_virtual_tokens", "bottleneck_size", "non_linearity", "scaling")
+
+
+class Catalogue(Protocol):
+    """What is known of a backbone without its weights."""
+
+    @property
+    def shape(self) -> Sizes: ...
+    @property
+    def module_paths(self) -> Sequence[str]: ...
+
+
+def resolve_targets(spec: Any, info: Catalogue) -> list[str]:
+    """The Hugging Face modules that an `adapter` section targets.
+
+    Args:
+        spec: The section.
+        info: The backbone.
+
+    Returns:
+        Full module paths, layer by layer; empty for prefix tuning, which targets none.
+
+    Raises:
+        UserError: A target is not a module of the backbone, or not one that the method can have.
+    """
+    if spec.peft_type == "PREFIX_TUNING":
+        return []
+    paths = match_targets(targets_of(spec, info.shape.family), info.module_paths)
+    if spec.peft_type == "BOTTLENECK":
+        check_bottleneck(paths)
+    return paths
+
+
+def read_adapter(directory: Path | str, spec: Any, info: Catalogue) -> dict[str, Tensor]:
+    """The tensors of an adapter that a task starts from, as fp32 on the CPU.
+
+    Args:
+        directory: Holds `adapter_config.json` and `adapter_model.safetensors`.
+        spec: The task's `adapter` section.
+        info: The backbone.
+
+    Raises:
+        UserError: A file is missing or unreadable, or the adapter is of another kind, rank, target or backbone.
+    """
+    config, tensors = read_files(directory)
+    kind = config.get("peft_type")
+    if kind != spec.peft_type:
+        raise UserError(f"{Path(directory) / CONFIG} is a {kind} adapter, the task asks for {spec.peft_type}")
+    problems = [
+        f"{Path(directory) / CONFIG} has {name} = {config[name]}, the task {getattr(spec, name)}: make them agree"
+        for name in _DECISIVE
+        if hasattr(spec, name) and name in config and config[name] != getattr(spec, name)
+    ]
+    if not problems:
+        found = check_tensors(tensors, spec, info.module_paths, info.shape)
+        problems = [f"{Path(directory) / WEIGHTS}: {problem}" for problem in found]
+    if problems:
+        raise UserError(*problems)
+    return tensors
+
+
+def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a stored adapter.
+
+    Raises:
+        UserError: A file is missing or unreadable.
+    """
+    directory = Path(directory)
+    config, weights = directory / CONFIG, directory / WEIGHTS
+    missing = [path.name for path in (config, weights) if not path.is_file()]
+    if missing:
+        raise UserError(f"{directory} holds no {' and no '.join(missing)}: it is not a PEFT adapter that can be read here")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{config} must hold a JSON object")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(weights)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{weights} is not a readable safetensors file: {error}") from None
+    wrong = [key for key, tensor in tensors.items() if not tensor.is_floating_point()]
+    if wrong:
+        raise UserError(f"{weights}: {wrong[0]} holds {tensors[wrong[0]].dtype}, not numbers to train")
+    return content, {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], spec: Any, paths: Sequence[str], sizes: Sizes) -> list[str]:
+    """What keeps `tensors` from being a whole adapter for a task on a backbone.
+
+    Args:
+        tensors: Full tensors by key.
+        spec: The `adapter` section.
+        paths: All modules of the backbone.
+        sizes: Of the backbone.
+
+    Returns:
+        One problem for tensors missing, one for tensors too many, one for wrong shapes; empty if all is well.
+    """
+    targets = match_targets(targets_of(spec, sizes.family), paths)
+    wanted = KINDS[spec.peft_type].tensor_shapes(spec, targets, sizes)
+    missing = [key for key in wanted if key not in tensors]
+    stray = [key for key in tensors if key not in wanted]
+    problems = []
+    if missing:
+        problems.append(f"lacks {_some(missing)}: the task's targets, or the backbone, are not this adapter's")
+    if stray:
+        problems.append(f"holds {_some(stray)}, which the task does not target or the backbone does not have")
+    shapes = [key for key in wanted if key in tensors and tuple(tensors[key].shape) != wanted[key]]
+    if shapes:
+        key = shapes[0]
+        more = f" ({len(shapes) - 1} more like it)" if len(shapes) > 1 else ""
+        problems.append(
+            f"{key} has shape {list(tensors[key].shape)} where the task and the backbone need {list(wanted[key])}{more}"
+        )
+    return problems
+
+
+def _some(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"

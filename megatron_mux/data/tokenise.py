@@ -1,0 +1,252 @@
+"""From records to tokens, and which of the tokens are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.data.records import (
+    BadRecordError,
+    Instruction,
+    Messages,
+    PromptCompletion,
+    Record,
+    Text,
+)
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Example", "Tokeniser", "instruction_prompt", "load_tokenizer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A record as the backbone sees it.
+
+    Attributes:
+        tokens: `[L]` int64, at most `max_length` of them.
+        labelled: `[L]` bool, the tokens to predict; the first never is, since nothing precedes it.
+        completion_text: The completion of a prompt/completion or instruction record, else None.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labelled: npt.NDArray[np.bool_]
+    completion_text: str | None
+
+    @property
+    def label_count(self) -> int:
+        """Tokens to predict."""
+        return int(self.labelled.sum())
+
+
+def instruction_prompt(record: Instruction) -> str:
+    """What an instruction record's output answers.
+
+    The one fixed template (without the Input part when it is empty), ending in a line break:
+
+        ### Instruction:
+        {instruction}
+
+        ### Input:
+        {input}
+
+        ### Response:
+    """
+    given = f"### Input:\n{record.input}\n\n" if record.input else ""
+    return f"### Instruction:\n{record.instruction}\n\n{given}### Response:\n"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A record as a text to continue (None: nothing but the completion is there) and its labelled continuation."""
+
+    prompt: str | None
+    completion: str
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A rendered conversation: character ranges to learn, and whether its last turn is still to be closed."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    append_end: bool
+
+
+class Tokeniser:
+    """Turns records into examples for one tokenizer and one maximum length.
+
+    - Prompt and completion are tokenised separately, the completion without special tokens, and joined; end-of-sequence
+      is appended and learned with the completion. Instruction records likewise, by `instruction_prompt`.
+    - Text is tokenised, end-of-sequence appended; every token is learned.
+    - Messages go through the tokenizer's chat template; the assistant's turns are learned, their end-of-turn included.
+    - What is longer than `max_length` is cut on the right.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with an end-of-sequence token.
+        max_length: Tokens a sequence is cut to.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        self.tokenizer: Any = tokenizer
+        self.max_length = max_length
+        self.end_of_sequence = int(self.tokenizer.eos_token_id)
+        self._trailing = self._trailing_specials()
+        specials = {str(t) for t in self.tokenizer.all_special_tokens}
+        specials |= {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        self._special_texts = tuple(sorted(specials - {""}))
+
+    def encode(self, record: Record) -> Example:
+        """One record's example; see the class.
+
+        Raises:
+            BadRecordError: The chat template does not take the conversation.
+            UserError: The tokenizer cannot do messages at all.
+        """
+        example = self.encode_many([record])[0]
+        if isinstance(example, BadRecordError):
+            raise example
+        return example
+
+    def encode_many(self, records: Sequence[Record]) -> list[Example | BadRecordError]:
+        """The examples of several records, tokenised together for speed; the results are the same as one by one."""
+        parts: list[_Pair | _Chat | BadRecordError] = []
+        for record in records:
+            try:
+                parts.append(self._part(record))
+            except BadRecordError as error:
+                parts.append(error)
+        heads = iter(self._heads([_head(p) for p in parts if isinstance(p, _Pair)]))
+        tails = iter(
+            self._plain([p.completion for p in parts if isinstance(p, _Pair) and p.prompt is not None])
+        )
+        chats = iter(self._with_offsets([p.text for p in parts if isinstance(p, _Chat)]))
+        examples: list[Example | BadRecordError] = []
+        for record, part in zip(records, parts, strict=True):
+            if isinstance(part, BadRecordError):
+                examples.append(part)
+            elif isinstance(part, _Chat):
+                examples.append(self._chat_example(part, *next(chats)))
+            elif part.prompt is None:
+                ids = [*next(heads), self.end_of_sequence]
+                examples.append(self._example(ids, [True] * len(ids), None))
+            else:
+                head, tail = next(heads), [*next(tails), self.end_of_sequence]
+                mask = [False] * len(head) + [True] * len(tail)
+                completion = record.output if isinstance(record, Instruction) else part.completion
+                examples.append(self._example(head + tail, mask, completion))
+        return examples
+
+    def _part(self, record: Record) -> _Pair | _Chat:
+        if isinstance(record, Text):
+            return _Pair(None, record.text)
+        if isinstance(record, PromptCompletion):
+            return _Pair(record.prompt, record.completion)
+        if isinstance(record, Instruction):
+            return _Pair(instruction_prompt(record), record.output)
+        return self._render(record)
+
+    def _example(self, tokens: Sequence[int], labelled: Sequence[bool], completion: str | None) -> Example:
+        ids = np.array(tokens[: self.max_length], np.int64)
+        mask = np.array(labelled[: self.max_length], np.bool_)
+        mask[:1] = False
+        return Example(ids, mask, completion)
+
+    # -- texts
+
+    def _heads(self, texts: list[str]) -> list[list[int]]:
+        """Tokens with the special ones that begin a sequence, without those that would end it."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        return [i[: len(i) - self._trailing] for i in ids] if self._trailing else ids
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _trailing_specials(self) -> int:
+        """How many special tokens the tokenizer puts after a text by itself."""
+        bare, full = self._plain(["a"])[0], self.tokenizer(["a"], verbose=False)["input_ids"][0]
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return len(full) - start - len(bare)
+        return 0
+
+    # -- messages
+
+    def _with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        if not texts:
+            return []
+        if not self.tokenizer.is_fast:
+            raise UserError(
+                "messages need a fast tokenizer (tokenizer.json), which tells the place of each token"
+            )
+        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def _chat_example(self, chat: _Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:
+        starts = np.array([start for start, _ in offsets], np.int64)
+        mask = np.zeros(len(ids), np.bool_)
+        for start, stop in chat.spans:
+            mask |= (starts >= start) & (starts < stop)
+        labelled = mask.tolist()
+        if chat.append_end:
+            ids, labelled = [*ids, self.end_of_sequence], [*labelled, True]
+        return self._example(ids, labelled, None)
+
+    def _render(self, record: Messages) -> _Chat:
+        """Render a conversation and find the assistant's turns by rendering its beginnings."""
+        messages = record.messages
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if turns and turns[0] == 0:
+            raise BadRecordError(
+                "a conversation must not begin with the assistant: nothing asks for that turn"
+            )
+        text = self._apply(messages)
+        spans: list[tuple[int, int]] = []
+        append_end = False
+        for i in turns:
+            before = self._apply(messages[:i], add_generation_prompt=True)
+            after = text if i == len(messages) - 1 else self._apply(messages[: i + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise BadRecordError(
+                    "the tokenizer's chat template renders the beginning of this conversation differently when more "
+                    f"follows, so the assistant's turn (message {i + 1}) cannot be found: use another template, or one "
+                    "turn a record"
+                )
+            turn = after[len(before) :]
+            closed = turn.rstrip()
+            ends_special = closed.endswith(self._special_texts)
+            # White space after the end of turn belongs to the frame: nothing generates it.
+            spans.append((len(before), len(before) + len(closed if ends_special else turn)))
+            content = messages[i]["content"].strip()
+            append_end = not ends_special and (closed.endswith(content) if content else not closed)
+        return _Chat(text, tuple(spans), append_end and turns[-1] == len(messages) - 1)
+
+    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "messages need a chat template, and the backbone's tokenizer has none: add chat_template.jinja to "
+                "the backbone's directory, or write the records as prompt and completion"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise BadRecordError(f"the chat template does not take this conversation: {error}") from error
+        return str(text)
+
+
+def _head(pair: _Pair) -> str:
+    return pair.completion if pair.prompt is None else pair.prompt

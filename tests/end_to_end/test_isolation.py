@@ -1,0 +1,275 @@
+"""Whatever happens to one task, the others' numbers do not know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine
+from megatron_mux.runtime import Parallel
+from tests.end_to_end.conftest import BackboneOf, PathOf
+from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix
+from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records, train
+from tests.reference import peft_solo, plain
+
+EXACT = 1e-10  # fp64
+VOCABULARY = 96
+PLAIN_SGD = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+ADAMW = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+
+
+def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
+    """One adapter section of every kind; they share modules with each other."""
+    return {
+        "lora": lora(targets.query_value, r=5),
+        "lora-everywhere": lora("all-linear", r=3, use_rslora=True),
+        "bottleneck": bottleneck(targets.outputs, non_linearity="tanh", scaling=0.7),
+        "diff-pruning": diff_pruning(targets.mixed, l0_weight=1e-4),
+        "prefix": prefix(4),
+        "ia3": ia3(targets),
+    }
+
+
+def random_adapter(path: Path, section: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A non-zero adapter of any kind."""
+    known = peft_solo if section["peft_type"] in peft_solo.PEFT_KINDS else plain
+    return known.random_adapter(path, section, seed=seed, dtype=dtype)
+
+
+def make_cases(
+    path: Path, sections: dict[str, dict[str, Any]], training: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> dict[str, Case]:
+    """A task of each section, with records and initial adapters of their own."""
+    return {
+        name: Case(
+            name,
+            section,
+            {"per_device_train_batch_size": 2, "max_steps": 50, "seed": i, **training},
+            random_records(13, VOCABULARY, 4, 24, seed=i),
+            random_adapter(path, section, seed=i, dtype=dtype),
+        )
+        for i, (name, section) in enumerate(sections.items())
+    }
+
+
+def moved(backbone: Backbone, parallel: Parallel, cases: list[Case], **engine: Any) -> dict[str, dict[str, Tensor]]:
+    """How far one step of plain SGD at rate 1 moves each adapter: its gradient."""
+    after = train(backbone, parallel, cases, 1, **engine).tensors
+    gradients = {}
+    for case in cases:
+        assert case.initial is not None
+        gradients[case.name] = {key: case.initial[key] - value for key, value in after[case.name].items()}
+        for key, gradient in gradients[case.name].items():
+            assert gradient.isfinite().all() and gradient.norm() > 0, f"{case.name}: {key} tells nothing"
+    return gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_together_are_those_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone = backbone_of(family, torch.float64)
+    cases = make_cases(path_of(family), kinds(FAMILIES[family]), PLAIN_SGD)
+    together = moved(backbone, parallel, list(cases.values()))
+    for name, case in cases.items():
+        assert_close(together[name], moved(backbone, parallel, [case])[name], EXACT, name)
+
+
+@pytest.mark.parametrize("how", [{"micro_batches": 3}, {"policy": "temporal"}, {"policy": "temporal", "micro_batches": 2}])
+def test_gradients_do_not_depend_on_the_plan(
+    how: dict[str, Any], backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone = backbone_of("llama", torch.float64)
+    training = {**PLAIN_SGD, "gradient_accumulation_steps": 2}
+    sections = kinds(FAMILIES["llama"]) | {"dropout": lora(FAMILIES["llama"].mixed, lora_dropout=0.4)}
+    cases = make_cases(path_of("llama"), sections, training)
+    usual = moved(backbone, parallel, list(cases.values()))
+    other = moved(backbone, parallel, list(cases.values()), **how)
+    for name in cases:
+        assert_close(other[name], usual[name], EXACT, name)
+
+
+def test_dropout_masks_together_are_those_alone(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone = backbone_of("llama", torch.float64)
+    targets = FAMILIES["llama"]
+    sections = {
+        "before": lora(targets.query_value, r=4, lora_dropout=0.2),
+        "observed": lora(targets.mixed, r=6, lora_dropout=0.5),
+        "after": lora("all-linear", r=2, lora_dropout=0.1),
+    }
+    cases = make_cases(path_of("llama"), sections, ADAMW)
+    together = train(backbone, parallel, list(cases.values()), 4)
+    for name, case in cases.items():
+        alone = train(backbone, parallel, [case], 4)
+        assert together.losses(name) == pytest.approx(alone.losses(name), rel=1e-6), name  # reported in fp32
+        assert_close(together.tensors[name], alone.tensors[name], 1e-9, name)
+    observed = cases["observed"]
+    dry = Case("dry", {**observed.adapter, "lora_dropout": 0.0}, observed.training, observed.records, observed.initial)
+    without = train(backbone, parallel, [dry], 4).losses("dry")
+    assert all(abs(a - b) > 1e-6 * abs(b) for a, b in zip(together.losses("observed"), without, strict=True))
+
+
+def test_dropout_changes_from_step_to_step_and_with_the_seed(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    section = lora(FAMILIES["llama"].mixed, lora_dropout=0.5)
+    case = make_cases(path_of("llama"), {"same": section}, {**PLAIN_SGD, "learning_rate": 1e-30})["same"]
+    case.records.pairs = case.records.pairs[:2]  # every step sees the same records with the same adapter
+    backbone = backbone_of("llama", torch.float64)
+    losses = train(backbone, parallel, [case], 3).losses("same")
+    assert len({round(loss, 6) for loss in losses}) == 3
+    other = Case("same", section, {**case.training, "seed": 77}, case.records, case.initial)
+    assert train(backbone, parallel, [other], 1).losses("same")[0] != pytest.approx(losses[0], rel=1e-6)
+
+
+Poison = Callable[[Backbone, Case], Any]
+
+
+@contextmanager
+def rows_become(backbone: Backbone, module: str, name: str, value: float) -> Iterator[None]:
+    """Within, the rows of task `name` are `value` at the entry of the first layer or at the end of the last."""
+
+    def spoil(hidden: Tensor) -> Tensor:
+        rows = layout.active().task_rows.get(name)
+        if rows is None:
+            return hidden
+        keep = torch.ones(hidden.shape[0], dtype=torch.bool)
+        keep[rows[0] : rows[1]] = False
+        return torch.where(keep[:, None, None], hidden, torch.full_like(hidden, value))
+
+    def entering(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "hidden_states": spoil(kwargs["hidden_states"])}
+
+    decoder: Any = backbone.model.decoder
+    if module == "first layer":
+        handle = decoder.layers[0].register_forward_pre_hook(entering, with_kwargs=True)
+    else:
+        handle = decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: spoil(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def tensors_become(case: Case, which: str, value: float) -> Iterator[None]:
+    """Within, the task starts with some of its tensors spoiled."""
+    assert case.initial is not None
+    before = dict(case.initial)
+    spoiled = [key for key in before if which in key]
+    assert spoiled
+    case.initial |= {key: torch.full_like(before[key], value) for key in spoiled}
+    try:
+        yield
+    finally:
+        case.initial = before
+
+
+POISONS: dict[str, Poison] = {
+    "rows are NaN": lambda backbone, case: rows_become(backbone, "first layer", case.name, math.nan),
+    "rows are Inf": lambda backbone, case: rows_become(backbone, "first layer", case.name, math.inf),
+    "loss is NaN": lambda backbone, case: rows_become(backbone, "final norm", case.name, math.nan),
+    "loss is Inf": lambda backbone, case: rows_become(backbone, "final norm", case.name, -math.inf),
+    "A is NaN": lambda backbone, case: tensors_become(case, "lora_A", math.nan),
+    "A is Inf": lambda backbone, case: tensors_become(case, "lora_A", math.inf),
+    "B is NaN": lambda backbone, case: tensors_become(case, "lora_B", math.nan),
+    "B is Inf": lambda backbone, case: tensors_become(case, "lora_B", -math.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_poisoned_neighbour_changes_nothing(
+    poison: str, dtype: torch.dtype, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """fp32 takes the grouped products, fp64 their reference path: neither may leak."""
+    all_kinds = kinds(FAMILIES["llama"])
+    poisoned = {"poisoned": lora(FAMILIES["llama"].query_value, r=4)}
+    before = {name: all_kinds[name] for name in ("lora", "prefix", "diff-pruning")}
+    after = {name: all_kinds[name] for name in ("lora-everywhere", "bottleneck", "ia3")}
+    cases = make_cases(path_of("llama"), before | poisoned | after, ADAMW, dtype)
+    check_victims(backbone_of("llama", dtype), parallel, cases, POISONS[poison])
+
+
+@pytest.mark.parametrize("kind", kinds(FAMILIES["llama"]))
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "Inf"])
+def test_a_poisoned_adapter_of_any_kind_changes_nothing(
+    kind: str, value: float, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    all_kinds = kinds(FAMILIES["llama"])
+    sections = {"first": all_kinds["lora"], "poisoned": all_kinds[kind]} | all_kinds
+    cases = make_cases(path_of("llama"), sections, ADAMW, torch.float32)
+    check_victims(
+        backbone_of("llama", torch.float32), parallel, cases, lambda backbone, case: tensors_become(case, "", value)
+    )
+
+
+def check_victims(backbone: Backbone, parallel: Parallel, cases: dict[str, Case], poison: Poison) -> None:
+    """After a step beside the poisoned task, and another once it was stopped, the others are as beside a healthy one."""
+    healthy = train(backbone, parallel, list(cases.values()), 1)
+    with poison(backbone, cases["poisoned"]):
+        sick = train(backbone, parallel, list(cases.values()), 1)
+        sick_for_longer = train(backbone, parallel, list(cases.values()), 3)
+        spoiled = cases["poisoned"].initial
+    assert spoiled is not None
+    assert [result.status for result in sick_for_longer.results["poisoned"]] == ["failed"]
+    assert "step 1" in sick.results["poisoned"][0].reason
+    for key, value in sick_for_longer.tensors["poisoned"].items():
+        assert torch.equal(value.nan_to_num(7.0), spoiled[key].nan_to_num(7.0)), f"the poisoned task stepped: {key}"
+    victims = {name: case for name, case in cases.items() if name != "poisoned"}
+    without = train(backbone, parallel, list(victims.values()), 3)
+    for name in victims:
+        assert sick.losses(name) == healthy.losses(name), name
+        assert_same(sick.tensors[name], healthy.tensors[name], name)
+        tolerance = 1e-9 if backbone.dtype == torch.float64 else 1e-4
+        assert_close(sick_for_longer.tensors[name], without.tensors[name], tolerance, name)
+
+
+def test_coming_and_going_changes_nothing_for_those_who_stay(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone = backbone_of("llama", torch.float64)
+    cases = make_cases(path_of("llama"), kinds(FAMILIES["llama"]), ADAMW)
+    leaving, joining = ("lora-everywhere", "prefix"), ("ia3", "bottleneck")
+    engine = Engine(backbone, parallel)
+    engine.register_tasks([case.task for name, case in cases.items() if name not in joining])
+    for step in range(6):
+        if step == 2:
+            engine.register_tasks([cases[name].task for name in joining])
+        if step == 4:
+            for name in leaving:
+                engine.remove_task(name)
+        assert set(engine.step()) == set(engine.tasks)
+    stayed = {name: adapter(engine, name) for name in engine.tasks}
+    for name in stayed:
+        engine.remove_task(name)
+    assert engine.step() == {}
+    for name, tensors in stayed.items():
+        alone = train(backbone, parallel, [cases[name]], 4 if name in joining else 6)
+        assert_close(tensors, alone.tensors[name], 1e-9, name)
+
+
+def test_the_backbone_is_left_as_it_was(backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel) -> None:
+    backbone = backbone_of("llama", torch.float32)
+    cases = make_cases(path_of("llama"), kinds(FAMILIES["llama"]), ADAMW, torch.float32)
+    pairs = cases["lora"].records.pairs[:3]
+    weights = {name: value.clone() for name, value in backbone.model.named_parameters()}
+    attributes = {name: set(vars(module)) for name, module in backbone.model.named_modules()}
+    logits = engine_logits(backbone, cases["lora"], pairs)
+    train(backbone, parallel, list(cases.values()), 2)
+    assert_same(dict(backbone.model.named_parameters()), weights, "weights")
+    assert all(value.grad is None for value in backbone.model.parameters())
+    assert {name: set(vars(module)) for name, module in backbone.model.named_modules()} == attributes
+    for found, wanted in zip(engine_logits(backbone, cases["lora"], pairs), logits, strict=True):
+        assert torch.equal(found, wanted)

@@ -1,0 +1,202 @@
+"""A run that was killed, wherever it was, and continued ends with the very bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.forked import ROOT, Fault, Run, Server
+from tests.end_to_end.workplace import TASKS, Workplace, furnish
+
+# Where in the run it is killed: shares of the time that an undisturbed run takes.
+MOMENTS = [round(random.Random(2024 + i).uniform(0.1 * i, 0.1 * i + 0.15), 3) for i in range(3, 9)]
+# And at exact places of a save: a file half written, before and after a checkpoint or a manifest gets its name.
+PLACES = {
+    "adapter half written": Fault("safetensors.torch:save_file", 3, "kill halfway"),
+    "before a checkpoint is renamed": Fault("os:rename", 5, "kill before"),
+    "after a checkpoint is renamed": Fault("os:rename", 4, "kill after"),
+    "before a manifest is renamed": Fault("megatron_mux.checkpoint:os.replace", 3, "kill before"),
+    "between manifest and plan": Fault("megatron_mux.checkpoint:os.replace", 3, "kill after"),
+    "within a step": Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 20, "kill before"),
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return furnish(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("runs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Workplace, server: Server) -> tuple[Path, Run]:
+    """A run from beginning to end."""
+    directory = workplace.root / "undisturbed"
+    run = server.run(workplace.arguments("--save", directory, "--save-interval", "3"))
+    assert run.status == 0, run.errors
+    return directory, run
+
+
+def final_checkpoint(directory: Path, task: str) -> Path:
+    """The checkpoint of a task's last step."""
+    return directory / task / f"checkpoint-{TASKS[task]['training']['max_steps']}"
+
+
+def metrics(directory: Path, task: str) -> list[dict[str, Any]]:
+    """A task's metrics without what depends on the clock."""
+    lines = (directory / task / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "wall_s"} for line in lines]
+
+
+def assert_same_outcome(found: Path, wanted: Path) -> None:
+    """The same adapters and training states bit for bit, and the same metrics, each step once."""
+    for task in TASKS:
+        ours, theirs = final_checkpoint(found, task), final_checkpoint(wanted, task)
+        names = sorted(path.name for path in theirs.iterdir())
+        assert names == sorted(path.name for path in ours.iterdir())
+        for name in names:
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), f"{task}: {name}"
+        assert metrics(found, task) == metrics(wanted, task), task
+
+
+def assert_tidy(directory: Path) -> None:
+    """Nothing half-written is left under a name that means something."""
+    left = [path for path in directory.rglob("*") if path.name.startswith(".partial")]
+    assert not left, left
+
+
+def resume(server: Server, workplace: Workplace, directory: Path, *more: str) -> Run:
+    """Continue a run to its end."""
+    run = server.run(workplace.arguments("--save", directory, "--load", directory, "--save-interval", "3", *more))
+    assert run.status == 0, run.errors
+    assert "Traceback" not in run.errors
+    return run
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment(
+    moment: float, workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    wanted, whole = undisturbed
+    directory = workplace.root / f"killed-at-{moment}"
+    run = server.run(
+        workplace.arguments("--save", directory, "--save-interval", "3"), kill_after=moment * whole.seconds
+    )
+    assert run.status == -signal.SIGKILL, run.errors
+    resume(server, workplace, directory)
+    assert_same_outcome(directory, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_at_a_delicate_place(
+    place: str, workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    directory = workplace.root / place.replace(" ", "-")
+    run = server.run(workplace.arguments("--save", directory, "--save-interval", "3"), fault=PLACES[place])
+    assert run.status == -signal.SIGKILL, f"never came to that place: {run.errors}"
+    resume(server, workplace, directory)
+    assert_same_outcome(directory, undisturbed[0])
+    assert_tidy(directory)
+
+
+def test_killed_again_and_again(workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]) -> None:
+    directory = workplace.root / "again-and-again"
+    for nth in (11, 10, 9):
+        fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", nth, "kill after")
+        run = server.run(
+            workplace.arguments("--save", directory, "--load", directory, "--save-interval", "2"), fault=fault
+        )
+        assert run.status == -signal.SIGKILL, run.errors
+    resume(server, workplace, directory)
+    assert_same_outcome(directory, undisturbed[0])
+
+
+def test_asked_to_stop_it_saves_and_leaves(
+    workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    directory = workplace.root / "asked-to-stop"
+    seen = directory / "diff" / "metrics.jsonl"
+    run = server.run(
+        workplace.arguments("--save", directory),
+        kill_after=lambda: seen.exists() and seen.read_text().count("\n") >= 2,
+        signal_number=signal.SIGTERM,
+    )
+    assert run.status == 0, run.errors
+    saved = [path for path in directory.glob("diff/checkpoint-*")]
+    assert len(saved) == 1 and not final_checkpoint(directory, "diff").exists()
+    resume(server, workplace, directory)
+    assert_same_outcome(directory, undisturbed[0])
+
+
+@pytest.mark.parametrize("policy", ["serial", "temporal"])
+def test_every_policy_resumes_exactly(policy: str, workplace: Workplace, server: Server) -> None:
+    flags = ["--save-interval", "3", "--mux-policy", policy]
+    wanted, directory = workplace.root / f"whole-{policy}", workplace.root / f"killed-{policy}"
+    run = server.run(workplace.arguments("--save", wanted, *flags))
+    assert run.status == 0, run.errors
+    fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 19, "kill before")
+    assert server.run(workplace.arguments("--save", directory, *flags), fault=fault).status == -signal.SIGKILL
+    resume(server, workplace, directory, "--mux-policy", policy)
+    assert_same_outcome(directory, wanted)
+
+
+def test_continued_into_another_directory(
+    workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    first, second = workplace.root / "first", workplace.root / "second"
+    fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 29, "kill before")
+    flags = ["--save-interval", "3", "--mux-keep-checkpoints", "1"]
+    assert server.run(workplace.arguments("--save", first, *flags), fault=fault).status == -signal.SIGKILL
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    run = server.run(workplace.arguments("--load", first, "--save", second, *flags))
+    assert run.status == 0, run.errors
+    for task in ("lora", "diff"):
+        ours, theirs = final_checkpoint(second, task), final_checkpoint(undisturbed[0], task)
+        for path in theirs.iterdir():
+            assert (ours / path.name).read_bytes() == path.read_bytes(), f"{task}: {path.name}"
+    # The run that was continued is not touched, however many of its own checkpoints the new one drops.
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+
+
+def test_an_empty_directory_starts_anew_with_a_warning(workplace: Workplace, server: Server, tmp_path: Path) -> None:
+    run = server.run(workplace.arguments("--save", tmp_path / "new", "--load", tmp_path / "new"))
+    assert run.status == 0, run.errors
+    assert "starting anew" in run.output + run.errors
+
+
+def test_the_script_itself_killed_and_continued(
+    workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    """Once without the server of forks: `python pretrain_mux.py`, as a user starts it."""
+    directory = workplace.root / "script"
+    arguments = workplace.arguments("--save", directory, "--save-interval", "3")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "pretrain_mux.py"), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("lora: step 7/"):
+            break
+    process.kill()
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    resume(server, workplace, directory)
+    assert_same_outcome(directory, undisturbed[0])
