@@ -19,6 +19,9 @@ from megatron_mux.errors import UserError
 from megatron_mux.pipeline.draw import to_svg, to_trace
 from megatron_mux.pipeline.execute import TimedAction
 
+# Columns of a table that goes into a file or a pipe.
+_FILE_WIDTH = 140
+
 
 @dataclass
 class TaskHistory:
@@ -44,7 +47,7 @@ class Reporter:
     Args:
         directory: The run's directory, or None to leave no files.
         tensorboard: Directory for TensorBoard, or None.
-        log_interval: A task's own steps between its metrics lines.
+        log_interval: A task's own steps between its printed lines; files get every step.
         live: Draw a live table where the output is a terminal; else a line per task and interval.
         silent: Say and write nothing (ranks other than 0).
     """
@@ -56,6 +59,8 @@ class Reporter:
         self.log_interval = log_interval
         self.silent = silent
         self.console = Console(quiet=silent, soft_wrap=True, highlight=False)
+        if not self.console.is_terminal:
+            self.console = Console(quiet=silent, soft_wrap=True, highlight=False, width=_FILE_WIDTH)
         self.history: dict[str, TaskHistory] = {}
         self._files: dict[str, IO[str]] = {}
         self._writer: Any = None
@@ -84,7 +89,7 @@ class Reporter:
         task.tokens += result.tokens
         task.seconds += seconds
         due = result.step % self.log_interval == 0 or result.status != "running"
-        if due and result.status != "failed":
+        if result.status != "failed":
             line = {
                 "step": result.step,
                 "loss": result.loss,
@@ -94,7 +99,7 @@ class Reporter:
                 "wall_s": round(time.monotonic() - self._started, 3),
             }
             self._metrics(name, line)
-            if self._live is None:
+            if due and self._live is None:
                 self.say(
                     f"{name}: step {result.step}/{result.total_steps} loss {result.loss:.4f} "
                     f"lr {result.learning_rate:.2e} |g| {result.grad_norm:.3f} {result.tokens / seconds:.0f} tokens/s"
@@ -172,7 +177,8 @@ class Reporter:
     def _table(self) -> Table:
         table = Table(title="megatron-mux", title_justify="left")
         for heading in ("task", "adapter", "step", "loss first -> last", "eval loss", "eval accuracy", "tokens/s", "status"):
-            table.add_column(heading, justify="left" if heading in ("task", "adapter", "status") else "right")
+            words = heading in ("task", "adapter", "status")
+            table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "task")
         for name, task in self.history.items():
             speed = f"{task.tokens / task.seconds:.0f}" if task.seconds else "-"
             table.add_row(

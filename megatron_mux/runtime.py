@@ -2,12 +2,13 @@
 
 Megatron-Core expects CUDA and a launcher. Here the same code runs on CPU with gloo, in one process without a launcher,
 and on Megatron-Core 0.16.1 and 0.19: what that takes is below and nowhere else. Importing this module changes
-nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and, on a machine without a GPU, adapts it.
+nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and, where this process computes on the CPU, adapts it.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import random
 import warnings
@@ -91,7 +92,7 @@ def initialize(
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
     The world comes from torchrun's environment; without it this process is the whole world. May be called again
-    with other sizes: the world stays, the groups are made anew.
+    with other sizes: the world stays, the groups are made anew (with the same: nothing happens).
 
     Args:
         tensor_parallel: Ranks that share each layer.
@@ -111,12 +112,18 @@ def initialize(
     _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
     chosen = _choose_device(device)
     _join_world(rank, world_size, chosen)
+    # torch renames collectives faster than Megatron-Core follows.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     random.seed(seed)
     torch.manual_seed(seed)
     with quiet():
         from megatron.core import parallel_state as mpu
     if chosen.type == "cpu":
         _adapt_to_cpu()
+    if _current is not None:
+        here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device)
+        if here == (tensor_parallel, pipeline_parallel, sequence_parallel, chosen):
+            return _current
     _leave_groups(mpu)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
@@ -165,10 +172,15 @@ def _leave_groups(mpu: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Import and build without Megatron-Core's remarks on what is optional here (apex, Transformer Engine)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Import and build without Megatron-Core's remarks on what is optional here or old (apex, its `GPTModel`)."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _world() -> tuple[int, int]:
@@ -189,7 +201,9 @@ def _world() -> tuple[int, int]:
         try:
             values[name] = int(os.environ[name])
         except ValueError:
-            raise UserError(f"The environment variable {name} must be a number, not {os.environ[name]!r}.") from None
+            raise UserError(
+                f"The environment variable {name} must be a number, not {os.environ[name]!r}."
+            ) from None
     return values["RANK"], values["WORLD_SIZE"]
 
 
@@ -236,7 +250,8 @@ def _join_world(rank: int, world_size: int, device: torch.device) -> None:
     arguments: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if world_size == 1:
         # In one process a store in memory will do: no port is taken, so any number may run side by side.
-        arguments |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        arguments |= {"store": store, "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=_TIMEOUT, **arguments)
 
 
@@ -248,11 +263,11 @@ def _adapt_to_cpu() -> None:
     neither Megatron's initialisers nor its CUDA generators are ever asked.
     """
     global _adapted
-    if _adapted or torch.cuda.is_available():
+    if _adapted:
         return
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
     _adapted = True
 
 

@@ -23,6 +23,7 @@ from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.execute import TimedAction
 from megatron_mux.preparation import prepare
 from megatron_mux.report import Reporter
@@ -65,6 +66,7 @@ def run(arguments: MuxArguments) -> None:
             arguments.sequence_parallel,
             arguments.seed,
         )
+        arguments.check_device(parallel.device.type)
         reporter.say(f"reading the backbone {arguments.backbone}")
         backbone = Backbone.load(
             arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
@@ -138,6 +140,7 @@ class Loop:
     stopping: bool = False
     _entries: dict[str, SavedTask] = field(default_factory=dict)
     _steps: int = 0
+    _plan: Plan | None = None
     _timed: list[TimedAction] = field(default_factory=list)
     _files: dict[Path, list[str]] = field(default_factory=dict)
 
@@ -203,6 +206,7 @@ class Loop:
         pictured = self._steps <= _PICTURED_STEP
         if pictured:
             self._timed = []
+        self._plan = self.engine.plan
         start = time.perf_counter()
         results = self.engine.step(self._timed.append if pictured else None)
         seconds = time.perf_counter() - start
@@ -259,9 +263,8 @@ class Loop:
         problems: list[str | None] = [None]
         if self.parallel.rank == 0:
             try:
-                checkpoint.save(
-                    directory, states, self.engine.plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints
-                )
+                plan = self._plan or self.engine.plan  # the one that was run, not that of tasks still to do
+                checkpoint.save(directory, states, plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints)
             except UserError as error:
                 problems = [str(error)]
         if self.parallel.world_size > 1:

@@ -58,11 +58,15 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
     "llama-odd-vocab": ("llama", {**_LLAMA, "vocab_size": 97, "tie_word_embeddings": True}),
     "llama-one-kv-head": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
-    "llama-biases": ("llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
+    "llama-biases": (
+        "llama",
+        {**_LLAMA, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3},
+    ),
     "llama-linear-rope": (
         "llama",
         {**_LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
     ),
+    "llama-five-layers": ("llama", {**_LLAMA, "num_hidden_layers": 5}),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 5, "head_dim": 16}),
     "qwen2": (
         "qwen2",
@@ -70,7 +74,10 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {**_GPT2, "vocab_size": 97}),
-    "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "gpt2-scaled": (
+        "gpt2",
+        {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    ),
     "gpt_neo": ("gpt_neo", _NEO),
     "opt": ("opt", _OPT),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),

@@ -1,7 +1,8 @@
 """One GGUF file into a Hugging Face directory: fp32 weights, configuration, tokenizer.
 
-Reads the Llama architecture with a byte-level BPE tokenizer, which is what the quickstart's SmolLM2-135M is. Quantised
-tensors are dequantised; llama.cpp's reordering of the query and key rows for its rotary kernel is undone.
+Reads the Llama architecture with a byte-level BPE tokenizer, which is what the quickstart's SmolLM2-135M is.
+Quantised tensors are dequantised; llama.cpp's reordering of the query and key rows for its rotary kernel is
+undone.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
-    """`tokenizer.json` and `tokenizer_config.json` of a byte-level BPE that splits digits (llama.cpp: "smollm").
+    """`tokenizer.json` and `tokenizer_config.json` of a byte-level BPE that splits digits ("smollm" in GGUF).
 
     Raises:
         ValueError: The file's tokenizer is of another kind.
@@ -168,7 +169,8 @@ def convert(source: Path, target: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"{source.name} is of architecture {fields.get('general.architecture')}, not llama")
-    weights = read_weights(reader, fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"])
+    heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    weights = read_weights(reader, heads, kv_heads)
     config = model_config(fields, tied="lm_head.weight" not in weights)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files = {"config.json": config, "generation_config.json": ids, **tokenizer_files(fields)}

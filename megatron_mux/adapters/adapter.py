@@ -232,10 +232,11 @@ class TaskAdapter(ABC):
             init(full, self.host.generator(self.seed, key))
         else:
             full = self.initial[key]
-        value.data = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype).contiguous()
+        value.data = (
+            record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype).contiguous()
+        )
         self.parameters.append(record)
         return value
-
 
 
 def tensor_key(path: str, suffix: str) -> str:

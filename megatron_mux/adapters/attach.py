@@ -14,11 +14,12 @@ from torch import Tensor
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
-from megatron_mux.adapters.host import Host, ParallelLike
+from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.adapters.targets import Sizes
 from megatron_mux.errors import UserError
 from megatron_mux.layout import BaseOpInfo
+from megatron_mux.runtime import Parallel
 
 
 class AdapterSet:
@@ -34,7 +35,9 @@ class AdapterSet:
         shape: The backbone's sizes.
     """
 
-    def __init__(self, base_ops: Sequence[BaseOpInfo], parallel: ParallelLike, dtype: torch.dtype, shape: Sizes) -> None:
+    def __init__(
+        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Sizes
+    ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
         self._ops = [AttachedBaseOp(info, parallel) for info in self.host.base_ops]
         self._tasks: dict[str, TaskAdapter] = {}

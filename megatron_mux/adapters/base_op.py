@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter
-from megatron_mux.adapters.host import ParallelLike
 from megatron_mux.adapters.low_rank import low_rank_linear
 from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.runtime import Parallel
 
 Rows = tuple[int, int]
 RowFunction = Callable[[Tensor], Tensor]
@@ -36,7 +36,7 @@ class AttachedBaseOp:
         parallel: Where this rank stands.
     """
 
-    def __init__(self, info: BaseOpInfo, parallel: ParallelLike) -> None:
+    def __init__(self, info: BaseOpInfo, parallel: Parallel) -> None:
         self.info = info
         self.parallel = parallel
         self.adapters: dict[str, Adapter] = {}
@@ -70,7 +70,9 @@ class AttachedBaseOp:
             result: tuple[Tensor, Tensor | None] = type(module).forward(module, input_, *args, **kwargs)
             return result
         # What Megatron's module can be told besides (another weight, gathering) the layers of a GPT model never use.
-        assert not args and not kwargs, f"{self.info.name}: arguments beside the input are not done with adapters"
+        assert not args and not kwargs, (
+            f"{self.info.name}: arguments beside the input are not done with adapters"
+        )
         if self.info.parallel == "column":
             return self._column(input_, present, batch)
         return self._row(input_, present, batch)

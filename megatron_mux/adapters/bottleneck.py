@@ -33,7 +33,9 @@ class BottleneckAdapter(Adapter):
 
     stages = frozenset({"after"})
 
-    def __init__(self, spec: Any, down: tuple[nn.Parameter, nn.Parameter], up: tuple[nn.Parameter, nn.Parameter]):
+    def __init__(
+        self, spec: Any, down: tuple[nn.Parameter, nn.Parameter], up: tuple[nn.Parameter, nn.Parameter]
+    ):
         self.activation = _ACTIVATIONS[spec.non_linearity]
         self.scaling: float = spec.scaling
         self.down = down
@@ -78,7 +80,9 @@ class Bottleneck(TaskAdapter):
     def _adapter(self, site: Site) -> BottleneckAdapter:
         width, size = site.part.out_features, self.spec.bottleneck_size
 
-        def make(suffix: str, shape: tuple[int, ...], init: Callable[[Tensor, torch.Generator], Any]) -> nn.Parameter:
+        def make(
+            suffix: str, shape: tuple[int, ...], init: Callable[[Tensor, torch.Generator], Any]
+        ) -> nn.Parameter:
             return self.parameter(
                 tensor_key(site.path, suffix),
                 shape,
@@ -88,7 +92,10 @@ class Bottleneck(TaskAdapter):
                 decay=len(shape) > 1,
             )
 
-        down = make("adapter_down.weight", (size, width), _uniform), make("adapter_down.bias", (size,), _zeros)
+        down = (
+            make("adapter_down.weight", (size, width), _uniform),
+            make("adapter_down.bias", (size,), _zeros),
+        )
         up = make("adapter_up.weight", (width, size), _zeros), make("adapter_up.bias", (width,), _zeros)
         return BottleneckAdapter(self.spec, down, up)
 

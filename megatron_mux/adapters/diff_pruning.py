@@ -63,7 +63,10 @@ def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         The mask in [0, 1], and its derivative with respect to the logits.
     """
     low, high = STRETCH
-    logits = log_alpha if noise is None else log_alpha + (noise.log() - torch.log1p(-noise)).to(log_alpha.dtype)
+    logits = log_alpha
+    if noise is not None:
+        noise = noise.to(log_alpha.dtype)
+        logits = log_alpha + (noise.log() - torch.log1p(-noise))  # logistic
     s = torch.sigmoid(logits)
     stretched = s * (high - low) + low
     slope = s.mul(1 - s).mul_(high - low).mul_((stretched >= 0) & (stretched <= 1))
@@ -99,7 +102,9 @@ class DiffPruningAdapter(Adapter):
         for difference in self.differences:
             key = None
             if batch.training and difference.mask is None:
-                key = key_of(self.owner.seed, batch.task_steps[self.owner.name], "diff_pruning", difference.path)
+                key = key_of(
+                    self.owner.seed, batch.task_steps[self.owner.name], "diff_pruning", difference.path
+                )
             weight, log_alpha = difference.weight.value, difference.log_alpha.value
             delta: Tensor = _DifferenceProduct.apply(x, weight, log_alpha, difference, key)  # type: ignore[no-untyped-call]
             y = y + delta if difference.columns is None else y.index_add(1, difference.columns, delta)
@@ -110,7 +115,9 @@ class _DifferenceProduct(torch.autograd.Function):
     """`x (z * d)^T`. The mask is made again in the backward, so that nothing as large as the weight is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, d: Tensor, log_alpha: Tensor, difference: _Difference, key: int | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, d: Tensor, log_alpha: Tensor, difference: _Difference, key: int | None
+    ) -> Tensor:
         ctx.save_for_backward(x, d, log_alpha)
         ctx.difference, ctx.key, ctx.mask = difference, key, difference.mask
         z, _ = _mask_of(log_alpha, difference, ctx.mask, key)
@@ -189,7 +196,9 @@ class DiffPruning(TaskAdapter):
             if difference.mask is not None:
                 # The optimizer's momentum moves entries that have no gradient any more.
                 difference.weight.value.mul_(difference.mask)
-                difference.log_alpha.value.copy_(torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA))
+                difference.log_alpha.value.copy_(
+                    torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA)
+                )
 
     def state(self) -> dict[str, Tensor]:
         """The frozen masks, by the key of the difference. See `TaskAdapter.state`."""
@@ -207,7 +216,9 @@ class DiffPruning(TaskAdapter):
         shape = (site.part.out_features, site.info.in_features)
         dim, index = (0, site.part.features) if site.column_parallel else (1, site.inputs)
         self.parameter(tensor_key(site.path, "diff.weight"), shape, _zeros, dim=dim, index=index)
-        self.parameter(tensor_key(site.path, "diff.log_alpha"), shape, _open, dim=dim, index=index, decay=False)
+        self.parameter(
+            tensor_key(site.path, "diff.log_alpha"), shape, _open, dim=dim, index=index, decay=False
+        )
         weight, log_alpha = self.parameters[-2:]
         return _Difference(site, weight, log_alpha)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,21 +12,7 @@ from torch import Tensor
 from megatron_mux.adapters.targets import Sizes, match_targets
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.layout import BaseOpInfo, Part
-
-
-class ParallelLike(Protocol):
-    """The part of `runtime.Parallel` that adapters use."""
-
-    @property
-    def tp_rank(self) -> int: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def tp_group(self) -> Any: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
+from megatron_mux.runtime import Parallel
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class Host:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: ParallelLike, dtype: torch.dtype, shape: Sizes
+        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Sizes
     ) -> None:
         self.base_ops = list(base_ops)
         self.parallel = parallel

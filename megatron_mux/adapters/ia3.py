@@ -40,7 +40,7 @@ class _InputScale(Adapter):
 
 
 class _OutputScale(Adapter):
-    """Factors on output columns of a row-parallel BaseOp, or on columns or inputs of modules in a column-parallel one."""
+    """Factors on outputs of any BaseOp, and on inputs of modules in a column-parallel one."""
 
     def __init__(self, sites: list[tuple[Site, bool, nn.Parameter]]) -> None:
         self.module: Any = sites[0][0].info.module
@@ -49,7 +49,9 @@ class _OutputScale(Adapter):
         for site, feedforward, factor in sites:
             columns = site.part.columns.to(factor.device)
             (self.inputs if feedforward else self.outputs).append((columns, factor))
-        self.stages = frozenset({"product"} if self.inputs else set()) | frozenset({"after"} if self.outputs else set())
+        self.stages = frozenset({"product"} if self.inputs else set()) | frozenset(
+            {"after"} if self.outputs else set()
+        )
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
         """See `Adapter.product`: columns whose input is scaled are replaced."""
@@ -89,10 +91,11 @@ class IA3(TaskAdapter):
     def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `TaskAdapter.tensor_shapes`."""
         inputs = set(match_feedforward(_feedforward(spec, sizes.family), paths))
-        return {
-            tensor_key(path, "ia3_l"): (1, module_shape(path, sizes)[1]) if path in inputs else (module_shape(path, sizes)[0], 1)
-            for path in paths
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            width, input_width = module_shape(path, sizes)
+            shapes[tensor_key(path, "ia3_l")] = (1, input_width) if path in inputs else (width, 1)
+        return shapes
 
     def config_dict(self) -> dict[str, Any]:
         """See `TaskAdapter.config_dict`."""

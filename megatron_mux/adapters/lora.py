@@ -64,7 +64,11 @@ class LoraAdapter(Adapter):
                 t.columns,
                 scale,
                 keep_mask(
-                    key_of(self.owner.seed, step, "lora_dropout", t.path), sequences, tokens, t.features, probability
+                    key_of(self.owner.seed, step, "lora_dropout", t.path),
+                    sequences,
+                    tokens,
+                    t.features,
+                    probability,
                 ),
                 1.0 / (1.0 - probability),
             )

@@ -23,16 +23,27 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 # Fields of a stored config that decide what its tensors mean: a task that starts from it must agree.
-_DECISIVE = ("r", "lora_alpha", "use_rslora", "num_virtual_tokens", "bottleneck_size", "non_linearity", "scaling")
+_DECISIVE = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "num_virtual_tokens",
+    "bottleneck_size",
+    "non_linearity",
+    "scaling",
+)
 
 
 class Catalogue(Protocol):
     """What is known of a backbone without its weights."""
 
     @property
-    def shape(self) -> Sizes: ...
+    def shape(self) -> Sizes:
+        """Its sizes."""
+
     @property
-    def module_paths(self) -> Sequence[str]: ...
+    def module_paths(self) -> Sequence[str]:
+        """Hugging Face paths of the modules of all BaseOps of all layers."""
 
 
 def resolve_targets(spec: Any, info: Catalogue) -> list[str]:
@@ -94,7 +105,9 @@ def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]
     config, weights = directory / CONFIG, directory / WEIGHTS
     missing = [path.name for path in (config, weights) if not path.is_file()]
     if missing:
-        raise UserError(f"{directory} holds no {' and no '.join(missing)}: it is not a PEFT adapter that can be read here")
+        raise UserError(
+            f"{directory} holds no {' and no '.join(missing)}: it is not a PEFT adapter to read here"
+        )
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -132,7 +145,9 @@ def check_tensors(tensors: Mapping[str, Tensor], spec: Any, paths: Sequence[str]
     stray = [key for key in tensors if key not in wanted]
     problems = []
     if missing:
-        problems.append(f"lacks {_some(missing)}: the task's targets, or the backbone, are not this adapter's")
+        problems.append(
+            f"lacks {_some(missing)}: the task's targets, or the backbone, are not this adapter's"
+        )
     if stray:
         problems.append(f"holds {_some(stray)}, which the task does not target or the backbone does not have")
     shapes = [key for key in wanted if key in tensors and tuple(tensors[key].shape) != wanted[key]]

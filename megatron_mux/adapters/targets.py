@@ -22,7 +22,11 @@ _IA3_DEFAULT: Mapping[str, list[str]] = {
     "llama": ["k_proj", "v_proj", "down_proj"],
     "mistral": ["k_proj", "v_proj", "down_proj"],
 }
-_FEEDFORWARD_DEFAULT: Mapping[str, list[str]] = {"gpt2": ["mlp.c_proj"], "gpt_neo": ["c_proj"], "opt": ["fc2"]}
+_FEEDFORWARD_DEFAULT: Mapping[str, list[str]] = {
+    "gpt2": ["mlp.c_proj"],
+    "gpt_neo": ["c_proj"],
+    "opt": ["fc2"],
+}
 _BOTTLENECK_DEFAULT: Mapping[str, list[str]] = {
     "gpt2": ["attn.c_proj", "mlp.c_proj"],
     "gpt_neo": ["out_proj", "c_proj"],
@@ -37,19 +41,32 @@ class Sizes(Protocol):
     """The part of a backbone's shape that adapters use."""
 
     @property
-    def family(self) -> str: ...
+    def family(self) -> str:
+        """`model_type` of the Hugging Face config."""
+
     @property
-    def layers(self) -> int: ...
+    def layers(self) -> int:
+        """Transformer layers."""
+
     @property
-    def hidden(self) -> int: ...
+    def hidden(self) -> int:
+        """Width of hidden states."""
+
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """Attention heads."""
+
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Width of a head."""
+
     @property
-    def ffn(self) -> int: ...
+    def ffn(self) -> int:
+        """Inner width of the MLP."""
 
 
 def match_targets(targets: str | Sequence[str], module_paths: Sequence[str]) -> list[str]:
@@ -75,7 +92,9 @@ def match_targets(targets: str | Sequence[str], module_paths: Sequence[str]) -> 
             raise UserError(f"target_modules: {targets!r} is not a regular expression: {error}") from None
         found = [path for path in module_paths if expression.fullmatch(path)]
         if not found:
-            raise UserError(f"target_modules: no module matches {targets!r}: choose from {_names(module_paths)}")
+            raise UserError(
+                f"target_modules: no module matches {targets!r}: choose from {_names(module_paths)}"
+            )
         return found
     unknown = [t for t in targets if not any(_matches(t, path) for path in module_paths)]
     if unknown:
@@ -135,7 +154,7 @@ def check_bottleneck(paths: Iterable[str]) -> None:
     if wrong:
         raise UserError(
             f"target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not {', '.join(wrong)}: "
-            "choose from the sublayers' last projections (o_proj, out_proj, down_proj, fc2 or c_proj, as the backbone calls them)"
+            "choose from their last projections (o_proj, out_proj, down_proj, fc2, c_proj: as the backbone has them)"
         )
 
 
@@ -167,5 +186,5 @@ def _names(module_paths: Sequence[str]) -> str:
 
 
 def short_names(module_paths: Sequence[str]) -> list[str]:
-    """The distinct last parts of the paths, in order: as targets they match exactly the modules of these paths' kinds."""
+    """The distinct last parts of the paths, in order; as targets they match all modules of the same names."""
     return list(dict.fromkeys(_leaf(path) for path in module_paths))

@@ -42,7 +42,9 @@ def refuse_megatron(path: Path) -> None:
     if (path / "config.json").is_file() or not path.is_dir():
         return
     children = {child.name for child in path.iterdir()}
-    if children & set(_MEGATRON_SIGNS) or any(name.startswith("iter_") or name.endswith(".distcp") for name in children):
+    if children & set(_MEGATRON_SIGNS) or any(
+        name.startswith("iter_") or name.endswith(".distcp") for name in children
+    ):
         raise UserError(
             f"{path} looks like a Megatron distributed checkpoint: as a backbone, Hugging Face directories are "
             "supported (config.json with *.safetensors). Convert it first."
@@ -89,7 +91,9 @@ class Checkpoint:
                 raise UserError(f"{index} has no weight_map.")
             return [self.path / name for name in sorted(set(names.values()))]
         files = sorted(
-            f for f in self.path.glob("*.safetensors") if not f.name.startswith(("adapter_model", "consolidated"))
+            f
+            for f in self.path.glob("*.safetensors")
+            if not f.name.startswith(("adapter_model", "consolidated"))
         )
         if not files:
             others = sorted(f.name for f in self.path.glob("*.bin"))
@@ -159,7 +163,9 @@ class Checkpoint:
             raise UserError(f"{stored.file} cannot be read: {error}.") from None
         return found
 
-    def read_chunks(self, name: str, rows: slice, columns: slice, chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    def read_chunks(
+        self, name: str, rows: slice, columns: slice, chunk_bytes: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """A part of a matrix, some rows at a time: `(rows before it, chunk)`."""
         width = max(1, columns.stop - columns.start) * 8
         step = max(1, chunk_bytes // width)

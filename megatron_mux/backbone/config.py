@@ -88,7 +88,7 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
         full: dict[str, Any] = config.to_dict()
         # Some names are stored under another one (GPT-2's n_embd); both may be asked for.
         full |= {name: getattr(config, name) for name in config.attribute_map}
-    except Exception as error:  # noqa: BLE001  transformers raises what its validators happen to raise
+    except Exception as error:  # transformers raises whatever its validators happen to raise
         raise UserError(f"{path} is not a valid {family.model_type} config: {error}.") from None
     problems = _problems(family, {**raw, **full}, raw)
     if problems:
@@ -146,7 +146,14 @@ def rope(full: Mapping[str, Any]) -> Rope:
     keys = {"default": (), "linear": ("factor",), "llama3": tuple(_LLAMA3)}.get(kind)
     if keys is None:
         refuse(field, found, "rope_type default, linear or llama3")
-    allowed = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings", *keys}
+    allowed = {
+        "rope_theta",
+        "rope_type",
+        "type",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        *keys,
+    }
     extra = sorted(name for name in found if name not in allowed and found[name] is not None)
     missing = [name for name in keys if found.get(name) is None]
     if extra or missing:

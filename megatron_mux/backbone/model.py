@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_mux.backbone import columns, rotary, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape, stage_layers
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import BaseOpInfo, MicroBatch
 from megatron_mux.runtime import Parallel
@@ -45,7 +45,12 @@ class Backbone:
     """
 
     def __init__(
-        self, info: BackboneInfo, shape: BackboneShape, parallel: Parallel, model: nn.Module, recompute: Recompute
+        self,
+        info: BackboneInfo,
+        shape: BackboneShape,
+        parallel: Parallel,
+        model: nn.Module,
+        recompute: Recompute,
     ) -> None:
         self.info = info
         self.shape = shape
@@ -53,10 +58,12 @@ class Backbone:
         self.model = model
         self.recompute = recompute
         self.device = parallel.device
-        self.layers = _layers(shape, parallel)
+        self.layers = stage_layers(shape.layers, parallel.pp_rank, parallel.pp_size)
         self.dtype = next(model.parameters()).dtype
         self._frequencies = (
-            None if shape.rope is None else rotary.inverse_frequencies(shape.rope, shape.head_dim).to(self.device)
+            None
+            if shape.rope is None
+            else rotary.inverse_frequencies(shape.rope, shape.head_dim).to(self.device)
         )
 
     @classmethod
@@ -82,12 +89,13 @@ class Backbone:
         info.check_parallel(parallel.tp_size, parallel.pp_size)
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
         shape = dataclasses.replace(info.shape, padded_vocab=padded)
-        model = spec.build(shape, parallel, dtype, recompute == "selective")
+        layers = stage_layers(shape.layers, parallel.pp_rank, parallel.pp_size)
+        model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
         tied_here = shape.tied and parallel.is_first_stage and parallel.is_last_stage
         if tied_here:
             model.output_layer.register_parameter("weight", None)
         part = weights.Part(
-            layers=_layers(shape, parallel),
+            layers=layers,
             first=parallel.is_first_stage,
             last=parallel.is_last_stage,
             tp_rank=parallel.tp_rank,
@@ -125,14 +133,18 @@ class Backbone:
         """
         if hidden is None:
             hidden = self._embed(batch)
-        angles = None if self._frequencies is None else rotary.angles(batch.positions, self._frequencies)
+        turns = None
+        if self._frequencies is not None:
+            turns = rotary.turns(batch.positions, self._frequencies, self.dtype)
         decoder: Any = self.model.decoder
         for layer in decoder.layers:
             if self.recompute == "full" and torch.is_grad_enabled():
                 # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
-                hidden = checkpoint(_layer, layer, hidden, angles, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(
+                    _layer, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                hidden = _layer(layer, hidden, angles)
+                hidden = _layer(layer, hidden, turns)
         if self.parallel.is_last_stage:
             hidden = decoder.final_layernorm(hidden)
         return hidden
@@ -170,7 +182,7 @@ class Backbone:
         with torch.no_grad():
             local = torch.mm(self._all_rows(hidden), self._output_weight().t())
             if self.parallel.tp_size > 1:
-                local = gather_from_tensor_model_parallel_region(local)
+                local = gather_from_tensor_model_parallel_region(local, group=self.parallel.tp_group)
             return local[:, : self.shape.vocab]
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -220,13 +232,15 @@ class Backbone:
                 places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
                 hidden = hidden + places.unsqueeze(1)
             if self.parallel.sequence_parallel:
-                hidden = scatter_to_sequence_parallel_region(hidden)
+                hidden = scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
             return hidden.contiguous()
 
     def _all_rows(self, hidden: Tensor) -> Tensor:
         """`[T, H]`; the loss head's partial gradients are summed on the way back."""
         if self.parallel.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.parallel.tp_group
+            )
         return hidden.squeeze(1)
 
     def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
@@ -248,12 +262,6 @@ class Backbone:
         )
 
 
-def _layer(layer: nn.Module, hidden: Tensor, angles: Tensor | None) -> Tensor:
-    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+def _layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=turns)
     return output  # type: ignore[no-any-return]
-
-
-def _layers(shape: BackboneShape, parallel: Parallel) -> range:
-    """Global indices of a stage's layers."""
-    count = shape.layers // parallel.pp_size
-    return range(parallel.pp_rank * count, (parallel.pp_rank + 1) * count)

@@ -27,7 +27,8 @@ def family(model_type: str) -> Family:
     """
     if model_type not in FAMILIES:
         raise UserError(
-            f"The backbone's config.json has model_type = {json.dumps(model_type)}: supported are {', '.join(FAMILIES)}."
+            f"The backbone's config.json has model_type = {json.dumps(model_type)}: "
+            f"supported are {', '.join(FAMILIES)}."
         )
     found: Family = importlib.import_module(f"megatron_mux.backbone.families.{model_type}").FAMILY
     return found
@@ -59,7 +60,9 @@ class BackboneInfo:
         """Raise `UserError` where the backbone cannot be divided so."""
         problems = self.shape.parallel_problems(tensor_parallel, pipeline_parallel)
         if problems:
-            raise UserError(*(f"The backbone {self.path} cannot be divided: {problem}." for problem in problems))
+            raise UserError(
+                *(f"The backbone {self.path} cannot be divided: {problem}." for problem in problems)
+            )
 
 
 def read_shape(path: str | Path) -> BackboneShape:

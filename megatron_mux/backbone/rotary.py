@@ -35,7 +35,7 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     return torch.where(medium, between, stretched)
 
 
-def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """`[T, 1, 1, D]` fp32: the angle of each token and feature, both halves alike."""
-    half = positions.float().unsqueeze(1) * frequencies
-    return torch.cat((half, half), dim=1).view(positions.shape[0], 1, 1, -1)
+def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[T, 1, D / 2]` of each token's angles, computed in fp32 whatever `dtype` they are wanted in."""
+    angles = (positions.float().unsqueeze(1) * frequencies).unsqueeze(1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)

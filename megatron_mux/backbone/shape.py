@@ -112,12 +112,22 @@ class BackboneShape:
             problems.append(f"tensor parallel size {tp} does not divide its {self.heads} attention heads")
         elif self.kv_heads % tp and tp % self.kv_heads:
             problems.append(
-                f"tensor parallel size {tp} neither divides its {self.kv_heads} key-value heads nor is a multiple of them"
+                f"tensor parallel size {tp} neither divides its {self.kv_heads} key-value heads "
+                "nor is a multiple of them"
             )
         elif self.out_features("linear_qkv") % tp:
-            problems.append(f"tensor parallel size {tp} does not divide the {self.out_features('linear_qkv')} q, k, v rows")
+            problems.append(
+                f"tensor parallel size {tp} does not divide the {self.out_features('linear_qkv')} q, k, v rows"
+            )
         if self.ffn % tp:
             problems.append(f"tensor parallel size {tp} does not divide its MLP width {self.ffn}")
         if self.layers < pipeline_parallel:
             problems.append(f"its {self.layers} layers cannot fill {pipeline_parallel} pipeline stages")
         return problems
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """Global indices of a stage's layers: as even as can be, the first stages one more where it does not come out."""
+    base, more = divmod(layers, stages)
+    start = stage * base + min(stage, more)
+    return range(start, start + base + (stage < more))

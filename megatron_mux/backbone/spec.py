@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, runtime
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
-from megatron_mux.errors import UserError
 from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.pointwise import rms_norm, rotate, swiglu
 from megatron_mux.runtime import Parallel
 
 with runtime.quiet():
@@ -32,29 +32,38 @@ class SegmentAttention(nn.Module):
     """Megatron's core attention, on the segments of the micro-batch being computed.
 
     Args:
-        config: Megatron's; not read: everything comes from `shape`.
-        layer_number: Global, from 1.
         shape: The backbone's shape: window and scale of the layer.
+        layer: Global index of the layer. (Megatron's own `layer_number` counts as if all stages were alike.)
         recompute: Compute attention again in the backward instead of keeping what it needs.
     """
 
-    def __init__(
-        self, config: Any, layer_number: int, shape: BackboneShape, recompute: bool, **_: Any
-    ) -> None:
+    def __init__(self, shape: BackboneShape, layer: int, recompute: bool, **_: Any) -> None:
         super().__init__()
-        self.layer = layer_number - 1
+        self.layer = layer
         self.window = shape.windows[self.layer]
         self.scale = shape.scales[self.layer]
         self.recompute = recompute
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **_: Any) -> Tensor:
-        """Attend.
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        attention_bias: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Turn queries and keys by their positions, then attend.
+
+        Megatron would compute the cosines anew in each layer; here they are made once a micro-batch and come in by
+        the one argument that Megatron hands to core attention unread.
 
         Args:
             query: `[T, 1, heads on this rank, D]`.
             key: `[T, 1, kv heads on this rank, D]`.
             value: Likewise.
             attention_mask: None: segments say it all.
+            attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
 
         Returns:
             `[T, 1, heads on this rank x D]`.
@@ -67,12 +76,28 @@ class SegmentAttention(nn.Module):
             window=self.window,
             prefix=batch.prefix.get(self.layer),
         )
-        inputs = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if attention_bias is not None:
+            query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)
+        out: Tensor
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = run(*inputs)
+            out = run(query, key, value)
         return out.flatten(1).unsqueeze(1)
+
+
+class FrozenRMSNorm(nn.Module):
+    """RMS norm whose weight never takes a gradient."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Norm:
@@ -82,13 +107,19 @@ class Norm:
     their weights' gradients over ranks) frozen weights do not make.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> nn.Module:  # type: ignore[misc]
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
+    ) -> nn.Module:
+        """Megatron calls the class it finds in a spec and takes what comes back for the module."""
         fused = runtime.fused_norm()
         if fused is not None:
             built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)
             return built
-        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        return kind(hidden_size, eps=eps)
+        return (
+            FrozenRMSNorm(hidden_size, eps)
+            if config.normalization == "RMSNorm"
+            else nn.LayerNorm(hidden_size, eps)
+        )
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -140,22 +171,17 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
     )
 
 
-def build(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, recompute_attention: bool) -> GPTModel:
-    """This stage of the model on the meta device: it takes no memory until it is filled."""
+def build(
+    shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, layers: range, recompute_attention: bool
+) -> GPTModel:
+    """This stage of the model, `layers` of it, on the meta device: it takes no memory until it is filled."""
     with runtime.quiet():
         config = megatron_config(shape, parallel, dtype)
-    layer = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
-    runtime.replace_in_layer_spec(
-        layer,
-        norm=Norm,
-        core_attention=partial(SegmentAttention, shape=shape, recompute=recompute_attention),
-        qk_norm=shape.qk_norm,
-    )
-    count = shape.layers // parallel.pp_size
+    specs = [_layer_spec(shape, layer, recompute_attention) for layer in layers]
     with torch.device("meta"), runtime.quiet():
         model = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
             vocab_size=shape.padded_vocab,
             max_sequence_length=(shape.position_limit or 0) + shape.position_offset,
             pre_process=parallel.is_first_stage,
@@ -165,7 +191,28 @@ def build(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, recomput
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
         )
     drop_biases(model, shape)
+    fuse_swiglu(model)
     return model.eval()
+
+
+def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> Any:
+    """Megatron's local spec with our parts in it."""
+    found = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
+    attention = partial(SegmentAttention, shape=shape, layer=layer, recompute=recompute_attention)
+    runtime.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
+    return found
+
+
+def fuse_swiglu(model: GPTModel) -> None:
+    """Let gated MLPs call one function on both halves, instead of Megatron's several passes over them.
+
+    Megatron's MLP hands its whole inner activation to `activation_func` if it is not gated; that it is gated has done
+    its work once `linear_fc1` is built with both halves.
+    """
+    if model.config.gated_linear_unit and model.config.activation_func is F.silu:
+        model.config.gated_linear_unit = False
+        for layer in model.decoder.layers:
+            layer.mlp.activation_func = swiglu
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
@@ -174,9 +221,3 @@ def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
         op = name.rpartition(".")[2]
         if op in BASE_OPS and not shape.biases[op]:
             module.register_parameter("bias", None)
-
-
-def check_activation(name: str) -> None:
-    """Refuse an activation function that is not built here."""
-    if name not in _ACTIVATIONS:
-        raise UserError(f"The activation function {name} is not supported: {', '.join(_ACTIVATIONS)} are.")

@@ -69,7 +69,10 @@ def expected(shape: BackboneShape, names: Names) -> dict[str, tuple[int, ...]]:
     norm = ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
     found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
     if names.positions is not None:
-        found[f"{names.positions}.weight"] = ((shape.position_limit or 0) + shape.position_offset, shape.hidden)
+        found[f"{names.positions}.weight"] = (
+            (shape.position_limit or 0) + shape.position_offset,
+            shape.hidden,
+        )
     found |= {f"{names.final_norm}.{leaf}": (shape.hidden,) for leaf in norm}
     if not shape.tied:
         found[f"{names.head}.weight"] = (shape.vocab, shape.hidden)
@@ -119,10 +122,14 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
     left = sorted(set(checkpoint.tensors) - set(found.values()))
     left = [name for name in left if not any(pattern.fullmatch(name) for pattern in ignorable)]
     if missing:
-        problems.append(f"{checkpoint.path} lacks {_some(missing)}, which a {shape.family} of its config.json has.")
+        problems.append(
+            f"{checkpoint.path} lacks {_some(missing)}, which a {shape.family} of its config.json has."
+        )
     if left:
         record = checkpoint.tensors[left[0]]
-        problems.append(f"{record.file} holds {_some(left)}, which a {shape.family} of its config.json has no place for.")
+        problems.append(
+            f"{record.file} holds {_some(left)}, which a {shape.family} of its config.json has no place for."
+        )
     if problems:
         raise UserError(*problems)
     return found
@@ -178,7 +185,10 @@ def _layer(
     yield from _norm(shape, f"{target}.pre_mlp_layernorm", f"{source}.{names.mlp_norm}").items()
     if shape.qk_norm:
         for leaf, path in (("q_layernorm", names.q_norm), ("k_layernorm", names.k_norm)):
-            yield f"{target}.self_attention.{leaf}.weight", [Piece(0, f"{source}.{path}.weight", 0, shape.head_dim)]
+            yield (
+                f"{target}.self_attention.{leaf}.weight",
+                [Piece(0, f"{source}.{path}.weight", 0, shape.head_dim)],
+            )
     for op in BASE_OPS:
         inputs = columns.in_range(shape, op, part.tp_rank, part.tp_size)
         weight, bias = [], []

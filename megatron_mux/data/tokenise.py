@@ -195,10 +195,11 @@ class Tokeniser:
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
     def _chat_example(self, chat: _Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:
-        starts = np.array([start for start, _ in offsets], np.int64)
+        places = np.array(offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), np.bool_)
         for start, stop in chat.spans:
-            mask |= (starts >= start) & (starts < stop)
+            # A token that a turn shares with the frame before it is learned, as the turn's first.
+            mask |= (places[:, 1] > start) & (places[:, 0] < stop)
         labelled = mask.tolist()
         if chat.append_end:
             ids, labelled = [*ids, self.end_of_sequence], [*labelled, True]

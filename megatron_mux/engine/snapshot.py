@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def gather(
     gathered: list[list[tuple[str, tuple[int, ...], int | None, Tensor | None, str, Tensor]]] = [pieces]
     if parallel.tp_size * parallel.pp_size > 1:
         size = parallel.tp_size * parallel.pp_size
-        received = [[] for _ in range(size)] if parallel.rank == 0 else None
+        received: list[Any] | None = [None] * size if parallel.rank == 0 else None
         dist.gather_object(pieces, received, dst=0, group=parallel.model_group)
         if received is None:
             return None

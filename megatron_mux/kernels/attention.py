@@ -166,7 +166,10 @@ def _bounds(
     queries, keys, rows = [0], [0], []
     for segment in segments:
         first, length = starts.get(segment.task, (0, 0))
-        rows += [*range(first, first + length), *range(at + segment.start, at + segment.start + segment.length)]
+        rows += [
+            *range(first, first + length),
+            *range(at + segment.start, at + segment.start + segment.length),
+        ]
         queries.append(queries[-1] + segment.length)
         keys.append(keys[-1] + length + segment.length)
     return _Bounds(

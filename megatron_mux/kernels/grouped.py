@@ -59,7 +59,9 @@ class Products(ABC):
 
     @staticmethod
     @abstractmethod
-    def outer(h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]) -> list[Tensor]:
+    def outer(
+        h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]
+    ) -> list[Tensor]:
         """Weight gradients: `scales[g] * h_g.T @ x[rows of g]`.
 
         Args:
@@ -99,7 +101,9 @@ class LoopProducts(Products):
             at += stop - start
 
     @staticmethod
-    def outer(h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]) -> list[Tensor]:
+    def outer(
+        h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]
+    ) -> list[Tensor]:
         """See `Products.outer`."""
         results = []
         at = 0
@@ -134,7 +138,9 @@ class StackedProducts(Products):
             at += stop - start
 
     @staticmethod
-    def outer(h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]) -> list[Tensor]:
+    def outer(
+        h: Tensor, x: Tensor, rows: Rows, ranks: Sequence[int], scales: Sequence[float]
+    ) -> list[Tensor]:
         """See `Products.outer`."""
         products: list[Tensor] = []
         at = 0

@@ -111,7 +111,7 @@ class _WeightedLoss(torch.autograd.Function):
         return (nll * weights.to(nll.dtype)).sum(), nll
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad.to(gradient.dtype), None, None, None
 
@@ -132,7 +132,9 @@ def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, dt
     return torch.mm(scores.to(dtype), layer.weight).mul_(factor.unsqueeze(1).to(dtype))
 
 
-def weighted_loss(hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+def weighted_loss(
+    hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer
+) -> tuple[Tensor, Tensor]:
     """Weighted sum of the labels' negative log-likelihoods.
 
     Args:

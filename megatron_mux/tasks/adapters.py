@@ -65,11 +65,11 @@ class LoraSpec(AdapterBase):
 
     peft_type: Literal["LORA"]
     """The method."""
-    r: int = Field(8, ge=1)
+    r: int = Field(default=8, ge=1)
     """Rank."""
-    lora_alpha: TidyNumber = Field(8, gt=0)
+    lora_alpha: TidyNumber = Field(default=8, gt=0)
     """The update is scaled by `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
-    lora_dropout: Number = Field(0.0, ge=0, lt=1)
+    lora_dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
     use_rslora: bool = False
     """Scale by the square root of the rank (rank-stabilised LoRA)."""
@@ -83,7 +83,8 @@ class LoraSpec(AdapterBase):
         **_not_yet(
             "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying", "layers_to_transform", "layer_replication",
             "megatron_config", "trainable_token_indices", "eva_config", "corda_config", "lora_ga_config",
-            "velora_config", "alora_invocation_tokens", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
+            "velora_config", "alora_invocation_tokens", "monteclora_config", "use_bdlora", "arrow_config",
+            "kasa_config",
         ),
         **_not_yet("rank_pattern", "alpha_pattern", "loftq_config", neutral=(None, {})),
         **_not_yet("layers_pattern", "target_parameters", neutral=(None, [])),
@@ -154,7 +155,7 @@ class BottleneckSpec(AdapterBase):
 
     peft_type: Literal["BOTTLENECK"]
     """The method."""
-    bottleneck_size: int = Field(64, ge=1)
+    bottleneck_size: int = Field(default=64, ge=1)
     """Width between the two projections."""
     non_linearity: Literal["relu", "gelu", "silu", "tanh"] = "relu"
     """What stands between the two projections."""
@@ -171,9 +172,9 @@ class DiffPruningSpec(AdapterBase):
 
     peft_type: Literal["DIFF_PRUNING"]
     """The method."""
-    sparsity: Number = Field(0.995, ge=0, lt=1)
+    sparsity: Number = Field(default=0.995, ge=0, lt=1)
     """Share of the difference that is zero at the end."""
-    l0_weight: Number = Field(1.25e-7, ge=0)
+    l0_weight: Number = Field(default=1.25e-7, ge=0)
     """Weight of the expected number of non-zeros in the objective."""
     target_modules: Targets = None
     """Modules that get a difference; None: the ones peft would choose for LoRA."""

@@ -11,10 +11,10 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_mux.errors import UserError
-from megatron_mux.tasks.section import BASE_DIRECTORY
+from megatron_mux.tasks.section import BASE_DIRECTORY, plain, shown
 from megatron_mux.tasks.spec import TaskSpec
 from megatron_mux.tasks.start import with_stored_config
-from megatron_mux.tasks.wording import did_you_mean, sentences, shown
+from megatron_mux.tasks.wording import did_you_mean, sentences
 
 _OUTLINE = "`tasks:` and below it a list of tasks, each with name, adapter, data and training"
 
@@ -125,11 +125,11 @@ def _missing_files(paths: Mapping[str, Path]) -> list[str]:
     found = []
     for where, path in paths.items():
         if not os.path.exists(path):
-            found.append(f"{where}: no such file: {path}")
+            found.append(f"{where}: no such file: {plain(str(path))}")
         elif not os.path.isfile(path):
-            found.append(f"{where}: is not a file: {path}")
+            found.append(f"{where}: is not a file: {plain(str(path))}")
         elif not os.access(path, os.R_OK):
-            found.append(f"{where}: may not be read: {path}")
+            found.append(f"{where}: may not be read: {plain(str(path))}")
     return found
 
 
@@ -171,20 +171,21 @@ def _duplicate_keys(root: yaml.Node) -> list[str]:
     pending = [root]
     while pending:
         node = pending.pop()
-        if id(node) in seen:
+        if id(node) in seen:  # an alias
             continue
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             pending += reversed(node.value)
         elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    line = key.start_mark.line + 1
-                    if key.value in lines:
-                        found.append(
-                            f"line {line}: {key.value} is given twice (first on line {lines[key.value]})"
-                        )
-                    lines.setdefault(key.value, line)
             pending += [value for _, value in reversed(node.value)]
+            lines: dict[str, int] = {}
+            for key in [
+                key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"
+            ]:
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    found.append(
+                        f"line {line}: {plain(key.value)} is given twice (first on line {lines[key.value]})"
+                    )
+                lines.setdefault(key.value, line)
     return found

@@ -23,6 +23,8 @@ from pydantic_core import PydanticCustomError
 # YAML 1.1 reads `1e-3` as text, since it wants a dot and a signed exponent; people write it all the same.
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
+_LONGEST_VALUE = 60
+
 BASE_DIRECTORY = "base_directory"
 """Key of the validation context that holds the directory which relative paths start from."""
 
@@ -76,6 +78,24 @@ def problem(text: str) -> PydanticCustomError:
     return PydanticCustomError("mux", "{problem}", {"problem": text})
 
 
+def plain(text: str) -> str:
+    """A text as it stands in a message, which is one line: quoted if it holds more than plain characters."""
+    return text if text.isprintable() else repr(text)
+
+
+def shown(value: Any) -> str:
+    """A value as it is quoted in a message: short, whatever it is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a nested {type(value).__name__}"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
@@ -87,17 +107,17 @@ def _whole_if_whole(value: float) -> float:
 def _path(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         if not value.strip() or "\0" in value:
-            raise problem(f"must be a path, got {value!r}")
+            raise problem(f"must be a path, got {shown(value)}")
         value = Path(os.path.expanduser(value))
     if isinstance(value, Path):
         base = (info.context or {}).get(BASE_DIRECTORY)
         return value if base is None else Path(base) / value
-    raise problem(f"must be a path, got {value!r}")
+    raise problem(f"must be a path, got {shown(value)}")
 
 
 def _modules(value: Any) -> list[str] | str | None:
-    if value is None or value == []:
-        return value
+    if value is None:
+        return None
     if isinstance(value, str) and value:
         try:
             re.compile(value)
@@ -107,7 +127,7 @@ def _modules(value: Any) -> list[str] | str | None:
             ) from None
         return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
-        raise problem(f"must be a list of module names such as [q_proj, v_proj], got {value!r}")
+        raise problem(f"must be a list of module names such as [q_proj, v_proj], got {shown(value)}")
     return list(dict.fromkeys(value))
 
 

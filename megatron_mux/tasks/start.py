@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.tasks.adapters import ADAPTERS
-from megatron_mux.tasks.wording import shown
+from megatron_mux.tasks.adapters import ADAPTERS, AdapterBase
+from megatron_mux.tasks.section import plain, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -37,6 +37,7 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     if not isinstance(given, str) or not given.strip() or "\0" in given:
         return dict(adapter), []
     folder = base / os.path.expanduser(given)
+    config = plain(str(folder / CONFIG))
     stored, problem = _read(folder)
     if problem:
         return dict(adapter), [f"adapter_name_or_path: {problem}"]
@@ -44,46 +45,33 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     model = ADAPTERS.get(kind) if isinstance(kind, str) else None
     if model is None:
         return dict(adapter), [
-            f"adapter_name_or_path: {folder / CONFIG} has peft_type {shown(kind)}, which is not done"
+            f"adapter_name_or_path: {config} has peft_type {shown(kind)}, which is not done"
         ]
     merged = dict(adapter)
     problems = []
     for key, value in stored.items():
-        if key in model.from_weights or key == "adapter_name_or_path":
-            continue
-        if key in _HARMLESS_INITIAL and value in _HARMLESS_INITIAL[key]:
-            continue
-        if key not in model.model_fields and key not in model.refused and value in _NOTHING:
-            continue  # a field of a newer peft, not used
-        if key not in adapter:
-            refused = model.refused.get(key)
-            if key in model.model_fields:
+        if key in model.model_fields and key != "adapter_name_or_path":
+            if key not in adapter:
                 merged[key] = value
-            elif refused is None:
-                problems.append(
-                    f"adapter_name_or_path: {folder / CONFIG} uses {key}, which is not known here"
-                )
-            elif not refused.asks_for_nothing(value):
-                problems.append(
-                    f"adapter_name_or_path: {folder / CONFIG} uses {key}, which {_said(refused.advice)}"
-                )
-        elif (
-            key in model.model_fields
-            and key not in model.free_with_weights
-            and not _same(adapter[key], value)
-        ):
+            elif key not in model.free_with_weights and not _same(adapter[key], value):
+                given_here, stored_there = shown(adapter[key]), f"{shown(value)} in {config}"
+                problems.append(f"{key}: is {given_here} here but {stored_there}: leave it out of the task")
+        elif not _can_be_left(key, value, model):
             problems.append(
-                f"{key}: is {shown(adapter[key])} here but {shown(value)} in {folder / CONFIG}: leave it out of the task"
+                f"adapter_name_or_path: {config} has {plain(key)} {shown(value)}, which is not done yet"
             )
     return merged, problems
 
 
-def _said(advice: str) -> str:
-    return (
-        "is a peft field that megatron-mux does not do yet"
-        if advice.startswith("is a peft")
-        else f"is refused ({advice})"
-    )
+def _can_be_left(key: str, value: Any, model: type[AdapterBase]) -> bool:
+    """Whether a stored field that is not one of ours says nothing that matters."""
+    if key == "adapter_name_or_path" or key in model.from_weights:
+        return True
+    if key in _HARMLESS_INITIAL:
+        return value in _HARMLESS_INITIAL[key]
+    refused = model.refused.get(key)
+    # Unknown ones are of a newer peft: without consequence as long as they are off.
+    return value in _NOTHING if refused is None else refused.asks_for_nothing(value)
 
 
 def _same(mine: Any, its: Any) -> bool:
@@ -94,16 +82,17 @@ def _same(mine: Any, its: Any) -> bool:
 
 def _read(folder: Path) -> tuple[dict[str, Any], str]:
     """The stored config, or what is wrong with the adapter's directory."""
+    shown_folder, config = plain(str(folder)), plain(str(folder / CONFIG))
     if not os.path.isdir(folder):
-        return {}, f"no such directory: {folder} (adapters are read from disk, not from a hub)"
+        return {}, f"no such directory: {shown_folder} (adapters are read from disk, not from a hub)"
     try:
         stored = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}, f"{folder} holds no {CONFIG}: it is not a PEFT adapter"
+        return {}, f"{shown_folder} holds no {CONFIG}: it is not a PEFT adapter"
     except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{folder / CONFIG} cannot be read: {error}"
+        return {}, f"{config} cannot be read: {plain(str(error))}"
     if not isinstance(stored, dict):
-        return {}, f"{folder / CONFIG} must hold a JSON object"
+        return {}, f"{config} must hold a JSON object"
     if not os.path.isfile(folder / WEIGHTS):
-        return {}, f"{folder} holds no {WEIGHTS}: save the adapter with safe_serialization"
+        return {}, f"{shown_folder} holds no {WEIGHTS}: save the adapter with safe_serialization"
     return stored, ""

@@ -16,7 +16,7 @@ class DataSpec(Section):
 
     path: FilePath
     """JSON Lines file; see `megatron_mux.data.records` for the shapes of a record."""
-    max_length: int = Field(1024, ge=2)
+    max_length: int = Field(default=1024, ge=2)
     """Tokens a sequence is cut to, on the right."""
     shuffle: bool = True
     """Each epoch in an order drawn from the task's seed; false keeps the file's order."""
@@ -27,9 +27,9 @@ class EvalSpec(Section):
 
     path: FilePath
     """JSON Lines file of held-out records."""
-    eval_steps: int = Field(500, ge=1)
+    eval_steps: int = Field(default=500, ge=1)
     """Evaluate every so many of the task's steps, besides at its beginning and end."""
-    per_device_eval_batch_size: int = Field(8, ge=1)
+    per_device_eval_batch_size: int = Field(default=8, ge=1)
     """Sequences evaluated together; it changes memory, never the result."""
 
 
@@ -50,7 +50,8 @@ _REFUSED: Mapping[str, Refused] = {
         "logging_steps", "logging_strategy", "logging_first_step",
     ),
     **_elsewhere(
-        "is of the whole run: use --tensorboard-dir of pretrain_mux.py", "report_to", "logging_dir", "run_name", "project"
+        "is of the whole run: use --tensorboard-dir of pretrain_mux.py",
+        "report_to", "logging_dir", "run_name", "project",
     ),
     **_elsewhere(
         "is of the whole run: use --recompute-granularity of pretrain_mux.py",
@@ -66,7 +67,8 @@ _REFUSED: Mapping[str, Refused] = {
     **_elsewhere("use data.shuffle", "train_sampling_strategy", "group_by_length", "length_column_name"),
     **_elsewhere(
         "is a field of transformers.TrainingArguments that megatron-mux does not do: leave it out",
-        "accelerator_config", "adafactor", "auto_find_batch_size", "average_tokens_across_devices", "batch_eval_metrics",
+        "accelerator_config", "adafactor", "auto_find_batch_size", "average_tokens_across_devices",
+        "batch_eval_metrics",
         "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_num_workers",
         "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_backend",
         "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout",
@@ -74,7 +76,8 @@ _REFUSED: Mapping[str, Refused] = {
         "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_use_gather_object", "fsdp",
         "fsdp_config", "full_determinism", "greater_is_better", "half_precision_backend", "hub_always_push",
         "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "ignore_data_skip",
-        "include_for_metrics", "include_inputs_for_metrics", "include_num_input_tokens_seen", "include_tokens_per_second",
+        "include_for_metrics", "include_inputs_for_metrics", "include_num_input_tokens_seen",
+        "include_tokens_per_second",
         "jit_mode_eval", "label_names", "label_smoothing_factor", "liger_kernel_config", "load_best_model_at_end",
         "local_rank", "log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter",
         "lr_scheduler_kwargs", "metric_for_best_model", "neftune_noise_alpha", "no_cuda", "optim_args",
@@ -91,36 +94,36 @@ _REFUSED: Mapping[str, Refused] = {
 class TrainingSpec(Section):
     """How a task is trained, in the spellings and with the defaults of `transformers.TrainingArguments`."""
 
-    per_device_train_batch_size: int = Field(8, ge=1)
+    per_device_train_batch_size: int = Field(default=8, ge=1)
     """Sequences of one accumulation step. One optimizer step uses this times `gradient_accumulation_steps`, whatever
     the number of ranks."""
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Parts an optimizer step's sequences are computed in; it changes memory, never the result."""
-    learning_rate: Number = Field(5e-5, gt=0)
+    learning_rate: Number = Field(default=5e-5, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """How the learning rate runs after the warm-up."""
-    warmup_steps: TidyNumber = Field(0, ge=0)
+    warmup_steps: TidyNumber = Field(default=0, ge=0)
     """Steps over which the rate rises from zero; below 1, the share of all steps."""
-    warmup_ratio: Number = Field(0.0, ge=0, le=1)
+    warmup_ratio: Number = Field(default=0.0, ge=0, le=1)
     """The same as a share of all steps; give one of the two."""
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled for adamw_torch, L2 for sgd; biases are exempt."""
-    max_grad_norm: Number = Field(1.0, ge=0)
+    max_grad_norm: Number = Field(default=1.0, ge=0)
     """Norm the task's gradient is clipped to; 0 does not clip."""
     optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
     """AdamW, or plain SGD without momentum as in transformers."""
-    adam_beta1: Number = Field(0.9, ge=0, lt=1)
+    adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
-    adam_beta2: Number = Field(0.999, ge=0, lt=1)
+    adam_beta2: Number = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment."""
-    adam_epsilon: Number = Field(1e-8, ge=0)
+    adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps; None (or -1) goes by `num_train_epochs`."""
-    num_train_epochs: Number | None = Field(None, gt=0)
+    num_train_epochs: Number | None = Field(default=None, gt=0)
     """Passes over the data, fractions allowed; 3 when neither this nor `max_steps` is given."""
-    seed: int = Field(42, ge=0, lt=2**32)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds the adapter's initial values, the data's order and dropout."""
 
     refused: ClassVar[Mapping[str, Refused]] = _REFUSED

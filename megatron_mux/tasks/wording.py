@@ -13,12 +13,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_mux.tasks.adapters import ADAPTERS, PEFT_ONLY
-from megatron_mux.tasks.section import Section
+from megatron_mux.tasks.section import Section, plain, shown
 from megatron_mux.tasks.spec import TaskSpec
 from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
 
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
-_LONGEST_VALUE = 60
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -73,7 +72,7 @@ def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]
         elif path == ["adapter"] and part in ADAPTERS:
             model = ADAPTERS[part]
         elif field is None:
-            path.append(str(part))
+            path.append(plain(str(part)))
             field = model.model_fields.get(str(part))
         else:
             break  # inside a field's own value
@@ -167,16 +166,3 @@ def _looks_numeric(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def shown(value: Any) -> str:
-    """A value as it is quoted in a message: short, whatever it is."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"a nested {type(value).__name__}"
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -7,7 +7,6 @@ data parallel). Without torchrun these tests are skipped.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron_mux import layout, runtime  # noqa: E402
-from megatron_mux.layout import MicroBatch  # noqa: E402
-from megatron_mux.runtime import Parallel  # noqa: E402
+from megatron_mux import layout, runtime
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 

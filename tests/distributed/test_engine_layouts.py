@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine
-from megatron_mux.runtime import initialize
+from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
 
@@ -45,8 +46,8 @@ def _cases(family: str, vocab: int) -> list[Case]:
     ]
 
 
-def _train(path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str) -> tuple[object, object]:
-    parallel = initialize(layout[0], layout[1], layout[2])
+def _train(joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str) -> tuple[object, object]:
+    parallel = joined(layout[0], layout[1], layout[2])
     backbone = Backbone.load(path, parallel, torch.float64)
     engine = Engine(backbone, parallel, policy)  # type: ignore[arg-type]
     engine.register_tasks([case.task for case in cases])
@@ -57,15 +58,15 @@ def _train(path: Path, cases: list[Case], layout: tuple[int, int, bool], policy:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "llama-one-kv-head"])
 @pytest.mark.parametrize("policy", ["spatial", "temporal"])
-def test_every_layout_gives_the_same_adapters(family: str, policy: str, shared_tmp: Path) -> None:
-    path = shared_tmp / f"{family}-{policy}"
+def test_every_layout_gives_the_same_adapters(family: str, policy: str, shared_dir: Path, joined: Callable[..., Parallel]) -> None:
+    path = shared_dir / f"{family}-{policy}"
     if dist.get_rank() == 0:
         tiny_models.make(path, family)
     dist.barrier()
     cases = _cases(family, 96)
-    wanted_results, wanted = _train(path / family, cases, LAYOUTS[0], policy)
+    wanted_results, wanted = _train(joined, path / family, cases, LAYOUTS[0], policy)
     for layout in LAYOUTS[1:]:
-        results, tensors = _train(path / family, cases, layout, policy)
+        results, tensors = _train(joined, path / family, cases, layout, policy)
         for step, (found, expected) in enumerate(zip(results, wanted_results, strict=True)):  # type: ignore[call-overload]
             assert set(found) == {case.name for case in cases}
             for name in expected:

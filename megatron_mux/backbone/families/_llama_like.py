@@ -44,7 +44,11 @@ IGNORED = frozenset({"attention_dropout"})
 
 def shape(full: Mapping[str, Any]) -> BackboneShape:
     """The shape that these families share; each file replaces what differs."""
-    hidden, heads, layers = int(full["hidden_size"]), int(full["num_attention_heads"]), int(full["num_hidden_layers"])
+    hidden, heads, layers = (
+        int(full["hidden_size"]),
+        int(full["num_attention_heads"]),
+        int(full["num_hidden_layers"]),
+    )
     kv_heads = int(full.get("num_key_value_heads") or heads)
     read.divisible_heads(heads, kv_heads)
     size = read.head_dim(full, hidden, heads)

@@ -31,10 +31,16 @@ _NAMES = Names(
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
-    hidden, heads, layers = int(full["hidden_size"]), int(full["num_attention_heads"]), int(full["num_hidden_layers"])
+    hidden, heads, layers = (
+        int(full["hidden_size"]),
+        int(full["num_attention_heads"]),
+        int(full["num_hidden_layers"]),
+    )
     size = read.head_dim({}, hidden, heads)
     if full.get("word_embed_proj_dim", hidden) != hidden:
-        read.refuse("word_embed_proj_dim", full["word_embed_proj_dim"], f"hidden_size {hidden} (no projections)")
+        read.refuse(
+            "word_embed_proj_dim", full["word_embed_proj_dim"], f"hidden_size {hidden} (no projections)"
+        )
     bias = bool(full.get("enable_bias", True))
     return BackboneShape(
         family="opt",

@@ -1,8 +1,7 @@
-"""Names of the flags of Megatron-LM's training scripts, as of Megatron-Core 0.16.1 and 0.19.2, and words about them.
+"""Names of the flags of Megatron-LM's training scripts (Megatron-Core 0.16.1 and 0.19.2), and words about them.
 
-A flag of Megatron that is not honoured is told from one that does not exist, so that neither is swallowed and the
-answer says what to do instead. Data only; `arguments.py` puts it to use. A test holds the list against
-`megatron.training` where that is installed.
+A flag of Megatron that is not honoured is told from one that does not exist: neither is swallowed, and the answer
+says what to do instead. Data only. A test holds the list against `megatron.training` where that is installed.
 """
 
 from __future__ import annotations
@@ -274,12 +273,12 @@ PER_TASK: Mapping[str, str] = {f"--{flag}": key for key, flags in _TRAINING.item
 """Flags whose matter is each task's own, and the key of tasks.yaml that says it."""
 
 _FROM_BACKBONE = """
-add-qkv-bias apply-layernorm-1p apply-residual-connection-post-layernorm disable-bias-linear glu-linear-offset
-make-vocab-size-divisible-by no-position-embedding no-rope-freq norm-epsilon normalization openai-gelu
-position-embedding-type qk-l2-norm qk-layernorm quick-geglu relative-attention-max-distance
-relative-attention-num-buckets rope-scaling-factor rope-type rotary-base rotary-interleaved rotary-percent
-rotary-scaling-factor rotary-seq-len-interpolation-factor softmax-type squared-relu swiglu
-untie-embeddings-and-output-weights use-rope-scaling use-rotary-position-embeddings window-attn-skip-freq window-size
+apply-layernorm-1p apply-residual-connection-post-layernorm glu-linear-offset
+make-vocab-size-divisible-by no-position-embedding no-rope-freq openai-gelu
+qk-l2-norm quick-geglu relative-attention-max-distance
+relative-attention-num-buckets rope-scaling-factor rope-type rotary-interleaved rotary-percent
+rotary-scaling-factor rotary-seq-len-interpolation-factor softmax-type squared-relu use-rope-scaling
+use-rotary-position-embeddings window-attn-skip-freq window-size
 """
 _TOKENIZER = """
 merge-file tokenizer-metadata tokenizer-model tokenizer-type vocab-file chat-template tiktoken-pattern
@@ -297,7 +296,6 @@ REASONS: Mapping[str, str] = {
         f"--{flag}": "the backbone's weights are read, not drawn: leave it out" for flag in _UNTRAINED.split()
     },
     "--fp16": "fp16 is not done: use --bf16",
-    "--batch-invariant-mode": "is not done yet: leave it out",
     "--pretrained-checkpoint": "use --backbone DIR",
     "--finetune": "the backbone is always read and frozen: use --backbone DIR, and leave this out",
     "--ckpt-step": "--load takes the newest complete save of a run: leave this out",
@@ -310,6 +308,7 @@ REASONS: Mapping[str, str] = {
     "--no-save-rng": "a save always holds what an exact resume needs: leave it out",
     "--no-load-optim": "to start from an adapter alone, use adapter.adapter_name_or_path in tasks.yaml",
     "--no-load-rng": "to start from an adapter alone, use adapter.adapter_name_or_path in tasks.yaml",
+    "--persistent-save-interval": "use --save-interval",
     "--save-retain-interval": "use --mux-keep-checkpoints",
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--checkpoint-activations": "use --recompute-granularity full",

@@ -1,0 +1,66 @@
+# `make` alone lists the targets. Everything is installed into .venv; the system is left as it is.
+# To use an environment of your own instead (a container with its own torch, say): make test PY=python
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench gpu-check gpu-bench clean
+
+PYTHON ?=
+PYTEST_ARGS ?=
+BOOTSTRAP := $(shell command -v python3 || command -v python)
+
+ifeq ($(origin PY), undefined)
+PY := .venv/bin/python
+VENV_TARGET := venv
+endif
+
+# Tools that the package itself does not need are run as modules of the same environment.
+PYTHON_FILES := $(wildcard pretrain_mux.py) $(wildcard tools/*.py)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+
+venv:  ## .venv with the package and its tools (Python 3.11 or newer; PYTHON=... to choose)
+	@$(BOOTSTRAP) tools/setup_venv.py .venv --versions 3.11 3.12 3.13 $(if $(PYTHON),--python $(PYTHON))
+
+venv-latest:
+	@$(BOOTSTRAP) tools/setup_venv.py .venv312 --versions 3.12
+
+has-latest:
+	@$(BOOTSTRAP) tools/setup_venv.py .venv312 --versions 3.12 --probe
+
+prepare: $(VENV_TARGET)  ## the quickstart's backbone and data, in .quickstart/
+	@$(PY) examples/quickstart/prepare.py
+
+quickstart: prepare  ## fine-tune four tasks on one backbone: minutes on two cores
+	@PYTHON_BIN=$(PY) bash examples/quickstart/run.sh
+
+test: prepare  ## every test, on one and on several processes
+	@$(PY) tests/run.py $(PYTEST_ARGS)
+
+test-latest: prepare venv-latest  ## the same with Python 3.12 and the newest Megatron-Core
+	@.venv312/bin/python tests/run.py $(PYTEST_ARGS)
+
+lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy megatron_mux $(PYTHON_FILES)
+	cd examples/quickstart && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
+
+format: $(VENV_TARGET)  ## let ruff lay out and mend what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: prepare  ## megatron-mux against Hugging Face PEFT, one task at a time, on this machine
+	$(PY) benchmarks/vs_peft.py
+
+gpu-check: $(VENV_TARGET)  ## the tests that need a GPU
+	$(PY) -m pytest tests -m gpu $(PYTEST_ARGS)
+
+gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: bf16, an 8B-shaped random backbone
+	$(PY) benchmarks/vs_peft.py --device cuda
+
+clean:  ## remove environments, caches and the quickstart's folder
+	rm -rf .venv .venv312 .quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

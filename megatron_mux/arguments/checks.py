@@ -1,0 +1,87 @@
+"""Values that cannot go together, or with what is on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.arguments.model import MuxArguments
+from megatron_mux.arguments.values import destination
+
+# What a run's directory always holds, and what a Megatron checkpoint may hold.
+_MANIFESTS = "manifests"
+_MEGATRON_CHECKPOINT = re.compile(
+    r"latest_checkpointed_iteration\.txt|\.metadata|metadata\.json|iter_\d{7}|mp_rank_\d\d.*"
+)
+
+
+def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[str]:
+    """Values that cannot go together, or with what is on disk.
+
+    Args:
+        arguments: What was parsed.
+        parsed: The same as argparse gave it, with flags that leave no trace in `arguments`.
+
+    Returns:
+        One sentence per problem.
+    """
+    problems = []
+    if parsed["backbone"] is None:
+        problems.append("--backbone: is missing: give the directory of a Hugging Face model")
+    elif not os.path.isdir(arguments.backbone):
+        problems.append(
+            f"--backbone {arguments.backbone}: no such directory (nothing is downloaded from a hub)"
+        )
+    if arguments.mux_tasks is None and arguments.mux_watch is None:
+        problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
+    if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
+        problems.append(f"--mux-tasks {arguments.mux_tasks}: no such file")
+    if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
+        problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: make it first")
+    for flag, directory in (("--save", arguments.save), ("--load", arguments.load)):
+        if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):
+            problems.append(f"{flag} {directory}: is not a directory")
+    for flag, value in (
+        ("--save-interval", arguments.save_interval),
+        ("--mux-keep-checkpoints", arguments.mux_keep_checkpoints),
+    ):
+        if value is not None and arguments.save is None:
+            problems.append(f"{flag}: needs --save DIR")
+    if arguments.load is not None:
+        problems += _not_a_run(arguments.load)
+    if arguments.recompute_granularity != "full":
+        problems += [
+            f"{flag}: needs --recompute-granularity full"
+            for flag in ("--recompute-method", "--recompute-num-layers")
+            if parsed[destination(flag)] is not None
+        ]
+    if (
+        arguments.save is not None
+        and parsed["backbone"] is not None
+        and _same(arguments.save, arguments.backbone)
+    ):
+        problems.append(f"--save {arguments.save}: is the backbone's directory: choose another")
+    return problems
+
+
+def _not_a_run(directory: Path) -> list[str]:
+    """Whether `--load` was given something else than a run's directory."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []  # missing: the run starts anew there
+    if _MANIFESTS in names:
+        return []
+    if "adapter_config.json" in names:
+        return [f"--load {directory}: is a PEFT adapter: start from it by adapter_name_or_path in tasks.yaml"]
+    megatron = any(_MEGATRON_CHECKPOINT.fullmatch(name) for name in names)
+    if megatron or "config.json" in names or any(name.endswith((".safetensors", ".bin")) for name in names):
+        return [f"--load {directory}: is a model, not a run of megatron-mux: use --backbone {directory}"]
+    return []
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,54 @@
+"""Megatron's flags for a model's shape, and what each should say for a given backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.shape import BackboneShape
+
+
+@dataclass(frozen=True)
+class ShapeFlag:
+    """A flag that describes the model.
+
+    Attributes:
+        type: Of its value; `bool` for a flag without one, which claims that something is so.
+        actual: What it should be for a backbone.
+    """
+
+    type: Callable[[str], Any]
+    actual: Callable[[BackboneShape], Any]
+
+
+def _positions(shape: BackboneShape) -> str:
+    return "learned_absolute" if shape.rope is None else "rope"
+
+
+def _no_bias(shape: BackboneShape) -> bool:
+    return not any(bias for op, bias in shape.biases.items() if op != "linear_qkv")
+
+
+SHAPE_FLAGS: Mapping[str, ShapeFlag] = {
+    "--num-layers": ShapeFlag(int, lambda s: s.layers),
+    "--hidden-size": ShapeFlag(int, lambda s: s.hidden),
+    "--ffn-hidden-size": ShapeFlag(int, lambda s: s.ffn),
+    "--num-attention-heads": ShapeFlag(int, lambda s: s.heads),
+    "--group-query-attention": ShapeFlag(bool, lambda s: s.kv_heads != s.heads),
+    "--num-query-groups": ShapeFlag(int, lambda s: s.kv_heads),
+    "--kv-channels": ShapeFlag(int, lambda s: s.head_dim),
+    "--max-position-embeddings": ShapeFlag(int, lambda s: s.max_positions),
+    "--vocab-size": ShapeFlag(int, lambda s: s.vocab),
+    "--normalization": ShapeFlag(str, lambda s: s.norm),
+    "--norm-epsilon": ShapeFlag(float, lambda s: s.norm_eps),
+    "--position-embedding-type": ShapeFlag(str, _positions),
+    "--rotary-base": ShapeFlag(float, lambda s: None if s.rope is None else s.rope.theta),
+    "--swiglu": ShapeFlag(bool, lambda s: s.gated and s.activation in ("silu", "swish")),
+    "--qk-layernorm": ShapeFlag(bool, lambda s: s.qk_norm),
+    "--untie-embeddings-and-output-weights": ShapeFlag(bool, lambda s: not s.tied),
+    "--disable-bias-linear": ShapeFlag(bool, _no_bias),
+    "--add-qkv-bias": ShapeFlag(bool, lambda s: bool(s.biases["linear_qkv"])),
+}
+"""Shape flags that are taken, by name."""

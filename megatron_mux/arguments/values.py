@@ -1,0 +1,61 @@
+"""What flags' values may be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+POLICIES = ("serial", "temporal", "spatial")
+"""Values of `--mux-policy`."""
+
+
+def destination(flag: str) -> str:
+    """The name under which argparse keeps a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def path(text: str) -> Path:
+    """A path that is not empty."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
+    return Path(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number of at least `least`."""
+
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+        return value
+
+    return whole
+
+
+def only(value: str, why: str) -> Callable[[str], str]:
+    """One value and no other, and why."""
+
+    def fixed(text: str) -> str:
+        try:
+            same = float(text) == float(value)
+        except ValueError:
+            same = text == value
+        if not same:
+            raise argparse.ArgumentTypeError(f"only {value} is done, got {text!r}: {why}")
+        return text
+
+    return fixed
+
+
+def policy(text: str) -> str:
+    """A value of `--mux-policy`."""
+    if text == "auto":
+        raise argparse.ArgumentTypeError("auto needs the planner, which is not there yet: use spatial")
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(POLICIES)}, got {text!r}")
+    return text

@@ -1,0 +1,100 @@
+"""Small operations between a frozen backbone's products, with gradients for activations only.
+
+Written out by hand because autograd's own chain for them takes many passes over memory on a CPU, a tenth of a training
+step in all, and keeps intermediates that the input alone replaces.
+Shapes: T tokens, H hidden, F inner width of the MLP, h heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        dtype, width = x.dtype, x.shape[-1]
+        if dtype.itemsize < 4:
+            x, weight, grad = x.float(), weight.float(), grad.float()
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = square.div_(width).add_(ctx.eps).rsqrt_()
+        back = grad * weight
+        along = (back * x).sum(dim=-1, keepdim=True)
+        along.mul_(scale).mul_(scale).mul_(scale).div_(-width)
+        return back.mul_(scale).addcmul_(x, along).to(dtype), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; `weight` is frozen."""
+    if x.device.type != "cpu" or not (torch.is_grad_enabled() and x.requires_grad):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        back = torch.empty_like(x)
+        back_gate, back_up = back.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=back_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=back_gate)
+        return back
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """`[..., 2 F]`, gate before up, to `silu(gate) * up`."""
+    out: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # The inverse of a rotation is its transpose: the same, backwards.
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1.0), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: turn each pair of features (i, i + D/2) by its angle.
+
+    Args:
+        x: `[T, h, D]`.
+        cos: `[T, 1, D / 2]`, in x's dtype.
+        sin: Likewise.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out

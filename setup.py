@@ -1,0 +1,61 @@
+"""Packaging of megatron-mux. Settings of the tools are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# Read, not imported: the package needs torch, and building a wheel does not.
+VERSION = next(
+    line.split('"')[1]
+    for line in (HERE / "megatron_mux" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    if line.startswith("__version__")
+)
+
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6"]
+LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
+QUICKSTART = ["gguf>=0.17,<1"]
+
+setup(
+    name="megatron-mux",
+    version=VERSION,
+    description="Train many PEFT adapters at once on one frozen Megatron-Core backbone",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.11",
+    # `pipeline` and `fusion` at the root are links into the package: only the package itself is installed.
+    packages=find_packages(include=["megatron_mux*"]),
+    package_data={"megatron_mux": ["py.typed"]},
+    install_requires=[
+        "megatron-core>=0.16.1,<0.20",
+        "torch>=2.10",
+        "transformers>=5,<6",
+        "peft>=0.19,<1",
+        "safetensors>=0.5",
+        "tokenizers>=0.22",
+        "numpy>=1.26",
+        "pydantic>=2.7,<3",
+        "pyyaml>=6",
+        "jinja2>=3.1",  # chat templates
+        "rich>=13",
+        "tensorboard>=2.17",
+        "psutil>=5.9",
+    ],
+    extras_require={
+        "test": TEST,
+        "quickstart": QUICKSTART,
+        "dev": [*TEST, *LINT, *QUICKSTART],
+    },
+)

@@ -1,0 +1,152 @@
+"""Run every test: `python tests/run.py [pytest arguments]`, in the environment of the Python that runs it.
+
+Three runs of pytest: one process for tests/unit and tests/end_to_end, then under torchrun four processes for
+tests/distributed and two for tests/distributed/two. Importing Megatron-Core costs seconds a process, so
+processes are started once for many tests: a test that needs other sizes divides the same processes anew.
+
+All of them run even when one fails; any failure, and a run that executed no test, makes the status 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIME_LIMIT = 20 * 60  # seconds for one run of pytest
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest.
+
+    Attributes:
+        folders: Folders of tests, relative to the root; those without a test file are left out.
+        processes: 1 for pytest as it is, more for torchrun.
+        ignored: A folder inside them that belongs to another run.
+    """
+
+    folders: tuple[str, ...]
+    processes: int = 1
+    ignored: str | None = None
+
+    def present(self) -> list[str]:
+        """The folders that hold tests of this run."""
+        return [
+            folder
+            for folder in self.folders
+            if any(
+                self.ignored is None or self.ignored not in str(p) for p in (ROOT / folder).rglob("test_*.py")
+            )
+        ]
+
+
+RUNS = (
+    Run(("tests/unit", "tests/end_to_end")),
+    Run(("tests/distributed",), processes=4, ignored="tests/distributed/two"),
+    Run(("tests/distributed/two",), processes=2),
+)
+
+
+def command_of(run: Run, arguments: list[str], logs: str) -> list[str]:
+    """The command line of a run; `logs` gets what each process of torchrun prints."""
+    pytest = ["-m", "pytest", *run.present(), *arguments]
+    if run.ignored:
+        pytest.append(f"--ignore={run.ignored}")
+    if run.processes == 1:
+        return [sys.executable, *pytest]
+    # A process that waits in a collective cannot be interrupted by a signal: a stuck test ends its process.
+    pytest += ["-p", "no:cacheprovider", "--override-ini=timeout_method=thread"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [
+        f"--nproc-per-node={run.processes}",
+        f"--log-dir={logs}",
+        "--tee=3",
+        "--local-ranks-filter=0",
+    ]
+    return [*torchrun, *pytest]
+
+
+def environment(processes: int) -> dict[str, str]:
+    """One thread a process where several share the machine; nothing is looked for on a model hub."""
+    threads = 1 if processes > 1 else max(1, min(4, len(os.sched_getaffinity(0))))
+    own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads)) if processes == 1 else "1"
+    return {**os.environ, **own}
+
+
+def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
+    """Run it, showing what it prints.
+
+    Returns:
+        Whether all went well, and the counts of pytest's closing line (`{"passed": 12, ...}`).
+    """
+    closing = ""
+    deadline = time.monotonic() + TIME_LIMIT
+    with tempfile.TemporaryDirectory() as logs:
+        process = subprocess.Popen(
+            command_of(run, arguments, logs),
+            cwd=ROOT,
+            env=environment(run.processes),
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            line = re.sub(r"^\[default\d+\]:", "", line)
+            print(line, end="", flush=True)
+            if re.search(r"=+ .*\b\d+ \w+.* in [\d.]+s", line):
+                closing = line
+            if time.monotonic() > deadline:
+                process.terminate()
+                print(f"tests/run.py: stopped after {TIME_LIMIT} s", flush=True)
+        status = process.wait()
+        if status and run.processes > 1:
+            show_other_ranks(Path(logs))
+    words = re.findall(r"(\d+) (\w+)", closing.split(" in ")[0])
+    counts = {word.rstrip("s"): int(number) for number, word in words}
+    return status == 0 and counts.get("passed", 0) > 0, counts
+
+
+def show_other_ranks(logs: Path) -> None:
+    """The end of what each rank but the first printed: a failure may be seen on one of them only."""
+    for log in sorted(logs.rglob("stdout.log")):
+        if log.parent.name != "0":
+            text = log.read_text(errors="replace").splitlines()
+            print(f"--- rank {log.parent.name}", *text[-40:], sep="\n", flush=True)
+
+
+def main() -> int:
+    """Run them all; the closing line sums them up."""
+    total: dict[str, int] = {}
+    failed = []
+    for run in RUNS:
+        if not run.present():
+            continue
+        label = f"{' '.join(run.present())}, {run.processes} process{'es' if run.processes > 1 else ''}"
+        print(f"\n##### {label}", flush=True)
+        start = time.monotonic()
+        well, counts = execute(run, sys.argv[1:])
+        for word, number in counts.items():
+            total[word] = total.get(word, 0) + number
+        verdict = "passed" if well else "FAILED"
+        print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
+        if not well:
+            failed.append(label)
+    for label in failed:
+        print(f"FAILED, or ran no test: {label}")
+    broken = total.get("failed", 0) + total.get("error", 0)
+    passed, skipped = total.get("passed", 0), total.get("skipped", 0)
+    print(f"total: {passed} passed, {broken} failed, {skipped} skipped", flush=True)
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

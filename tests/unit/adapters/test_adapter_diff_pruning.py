@@ -1,0 +1,130 @@
+"""Diff pruning: the relaxed mask, its penalty, the schedule that ends at the requested sparsity, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux import runtime
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.diff_pruning import freeze_step, gate, kept_entries
+from megatron_mux.runtime import Parallel
+from tests.unit.adapters.test_adapter_kinds import gradients, inputs, run
+from tests.unit.adapters.toy import Reference, Toy, adapter_tensors, make_batch, sizes, task
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    yield runtime.initialize(device="cpu")
+    runtime.shutdown()
+
+
+def diff(sparsity: float = 0.9) -> Any:
+    return task(
+        "diff",
+        peft_type="DIFF_PRUNING",
+        sparsity=sparsity,
+        l0_weight=1e-3,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+    )
+
+
+def test_schedule_leaves_time_for_both_halves() -> None:
+    assert [freeze_step(n) for n in (1, 2, 3, 9, 10, 100)] == [1, 2, 2, 6, 7, 67]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.995])
+def test_ends_at_the_requested_sparsity(parallel: Parallel, sparsity: float) -> None:
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    spec = diff(sparsity)
+    adapter = adapters.add(spec, 9)
+    optimizer = torch.optim.AdamW([p.value for p in adapter.parameters], lr=0.05, weight_decay=0.0)
+    for step in range(9):
+        batch = make_batch([spec])
+        batch.task_steps = {"diff": step}
+        run(toy, adapters, batch, *inputs(batch, shape.hidden))
+        adapter.penalty(step)
+        optimizer.step()
+        adapter.after_step(step + 1)
+        assert bool(adapter.state()) == (step + 1 >= 6)
+    for weight, log_alpha in zip(adapter.parameters[::2], adapter.parameters[1::2], strict=True):
+        zeros = int((weight.value == 0).sum())
+        assert zeros == weight.value.numel() - kept_entries(weight.value.numel(), sparsity), weight.key
+        assert torch.equal(weight.value * gate(log_alpha.value, None)[0], weight.value)
+    batch = make_batch([spec], training=False)
+    first = run(toy, adapters, batch, *inputs(batch, shape.hidden))
+    assert torch.equal(run(toy, adapters, batch, *inputs(batch, shape.hidden)), first)
+
+
+def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    spec = diff(0.75)
+    tensors = adapter_tensors(spec, shape)
+    adapter = adapters.add(spec, 3, tensors)
+    adapter.after_step(2)
+    for p in adapter.parameters[::2]:
+        effective = tensors[p.key] * gate(tensors[p.key.replace("weight", "log_alpha")], None)[0]
+        smallest = (
+            effective.abs().flatten().sort(descending=True).values[kept_entries(effective.numel(), 0.75) - 1]
+        )
+        assert torch.equal(p.value != 0, (effective.abs() >= smallest) & (effective != 0))
+    batch = make_batch([spec])
+    rows, weights = inputs(batch, shape.hidden)
+    run(toy, adapters, batch, rows, weights)
+    wanted = gradients(adapters, "diff")
+    saved = {p.key: p.value.detach().clone() for p in adapter.parameters}
+    state = adapter.state()
+    reference = Reference(
+        toy.weights,
+        spec,
+        {k: v.clone().requires_grad_() for k, v in saved.items()},
+        batch,
+        {k: v.double() for k, v in state.items()},
+    )
+    reference.forward(rows[: batch.task_rows["diff"][1]], weights[: batch.task_rows["diff"][1]])[1].backward()
+    for key, mask in state.items():
+        torch.testing.assert_close(wanted[key], reference.tensors[key].grad, rtol=0, atol=1e-10)
+        assert (wanted[key][mask == 0] == 0).all()
+    adapters.remove("diff")
+    again = adapters.add(spec, 3, saved)
+    again.load_state(state)
+    run(toy, adapters, batch, rows, weights)
+    for key, gradient in gradients(adapters, "diff").items():
+        assert torch.equal(gradient, wanted[key])
+    assert all(torch.equal(again.state()[key], state[key]) for key in state)
+
+
+def test_penalty_is_the_expected_number_of_nonzeros(parallel: Parallel) -> None:
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    spec = diff()
+    adapter = adapters.add(spec, 9, adapter_tensors(spec, shape))
+    value = adapter.penalty(0)
+    expected = torch.zeros((), dtype=torch.float64)
+    logits = [p.value.detach().clone().requires_grad_() for p in adapter.parameters[1::2]]
+    for x in logits:
+        expected = expected + 1e-3 * torch.sigmoid(x).sum()
+    expected.backward()
+    torch.testing.assert_close(torch.as_tensor(value, dtype=torch.float64), expected.detach())
+    for p, x in zip(adapter.parameters[1::2], logits, strict=True):
+        torch.testing.assert_close(p.value.grad, x.grad)
+    adapter.after_step(6)
+    assert adapter.penalty(6) == 0.0
+
+
+def test_gate_matches_autograd() -> None:
+    logits = torch.linspace(-6, 6, 41, dtype=torch.float64, requires_grad=True)
+    u = torch.rand(41, generator=torch.Generator().manual_seed(0))
+    z = torch.clamp(3 * torch.sigmoid(logits + torch.log(u.double()) - torch.log(1 - u.double())) - 1.5, 0, 1)
+    z.sum().backward()
+    mask, slope = gate(logits.detach(), u)
+    torch.testing.assert_close(mask, z.detach())
+    torch.testing.assert_close(slope, logits.grad)

@@ -1,0 +1,382 @@
+"""A small frozen model of Megatron's own parallel linear modules without attention, and the same in plain PyTorch.
+
+Every BaseOp of every layer is used, rows never meet (so tasks can be compared one by one), and queries, keys, values
+and prefixes reach the loss through fixed random weights. `Toy` runs at any tensor-parallel size; `Reference` computes
+one task's rows with full Hugging Face matrices and the textbook formula of each adapter kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.adapters.targets import match_feedforward, match_targets
+from megatron_mux.backbone.columns import in_range, parts
+from megatron_mux.backbone.families._llama_like import NAMES
+from megatron_mux.backbone.shape import BASE_OPS
+from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
+from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.runtime import Parallel
+
+MODULES = {
+    "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "linear_proj": ("self_attn.o_proj",),
+    "linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "linear_fc2": ("mlp.down_proj",),
+}
+SKIPS_BIAS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": True, "linear_fc2": True}
+
+
+def sizes(
+    heads: int = 4, kv_heads: int = 2, head_dim: int = 6, hidden: int = 12, ffn: int = 20, layers: int = 2
+) -> Any:
+    """The part of a `BackboneShape` that adapters and the toy use."""
+    shape = SimpleNamespace(
+        family="llama",
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        ffn=ffn,
+        layers=layers,
+        gated=True,
+    )
+    widths = {
+        "linear_qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
+        "linear_proj": (heads * head_dim, hidden),
+        "linear_fc1": (hidden, 2 * ffn),
+        "linear_fc2": (ffn, hidden),
+    }
+    shape.in_features = lambda op: widths[op][0]
+    shape.out_features = lambda op: widths[op][1]
+    return shape
+
+
+def noise(name: str, *shape: int) -> Tensor:
+    """Fixed random numbers of a name, fp64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(key_of(name) >> 1), dtype=torch.float64)
+
+
+class Weights:
+    """Full matrices and biases of every Hugging Face module, and the loss's fixed weights."""
+
+    def __init__(self, shape: Any, bias: bool = True) -> None:
+        self.shape = shape
+        self.matrices: dict[str, Tensor] = {}
+        self.biases: dict[str, Tensor | None] = {}
+        widths = parts(shape, NAMES, "linear_qkv", 0, 1) | parts(shape, NAMES, "linear_fc1", 0, 1)
+        for layer in range(shape.layers):
+            for op, names in MODULES.items():
+                for name in names:
+                    path = f"model.layers.{layer}.{name}"
+                    out = widths[name].out_features if name in widths else shape.hidden
+                    self.matrices[path] = (
+                        noise(path, out, shape.in_features(op)) / shape.in_features(op) ** 0.5
+                    )
+                    self.biases[path] = noise(path + "b", out) * 0.3 if bias else None
+
+    def mix(self, layer: int) -> Tensor:
+        """`[heads * D, H]`: what stands for attention, from hidden states to linear_proj's input."""
+        return noise(f"mix{layer}", self.shape.heads * self.shape.head_dim, self.shape.hidden) / 3
+
+    def probe(self, path: str) -> Tensor:
+        """Weights of a q, k or v module's outputs in the loss."""
+        return noise(path + "probe", self.matrices[path].shape[0])
+
+    def prefix_probe(self, layer: int) -> Tensor:
+        """`[2, kv heads, D]`: weights of prefix keys and values in the loss."""
+        return noise(f"prefix{layer}", 2, self.shape.kv_heads, self.shape.head_dim)
+
+
+class Toy:
+    """The model on one tensor rank."""
+
+    def __init__(
+        self, shape: Any, parallel: Parallel, bias: bool = True, dtype: torch.dtype = torch.float64
+    ) -> None:
+        from megatron.core.model_parallel_config import ModelParallelConfig
+
+        self.shape, self.parallel, self.weights = shape, parallel, Weights(shape, bias)
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=parallel.tp_size,
+            sequence_parallel=parallel.sequence_parallel,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=dtype,
+        )
+        self.dtype = dtype
+        self.infos = [
+            self._base_op(config, layer, op, bias) for layer in range(shape.layers) for op in BASE_OPS
+        ]
+        self.mixers = [self._mixer(config, layer) for layer in range(shape.layers)]
+
+    def _linear(self, config: Any, op: str, bias: bool) -> Any:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+        sizes_ = self.shape.in_features(op), self.shape.out_features(op)
+        common: dict[str, Any] = {
+            "config": config,
+            "init_method": lambda t: t,
+            "bias": bias,
+            "skip_bias_add": SKIPS_BIAS[op],
+            "tp_group": self.parallel.tp_group,
+        }
+        if op in ("linear_qkv", "linear_fc1"):
+            return ColumnParallelLinear(*sizes_, gather_output=False, **common)
+        return RowParallelLinear(*sizes_, input_is_parallel=True, **common)
+
+    def _base_op(self, config: Any, layer: int, op: Any, bias: bool) -> BaseOpInfo:
+        rank, size = self.parallel.tp_rank, self.parallel.tp_size
+        module = self._linear(config, op, bias).requires_grad_(False)
+        start, stop = in_range(self.shape, op, rank, size)
+        found = parts(self.shape, NAMES, op, rank, size)
+        prefix = f"model.layers.{layer}"
+        for name, part in found.items():
+            full, full_bias = (
+                self.weights.matrices[f"{prefix}.{name}"],
+                self.weights.biases[f"{prefix}.{name}"],
+            )
+            module.weight.data[part.columns] = full[part.features][:, start:stop].to(self.dtype)
+            if full_bias is not None:
+                module.bias.data[part.columns] = full_bias[part.features].to(self.dtype)
+        parallel = "column" if op in ("linear_qkv", "linear_fc1") else "row"
+        full_in = self.shape.in_features(op)
+        return BaseOpInfo(layer, op, module, parallel, full_in, start, stop, found, prefix)  # type: ignore[arg-type]
+
+    def _mixer(self, config: Any, layer: int) -> Any:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        full = self.weights.mix(layer).to(self.dtype)
+        mixer = ColumnParallelLinear(
+            full.shape[1],
+            full.shape[0],
+            config=config,
+            init_method=lambda t: t,
+            bias=False,
+            tp_group=self.parallel.tp_group,
+        ).requires_grad_(False)
+        mixer.weight.data.copy_(full.chunk(self.parallel.tp_size)[self.parallel.tp_rank])
+        return mixer
+
+    def forward(self, batch: MicroBatch, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states after the last layer and this rank's share of the loss.
+
+        Args:
+            batch: The micro-batch.
+            hidden: `[T, H]` (this rank's rows with sequence parallelism).
+            weights: `[T]` weight of each row in the loss.
+        """
+        with layout.activate(batch):
+            hidden = hidden.unsqueeze(1)
+            loss = hidden.new_zeros(())
+            for layer in range(self.shape.layers):
+                ops = {info.name: info for info in self.infos if info.layer == layer}
+                loss = loss + self._probe(batch, ops["linear_qkv"], hidden, weights)
+                mixed, _ = self.mixers[layer](hidden)
+                hidden = hidden + _added(ops["linear_proj"].module(torch.tanh(mixed)))
+                gate, up = _added(ops["linear_fc1"].module(hidden)).chunk(2, dim=-1)
+                hidden = hidden + _added(ops["linear_fc2"].module(F.silu(gate) * up))
+            rank, rows = self.parallel.tp_rank, hidden.shape[0]
+            own = weights[rank * rows : (rank + 1) * rows] if self.parallel.sequence_parallel else weights
+            final = (hidden.squeeze(1) * noise("final", self.shape.hidden).to(self.dtype)).sum(1)
+            # The reduced hidden states are the same on every rank: each counts them once for its own gradient.
+            return hidden.squeeze(1), loss + (final[own != 0] * own[own != 0]).sum()
+
+    def _probe(self, batch: MicroBatch, info: BaseOpInfo, hidden: Tensor, weights: Tensor) -> Tensor:
+        y = _added(info.module(hidden)).squeeze(1)
+        used = weights != 0
+        loss = y.new_zeros(())
+        for name, part in info.parts.items():
+            probe = self.weights.probe(f"{info.hf_prefix}.{name}")[part.features].to(self.dtype)
+            loss = loss + ((torch.sin(y[used][:, part.columns]) @ probe) * weights[used]).sum()
+        rank, size, heads = self.parallel.tp_rank, self.parallel.tp_size, self.shape.kv_heads
+        first = rank * heads // size
+        for k, v in batch.prefix.get(info.layer, {}).values():
+            probe = self.weights.prefix_probe(info.layer).to(self.dtype)[:, first : first + k.shape[1]]
+            share = heads * 1.0 / max(heads, size)  # of a head that several ranks hold
+            loss = loss + share * ((torch.sin(k) * probe[0]).sum() + (torch.sin(v) * probe[1]).sum())
+        return loss
+
+
+def _added(result: tuple[Tensor, Tensor | None]) -> Tensor:
+    y, bias = result
+    return y if bias is None else y + bias
+
+
+class Reference:
+    """One task's rows in plain PyTorch on full matrices.
+
+    Args:
+        weights: Of the backbone.
+        spec: The task.
+        tensors: Its adapter, full tensors by key, with `requires_grad`.
+        masks: Frozen masks of diff pruning by key.
+        batch: Tells the sequence, token and step that masks depend on.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        spec: Any,
+        tensors: Mapping[str, Tensor],
+        batch: MicroBatch,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.weights, self.spec, self.tensors, self.batch, self.masks = (
+            weights,
+            spec,
+            tensors,
+            batch,
+            masks or {},
+        )
+        paths = list(weights.matrices)
+        targets = getattr(spec.adapter, "target_modules", None)
+        self.targets = set() if targets is None else set(match_targets(targets, paths))
+        inputs = getattr(spec.adapter, "feedforward_modules", [])
+        self.inputs = set(match_feedforward(inputs, sorted(self.targets)))
+
+    def forward(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Toy.forward`, for the task's rows alone."""
+        loss = hidden.new_zeros(())
+        for layer in range(self.weights.shape.layers):
+            prefix = f"model.layers.{layer}"
+            for name in ("q_proj", "k_proj", "v_proj"):
+                path = f"{prefix}.self_attn.{name}"
+                loss = (
+                    loss + ((torch.sin(self.linear(path, hidden)) @ self.weights.probe(path)) * weights).sum()
+                )
+            loss = loss + self.prefix(layer)
+            hidden = hidden + self.linear(
+                f"{prefix}.self_attn.o_proj", torch.tanh(hidden @ self.weights.mix(layer).T)
+            )
+            gate = self.linear(f"{prefix}.mlp.gate_proj", hidden)
+            up = self.linear(f"{prefix}.mlp.up_proj", hidden)
+            hidden = hidden + self.linear(f"{prefix}.mlp.down_proj", F.silu(gate) * up)
+        return hidden, loss + ((hidden * noise("final", self.weights.shape.hidden)).sum(1) * weights).sum()
+
+    def prefix(self, layer: int) -> Tensor:
+        """The prefix's share of the loss."""
+        if self.spec.adapter.peft_type != "PREFIX_TUNING":
+            return torch.zeros((), dtype=torch.float64)
+        shape, probe = self.weights.shape, self.weights.prefix_probe(layer)
+        table = self.tensors["prompt_embeddings"]
+        table = table.reshape(table.shape[0], shape.layers, 2, shape.kv_heads, shape.head_dim)[:, layer]
+        return (torch.sin(table) * probe).sum()
+
+    def linear(self, path: str, x: Tensor) -> Tensor:
+        """A module with the task's adapter, if it targets it."""
+        weight, bias = self.weights.matrices[path], self.weights.biases[path]
+        adapter = self.spec.adapter
+        if path not in self.targets:
+            return F.linear(x, weight, bias)
+        named = {
+            k.removeprefix(f"base_model.model.{path}."): v
+            for k, v in self.tensors.items()
+            if f".{path}." in k
+        }
+        if adapter.peft_type == "LORA":
+            scale = adapter.lora_alpha / (adapter.r**0.5 if adapter.use_rslora else adapter.r)
+            dropped = x * self.keep(path, x.shape[1])
+            return (
+                F.linear(x, weight, bias)
+                + scale * dropped @ named["lora_A.weight"].T @ named["lora_B.weight"].T
+            )
+        if adapter.peft_type == "IA3":
+            factor = named["ia3_l"].flatten()
+            if path in self.inputs:
+                return F.linear(x * factor, weight, bias)
+            return F.linear(x, weight, bias) * factor
+        if adapter.peft_type == "BOTTLENECK":
+            y = F.linear(x, weight, bias)
+            act = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}[adapter.non_linearity]
+            inner = act(y @ named["adapter_down.weight"].T + named["adapter_down.bias"])
+            return y + adapter.scaling * (inner @ named["adapter_up.weight"].T + named["adapter_up.bias"])
+        return F.linear(x, weight + self.difference(path, named), bias)
+
+    def keep(self, path: str, width: int) -> Tensor | float:
+        """LoRA's dropout factors."""
+        probability, batch = self.spec.adapter.lora_dropout, self.batch
+        if not probability or not batch.training:
+            return 1.0
+        start, stop = batch.task_rows[self.spec.name]
+        key = key_of(self.spec.training.seed, batch.task_steps[self.spec.name], "lora_dropout", path)
+        mask = keep_mask(
+            key, batch.sequence_ids[start:stop], batch.token_index[start:stop], (0, width), probability
+        )
+        return mask.double() / (1 - probability)
+
+    def difference(self, path: str, named: Mapping[str, Tensor]) -> Tensor:
+        """Diff pruning's change of a weight."""
+        d, log_alpha = named["diff.weight"], named["diff.log_alpha"]
+        mask = self.masks.get(f"base_model.model.{path}.diff.weight")
+        if mask is not None:
+            return d * mask
+        if self.batch.training:
+            key = key_of(self.spec.training.seed, self.batch.task_steps[self.spec.name], "diff_pruning", path)
+            u = uniform(key, torch.arange(d.shape[0]), torch.arange(d.shape[1])).double()
+            log_alpha = log_alpha + torch.log(u) - torch.log(1 - u)
+        return d * torch.clamp(torch.sigmoid(log_alpha) * 3 - 1.5, 0, 1)
+
+
+def lora(name: str, **fields: Any) -> Any:
+    """A LoRA task."""
+    return task(
+        name,
+        **({"peft_type": "LORA", "r": 3, "lora_alpha": 5, "lora_dropout": 0.0, "use_rslora": False} | fields),
+    )
+
+
+def task(name: str, seed: int = 7, **adapter: Any) -> Any:
+    """A task of any kind, as far as adapters look at it."""
+    return SimpleNamespace(name=name, adapter=SimpleNamespace(**adapter), training=SimpleNamespace(seed=seed))
+
+
+def mixture() -> list[Any]:
+    """Tasks of every kind with different ranks and targets."""
+    every = "all-linear"
+    return [
+        lora("lora-qv", target_modules=["q_proj", "v_proj"]),
+        task("ia3", peft_type="IA3", target_modules=["k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+             feedforward_modules=["down_proj", "v_proj"]),
+        lora("lora-all", r=5, use_rslora=True, target_modules=every),
+        task("bottleneck", peft_type="BOTTLENECK", bottleneck_size=4, non_linearity="gelu", scaling=0.7,
+             target_modules=["o_proj", "down_proj"]),
+        lora("lora-dropout", r=2, lora_dropout=0.25, target_modules=["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]),
+        task("diff", peft_type="DIFF_PRUNING", sparsity=0.9, l0_weight=1e-3, target_modules=["q_proj", "o_proj", "up_proj"]),
+        task("prefix", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
+        task("ia3-ff", peft_type="IA3", target_modules=["gate_proj", "down_proj"], feedforward_modules=["gate_proj"]),
+    ]  # fmt: skip
+
+
+def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
+    """Random full tensors of a task, none of them zero, fp64."""
+    from megatron_mux.adapters import KINDS
+    from megatron_mux.adapters.targets import targets_of
+
+    paths = list(Weights(shape).matrices)
+    wanted = KINDS[spec.adapter.peft_type].tensor_shapes(
+        spec.adapter, match_targets(targets_of(spec.adapter, "llama"), paths), shape
+    )
+    # Parameters are fp64 here, but fresh values are fp32: keep what a checkpoint could hold.
+    return {key: (noise(spec.name + key, *size) * 0.4).float().double() for key, size in wanted.items()}
+
+
+def make_batch(
+    specs: list[Any], lengths: tuple[int, ...] = (3, 5), multiple: int = 4, training: bool = True
+) -> MicroBatch:
+    """Two sequences per task, padding at the end, every task some steps into its training."""
+    names = tuple(spec.name for spec in specs)
+    sequences = [
+        (name, 10 * i + j, torch.zeros(length, dtype=torch.int64), torch.ones(length, dtype=torch.bool), 1.0)
+        for i, name in enumerate(names)
+        for j, length in enumerate(lengths)
+    ]
+    return layout.pack(
+        sequences, names, {n: 3 + i for i, n in enumerate(names)}, multiple=multiple, training=training
+    )

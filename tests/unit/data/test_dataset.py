@@ -1,0 +1,224 @@
+"""Data files: one pass that finds everything, then records by number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.records import PromptCompletion
+from megatron_mux.data.tokenise import Tokeniser
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.errors import UserError
+from tests.unit.data.tiny_tokenizers import build
+
+Tokenizer = PreTrainedTokenizerFast
+
+
+def write(path: Path, *records: Any) -> Path:
+    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def pair(prompt: str, completion: str) -> dict[str, str]:
+    return {"prompt": prompt, "completion": completion}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data.jsonl"
+
+
+def test_records_by_number(path: Path, tokenizer: Tokenizer) -> None:
+    write(path, pair("hello", " yes"), b"", {"text": "a test"}, b"  \r", {"messages": [{"role": "user", "content": "é"},
+          {"role": "assistant", "content": "no"}]}, {"instruction": "say", "output": "no"})  # fmt: skip
+    data = TaskDataset(path, tokenizer, 64)
+    assert (len(data), data.dropped, data.end_of_sequence) == (4, 0, tokenizer.eos_token_id)
+    tokeniser = Tokeniser(tokenizer, 64)
+    for i in range(4):
+        example, again = data[i], tokeniser.encode(data.record(i))
+        assert example.tokens.tolist() == again.tokens.tolist()
+        assert (len(example.tokens), example.label_count) == (data.lengths[i], data.label_counts[i])
+    assert data[-1].tokens.tolist() == data[3].tokens.tolist()
+    assert data.distinct_completions is None
+    assert data.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
+    for i in (4, -5):
+        with pytest.raises(IndexError):
+            data[i]
+
+
+def test_records_with_nothing_to_learn_are_dropped_and_counted(path: Path, tokenizer: Tokenizer) -> None:
+    long = "hello world this is a test" * 5
+    write(path, pair(long, "yes"), pair("a", "yes"), pair(long, "no"), pair("b", "no"))
+    data = TaskDataset(path, tokenizer, 8)
+    assert (len(data), data.dropped) == (2, 2)
+    assert [data.record(i) for i in range(2)] == [PromptCompletion("a", "yes"), PromptCompletion("b", "no")]
+    assert data.label_counts.min() > 0
+    with pytest.raises(
+        UserError, match=r"none of its 2 records has a token to learn within data.max_length 8"
+    ):
+        TaskDataset(write(path, pair(long, "yes"), pair(long, "no")), tokenizer, 8)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
+def test_an_empty_file(path: Path, tokenizer: Tokenizer, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is empty"):
+        TaskDataset(path, tokenizer, 8)
+
+
+def test_every_bad_line_is_named(path: Path, tokenizer: Tokenizer) -> None:
+    first_to_speak = {"messages": [{"role": "assistant", "content": "no"}]}
+    write(path, pair("a", "b"), b"{", first_to_speak, pair("a", "b"), {"text": 3}, b"\xff")
+    with pytest.raises(UserError) as caught:
+        TaskDataset(path, tokenizer, 8)
+    assert [p.removeprefix(f"{path}: ").split(": ")[0] for p in caught.value.problems] == [
+        "line 2", "line 3", "line 5", "line 6",
+    ]  # fmt: skip
+
+
+def test_many_bad_lines_are_counted(path: Path, tokenizer: Tokenizer) -> None:
+    write(path, *[b"{"] * 1000, *[pair("a", "b")] * 1000)
+    with pytest.raises(UserError) as caught:
+        TaskDataset(path, tokenizer, 8)
+    assert len(caught.value.problems) == 21
+    assert "1000 bad lines in all" in caught.value.problems[-1]
+
+
+def test_one_json_array_is_told(path: Path, tokenizer: Tokenizer) -> None:
+    path.write_text(json.dumps([pair("a", "b")], indent=1))
+    with pytest.raises(UserError, match="is one JSON array: write one JSON object a line"):
+        TaskDataset(path, tokenizer, 8)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for wrong in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match="cannot be read"):
+            TaskDataset(wrong, tokenizer, 8)
+
+
+def test_messages_need_a_template(path: Path) -> None:
+    write(path, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    with pytest.raises(UserError, match=r"data.jsonl: messages need a chat template"):
+        TaskDataset(path, build(None), 8)
+
+
+def test_choices(path: Path, tokenizer: Tokenizer) -> None:
+    write(path, pair("a", "yes"), {"instruction": "b", "output": "no"}, pair("c", "yes"))
+    data = TaskDataset(path, tokenizer, 64)
+    assert data.distinct_completions == ["yes", "no"]
+    candidates = data.candidates(1)
+    assert [own for _, own in candidates] == [False, True]
+    assert [example.completion_text for example, _ in candidates] == ["yes", "no"]
+    assert candidates[1][0].tokens.tolist() == data[1].tokens.tolist()
+    for count, small in ((16, True), (17, False)):
+        write(path, *(pair("a", f"answer {i}") for i in range(count)))
+        found = TaskDataset(path, tokenizer, 64)
+        assert (found.distinct_completions is not None) is small
+        if not small:
+            with pytest.raises(ValueError, match="no small set"):
+                found.candidates(0)
+
+
+def test_a_cut_candidate_always_keeps_a_label(path: Path, tokenizer: Tokenizer) -> None:
+    write(path, pair("hello", "yes it is a test"), pair("hello world", "no"))
+    for length in range(2, 9):
+        try:
+            data = TaskDataset(path, tokenizer, length)
+        except UserError:
+            continue
+        assert all(example.label_count for i in range(len(data)) for example, _ in data.candidates(i))
+
+
+def test_a_file_replaced_does_not_disturb_and_one_changed_is_noticed(
+    path: Path, tokenizer: Tokenizer
+) -> None:
+    write(path, pair("a", "yes"), pair("b", "no"))
+    data = TaskDataset(path, tokenizer, 32)
+    before = data[1].tokens.tolist()
+    os.replace(write(path.with_name("other"), {"text": "else"}), path)
+    assert data[1].tokens.tolist() == before
+    assert data.record(0) == PromptCompletion("a", "yes")
+    data = TaskDataset(path, tokenizer, 32)
+    with open(path, "r+b") as file:
+        file.write(b"{")
+        file.truncate()
+    with pytest.raises(UserError, match="was changed while in use"):
+        data[0]
+
+
+def test_one_rank_may_read_for_all(path: Path, tokenizer: Tokenizer) -> None:
+    write(path, pair("a", "yes"), pair("b", "no"))
+    first = TaskDataset(path, tokenizer, 32)
+    second = TaskDataset(path, tokenizer, 32, index=pickle.loads(pickle.dumps(first.index)))
+    assert [second[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
+    with pytest.raises(UserError, match="was changed"):
+        TaskDataset(path, tokenizer, 16, index=first.index)
+    write(path, pair("a", "yes"))
+    with pytest.raises(UserError, match="was changed"):
+        TaskDataset(path, tokenizer, 32, index=first.index)
+
+
+def test_memory_holds_places_not_records(
+    path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_mux.data.index._BATCH", 8)
+    line = json.dumps(pair("hello world " * 200, "yes")).encode() + b"\n"
+    path.write_bytes(line * 1000)  # 2.4 MB
+    told: list[tuple[int, int]] = []
+    tracemalloc.start()
+    data = TaskDataset(path, tokenizer, 1024, progress=lambda done, size: told.append((done, size)))
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(data) == 1000
+    assert held < 200_000
+    assert peak < 1_000_000
+    assert told[-1] == (path.stat().st_size, path.stat().st_size)
+    assert told == sorted(told)
+
+
+def test_the_cache_is_bounded(path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_mux.data.dataset._CACHED_TOKENS", 20)
+    write(path, *(pair(f"prompt {i}", "yes") for i in range(50)))
+    data = TaskDataset(path, tokenizer, 32)
+    wanted = [data[i].tokens.tolist() for i in range(50)]
+    assert sum(len(e.tokens) for e in data._cache.values()) <= 20
+    order = np.random.default_rng(0).permutation(50)
+    assert all(data[int(i)].tokens.tolist() == wanted[i] for i in order)
+    data.close()
+
+
+# -- the tokenizer of a backbone
+
+
+def test_loading_a_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path / "good")
+    loaded = load_tokenizer(tmp_path / "good")
+    assert loaded("hello")["input_ids"] == tokenizer("hello")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_tokenizers_that_are_of_no_use(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    build(eos_token=None).save_pretrained(tmp_path / "endless")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    for name, said in (
+        ("missing", "no such directory"),
+        ("empty", "holds no tokenizer"),
+        ("endless", "no end-of-sequence token"),
+        ("broken", "cannot be loaded"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            load_tokenizer(tmp_path / name)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,82 @@
+"""What a line may hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mux.data.records import (
+    BadRecordError,
+    Instruction,
+    Messages,
+    PromptCompletion,
+    Text,
+    parse_record,
+)
+
+
+def parse(value: Any) -> Any:
+    return parse_record(json.dumps(value).encode())
+
+
+def test_the_four_shapes() -> None:
+    assert parse({"prompt": "a", "completion": "b", "id": 3}) == PromptCompletion("a", "b")
+    assert parse({"text": "a"}) == Text("a")
+    turns = [{"role": "user", "content": "a"}]
+    assert parse({"messages": turns}) == Messages(turns)
+    assert parse({"instruction": "a", "output": "b"}) == Instruction("a", "", "b")
+    assert parse({"instruction": "a", "input": None, "output": "b"}) == Instruction("a", "", "b")
+    assert parse({"instruction": "a", "input": "c", "output": "b"}) == Instruction("a", "c", "b")
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"  \r\n", b"\xef\xbb\xbf\n"])
+def test_blank_lines_are_no_records(line: bytes) -> None:
+    assert parse_record(line) is None
+
+
+def test_a_mark_of_byte_order_is_skipped() -> None:
+    assert parse_record(b'\xef\xbb\xbf{"text": "a"}\r\n') == Text("a")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter (column 13)"),
+        (b'{"text": "\xe9"}', "not UTF-8 text (byte 10 of the line)"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "not valid JSON"),
+        (b"3", "holds a JSON number"),
+        (b"null", "holds a JSON null"),
+        (b'{"text": 3}', '"text" must be text, got a JSON number'),
+        (b'{"prompt": "a", "completion": ["b"]}', '"completion" must be text, got a JSON array'),
+        (b'{"prompt": "a"}', "no known shape"),
+        (b'{"prompt": "a", "completion": "b", "text": "c"}', "no known shape"),
+        (b"{}", "got nothing"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"messages": []}', "at least one message"),
+        (b'{"messages": [{"role": "user"}]}', 'message 1 must be an object with "role" and "content"'),
+        (b'{"messages": [{"role": "user", "content": null}]}', '"content" of message 1 must be text'),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}', '"tools" beside "messages"'),
+        (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', '"tool_calls" of message 1'),
+    ],
+)
+def test_bad_lines(line: bytes, said: str) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        parse_record(line)
+    assert said in str(caught.value)
+
+
+@given(st.binary(max_size=40) | st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["text", "prompt", "messages", "role", "content", "output"]), inner, max_size=3),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_line_is_answered_not_crashed_on(line: bytes) -> None:
+    try:
+        parse_record(line)
+    except BadRecordError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,170 @@
+"""Packed attention against attention written out, segment by segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mux.kernels import attention
+from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.layout import Segment
+
+HEADS, GROUPS, SIZE = 6, 2, 4
+LENGTHS = (5, 5, 3, 8, 8, 1)
+TASKS = ("a", "a", "b", "c", "c", "c")
+
+
+def segments() -> tuple[Segment, ...]:
+    found, start = [], 0
+    for i, (task, length) in enumerate(zip(TASKS, LENGTHS, strict=True)):
+        found.append(Segment(task, start, length, i))
+        start += length
+    return tuple(found)
+
+
+def inputs(padding: int = 3, groups: int = GROUPS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(LENGTHS) + padding
+    return tuple(  # type: ignore[return-value]
+        torch.randn(rows, heads, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, groups, groups)
+    )
+
+
+def prefixes() -> dict[str, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        task: tuple(  # type: ignore[misc]
+            torch.randn(count, GROUPS, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+            for _ in range(2)
+        )
+        for task, count in (("a", 2), ("c", 4), ("absent", 3))
+    }
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, prefix: dict[str, Any]
+) -> Tensor:
+    out = torch.zeros_like(query)
+    for segment in segments():
+        rows = slice(segment.start, segment.start + segment.length)
+        before = prefix.get(segment.task, (key[:0], value[:0]))
+        k = torch.cat((before[0], key[rows])).repeat_interleave(HEADS // key.shape[1], dim=1)
+        v = torch.cat((before[1], value[rows])).repeat_interleave(HEADS // key.shape[1], dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * scale
+        at = torch.arange(segment.length).unsqueeze(1) + before[0].shape[0]
+        of = torch.arange(k.shape[0])
+        seen = (of <= at) & (of > at - (window or k.shape[0] + 1))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        out = out.index_add(0, torch.arange(rows.start, rows.stop), torch.einsum("hqk,khd->qhd", weights, v))
+    return out
+
+
+@pytest.mark.parametrize("groups", [HEADS, GROUPS])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_agrees_with_attention_written_out(groups: int, window: int | None, with_prefix: bool) -> None:
+    if with_prefix and groups != GROUPS:
+        pytest.skip("prefixes have as many groups as keys")
+    found, gradients = [], []
+    for function in ("ours", "written out"):
+        query, key, value = inputs(groups=groups)
+        prefix = prefixes() if with_prefix else {}
+        if function == "ours":
+            out = segment_attention(query, key, value, segments(), scale=0.7, window=window, prefix=prefix)
+        else:
+            out = written_out(query, key, value, 0.7, window, prefix)
+        leaves = [query, key, value, *(x for task in ("a", "c") if prefix for x in prefix[task])]
+        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        gradients.append(torch.autograd.grad((out * weights).sum(), leaves))
+        found.append(out)
+    assert torch.allclose(found[0], found[1], atol=1e-12)
+    for ours, wanted in zip(*gradients, strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-12)
+
+
+def test_padding_rows_are_zero_and_take_no_part() -> None:
+    query, key, value = inputs(padding=4)
+    with torch.no_grad():
+        for x in (query, key, value):
+            x[-4:] = float("nan")
+    out = segment_attention(query, key, value, segments(), scale=1.0)
+    assert torch.equal(out[-4:], torch.zeros_like(out[-4:]))
+    out.sum().backward()
+    for x in (query, key, value):
+        assert x.grad is not None and torch.equal(x.grad[-4:], torch.zeros_like(x.grad[-4:]))
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_segment_that_is_not_finite_reaches_no_other(bad: float, window: int | None) -> None:
+    results = []
+    for value_of_row in (0.5, bad):
+        query, key, value = inputs(padding=0)
+        prefix = prefixes()
+        with torch.no_grad():
+            for x in (query, key, value, *prefix["a"]):
+                x[:3] = value_of_row
+        out = segment_attention(query, key, value, segments(), scale=1.0, window=window, prefix=prefix)
+        grads = torch.autograd.grad(out.sum(), (query, key, value, *prefix["c"]))
+        results.append([out[10:], *(g[10:] for g in grads[:3]), *grads[3:]])
+    for clean, beside in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, beside)
+
+
+def fake_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch documents of `varlen_attn`, on a CPU."""
+    assert (query.shape[1] != key.shape[1]) <= enable_gqa
+    assert window_size[1] == 0
+    outputs = []
+    for i in range(cu_seq_q.shape[0] - 1):
+        q, k = (slice(int(c[i]), int(c[i + 1])) for c in (cu_seq_q, cu_seq_k))
+        assert q.stop - q.start <= max_q and k.stop - k.start <= max_k
+        per_group = query.shape[1] // key.shape[1]
+        keys, values = (x[k].repeat_interleave(per_group, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q], keys) * scale
+        at = torch.arange(q.stop - q.start).unsqueeze(1) + (k.stop - k.start) - (q.stop - q.start)
+        of = torch.arange(k.stop - k.start)
+        seen = of <= at
+        if window_size[0] >= 0:
+            seen = seen & (of >= at - window_size[0])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
+
+
+def fake_varlen_2_11(*args: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """torch 2.11 has no grouped queries."""
+    return fake_varlen(*args, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [fake_varlen, fake_varlen_2_11])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_the_variable_length_path_asks_for_the_same(kernel: Any, window: int | None, with_prefix: bool) -> None:
+    found = []
+    for path in (attention._by_runs, lambda *args: attention._by_varlen(kernel, *args)):
+        query, key, value = inputs()
+        prefix = prefixes() if with_prefix else {}
+        out = path(query, key, value, segments(), 0.7, window, prefix)
+        leaves = [query, key, value, *(x for task in ("a", "c") if prefix for x in prefix[task])]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-12)

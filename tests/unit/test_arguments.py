@@ -1,0 +1,293 @@
+"""The command line: what is taken, what is refused and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mux.arguments import MuxArguments, add_mux_args, build_parser, parse_args
+from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, PER_TASK, REASONS
+from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
+from megatron_mux.errors import UserError
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.yaml").write_text("tasks: []")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+REQUIRED = ["--backbone", "model", "--mux-tasks", "tasks.yaml"]
+
+
+def parse(*more: str) -> MuxArguments:
+    return parse_args([*REQUIRED, *more])
+
+
+def problems_of(*argv: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        parse_args(argv)
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+@pytest.mark.usefixtures("place")
+def test_defaults() -> None:
+    arguments = parse()
+    assert arguments == MuxArguments(
+        backbone=Path("model"),
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        sequence_parallel=False,
+        distributed_backend=None,
+        distributed_timeout_minutes=10,
+        bf16=False,
+        recompute_granularity=None,
+        seed=1234,
+        save=None,
+        load=None,
+        save_interval=None,
+        log_interval=10,
+        tensorboard_dir=None,
+        mux_tasks=Path("tasks.yaml"),
+        mux_policy="spatial",
+        mux_watch=None,
+        mux_micro_batches=None,
+        mux_keep_checkpoints=None,
+        mux_no_progress=False,
+        shape={},
+    )
+
+
+@pytest.mark.usefixtures("place")
+def test_everything_given() -> None:
+    arguments = parse_args(
+        "--backbone=model --mux-tasks tasks.yaml --tensor-model-parallel-size 2 --pipeline-model-parallel-size=3 "
+        "--sequence-parallel --bf16 --seed 5 --save out --load out --save-interval 7 --log-interval 1 "
+        "--tensorboard-dir tb --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--distributed-backend gloo --distributed-timeout-minutes 3 --mux-policy serial --mux-micro-batches 4 "
+        "--mux-keep-checkpoints 2 --mux-no-progress --context-parallel-size 1 --expert-model-parallel-size 1 "
+        "--hidden-dropout 0.0 --attention-dropout 0 --num-layers 3 --swiglu --rotary-base 10000".split()
+    )
+    assert (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size) == (2, 3)
+    assert (arguments.save, arguments.load, arguments.save_interval) == (Path("out"), Path("out"), 7)
+    assert (arguments.mux_policy, arguments.mux_micro_batches, arguments.mux_keep_checkpoints) == (
+        "serial",
+        4,
+        2,
+    )
+    assert arguments.shape == {"--num-layers": 3, "--swiglu": True, "--rotary-base": 10000.0}
+    assert str(arguments.dtype) == "torch.bfloat16"
+    assert str(parse().dtype) == "torch.float32"
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 3", "--lr: this is per task: see tasks.yaml (training.learning_rate)"),
+        ("--train-iters=9", "--train-iters: this is per task: see tasks.yaml (training.max_steps or "),
+        ("--micro-batch-size 1", "this is per task: see tasks.yaml (training.per_device_train_batch_size)"),
+        (
+            "--global-batch-size 1",
+            "this is per task: see tasks.yaml (training.per_device_train_batch_size and ",
+        ),
+        ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
+        ("--fp16", "--fp16: fp16 is not done: use --bf16"),
+        ("--tokenizer-type X", "--tokenizer-type: the tokenizer is the one in --backbone"),
+        ("--transformer-impl local", "is a Megatron flag that megatron-mux does not honour"),
+        ("--use-mcore-models", "is a Megatron flag that megatron-mux does not honour"),
+        ("--muon-nesterov", "is a Megatron flag that megatron-mux does not honour"),
+        ("--mux-task t", "--mux-task: unknown flag: did you mean --mux-tasks?"),
+        ("--tensor_model_parallel_size 2", "did you mean --tensor-model-parallel-size?"),
+        ("--tensor-model-parallel 2", "unknown flag: did you mean --tensor-model-parallel-size?"),
+        ("--learning-speed 2", "--learning-speed: unknown flag"),
+        ("stray", "stray: unexpected"),
+        ("-x", "-x: unexpected"),
+        ("--seed x", "--seed: must be a whole number of at least 0, got 'x'"),
+        ("--seed", "--seed: expected one argument"),
+        ("--save-interval 0 --save out", "--save-interval: must be a whole number of at least 1, got '0'"),
+        ("--save-interval 3", "--save-interval: needs --save DIR"),
+        ("--mux-keep-checkpoints 3", "--mux-keep-checkpoints: needs --save DIR"),
+        ("--mux-policy auto", "--mux-policy: auto needs the planner, which is not there yet: use spatial"),
+        ("--mux-policy fast", "--mux-policy: must be one of serial, temporal, spatial, got 'fast'"),
+        (
+            "--context-parallel-size 2",
+            "--context-parallel-size: only 1 is done, got '2': context parallelism is not",
+        ),
+        (
+            "--expert-model-parallel-size 2",
+            "only 1 is done, got '2': backbones with experts are not done yet",
+        ),
+        ("--hidden-dropout 0.1", "--hidden-dropout: only 0 is done, got '0.1'"),
+        ("--recompute-granularity some", "--recompute-granularity: invalid choice: 'some'"),
+        ("--recompute-num-layers 1", "--recompute-num-layers: needs --recompute-granularity full"),
+        ("--num-layers x", "--num-layers: invalid int value: 'x'"),
+        ("--save model", "--save model: is the backbone's directory"),
+        ("--save tasks.yaml", "--save tasks.yaml: is not a directory"),
+        ("--load model", "--load model: is a model, not a run of megatron-mux: use --backbone model"),
+        ("--mux-watch nowhere", "--mux-watch nowhere: no such directory"),
+        ("--backbone nowhere", "--backbone nowhere: no such directory"),
+        ("--mux-tasks nowhere", "--mux-tasks nowhere: no such file"),
+    ],
+)
+def test_what_is_refused_and_how(words: str, said: str) -> None:
+    problems = problems_of(*REQUIRED, *words.split())
+    assert len(problems) == 1
+    assert said in problems[0]
+
+
+@pytest.mark.usefixtures("place")
+def test_empty_paths() -> None:
+    assert problems_of(*REQUIRED, "--save", "") == ["--save: must be a path, got ''"]
+
+
+@pytest.mark.usefixtures("place")
+def test_all_wrong_flags_at_once() -> None:
+    problems = problems_of("--lr", "1", "--fp16", "--nonsense-flag", "--lr", "2")
+    assert [p.split(":")[0] for p in problems] == ["--lr", "--fp16", "--nonsense-flag"]
+    assert [p.split(":")[0] for p in problems_of("--seed", "3")] == ["--backbone", "--mux-tasks"]
+
+
+def test_what_load_may_be_given(place: Path) -> None:
+    for name, inside, said in (
+        ("megatron", "latest_checkpointed_iteration.txt", "use --backbone"),
+        ("sharded", "iter_0000100/x", "use --backbone"),
+        ("weights", "model.safetensors", "use --backbone"),
+        ("adapter", "adapter_config.json", "adapter_name_or_path"),
+    ):
+        file = place / name / inside
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+        (problem,) = problems_of(*REQUIRED, "--load", name)
+        assert said in problem
+    (place / "run" / "manifests").mkdir(parents=True)
+    (place / "run" / "iter_0000001").mkdir()  # a task may have any name
+    (place / "empty").mkdir()
+    for name in ("run", "empty", "missing"):
+        assert parse("--load", name).load == Path(name)
+
+
+# -- shape flags
+
+SHAPE = SimpleNamespace(
+    layers=4, hidden=32, ffn=56, heads=4, kv_heads=2, head_dim=8, max_positions=128, vocab=97, norm="RMSNorm",
+    norm_eps=1e-5, rope=SimpleNamespace(theta=500.0), gated=True, activation="silu", qk_norm=False, tied=True,
+    biases={"linear_qkv": True, "linear_proj": False, "linear_fc1": False, "linear_fc2": False},
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("place")
+def test_shape_flags_that_agree() -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 32 --ffn-hidden-size 56 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2 --kv-channels 8 --max-position-embeddings 128 --vocab-size 97 --normalization RMSNorm "
+        "--norm-epsilon 1e-5 --position-embedding-type rope --rotary-base 500 --swiglu "
+        "--disable-bias-linear --add-qkv-bias"
+    )
+    arguments = parse(*flags.split())
+    assert len(arguments.shape) == len(SHAPE_FLAGS) - 2
+    arguments.check_shape(cast(Any, SHAPE))
+
+
+@pytest.mark.usefixtures("place")
+def test_shape_flags_that_contradict() -> None:
+    arguments = parse(
+        "--num-layers", "0", "--qk-layernorm", "--untie-embeddings-and-output-weights", "--swiglu"
+    )
+    with pytest.raises(UserError) as caught:
+        arguments.check_shape(cast(Any, SHAPE))
+    assert caught.value.problems == [
+        "--num-layers 0: contradicts --backbone model, which has 4: leave the flag out",
+        "--qk-layernorm: contradicts --backbone model, which is not so: leave the flag out",
+        "--untie-embeddings-and-output-weights: contradicts --backbone model, which is not so: leave the flag out",
+    ]
+
+
+@pytest.mark.usefixtures("place")
+def test_a_backend_must_go_with_the_device() -> None:
+    parse().check_device("cpu")
+    parse("--distributed-backend", "gloo").check_device("cpu")
+    with pytest.raises(UserError, match="processes on CPUs talk over gloo"):
+        parse("--distributed-backend", "nccl").check_device("cpu")
+    with pytest.raises(UserError, match="processes on GPUs talk over nccl"):
+        parse("--distributed-backend", "gloo").check_device("cuda")
+
+
+# -- the parser itself
+
+
+def test_help_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "backbone:",
+        "parallelism:",
+        "results:",
+        "mux:",
+        "--mux-watch DIR",
+        "--num-layers",
+        "tasks.yaml",
+    ):
+        assert word in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_mux_group_suits_a_megatron_script() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_mux_args(parser) is parser
+    parsed = parser.parse_args(["--mux-tasks", "t.yaml"])
+    assert (parsed.mux_tasks, parsed.mux_policy) == (Path("t.yaml"), "spatial")
+    assert all(key.startswith("mux_") for key in vars(parsed))
+
+
+def test_importing_the_flags_is_cheap() -> None:
+    code = "import sys, megatron_mux.arguments; print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_tables_agree() -> None:
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    assert PER_TASK.keys() <= MEGATRON_FLAGS
+    assert REASONS.keys() <= MEGATRON_FLAGS
+    assert not PER_TASK.keys() & REASONS.keys()
+    assert not ours & (PER_TASK.keys() | REASONS.keys())
+    megatrons = {flag for flag in ours if not flag.startswith(("--mux-", "--backbone", "--help", "-h"))}
+    assert megatrons <= MEGATRON_FLAGS
+
+
+def test_the_names_are_megatrons() -> None:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert options - MEGATRON_FLAGS == {"-h", "--help"}
+
+
+words = st.sampled_from(sorted(MEGATRON_FLAGS)) | st.sampled_from(REQUIRED) | st.text(max_size=8)
+
+
+@given(
+    st.lists(words | words.map(lambda w: f"--{w}=3"), max_size=6).filter(
+        lambda w: not {"-h", "--help"} & set(w)
+    )
+)
+def test_any_words_are_answered_not_crashed_on(argv: list[str]) -> None:
+    try:
+        parse_args(argv)
+    except UserError as error:
+        assert error.problems
