@@ -46,7 +46,12 @@ def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> Tas
     return TaskSpec.model_validate(
         {
             "name": shape.name,
-            "adapter": {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(targets)},
+            "adapter": {
+                "peft_type": "LORA",
+                "r": RANK,
+                "lora_alpha": 2 * RANK,
+                "target_modules": list(targets),
+            },
             "data": {"path": shape.records or "made-up", "max_length": shape.max_length},
             "training": {
                 "per_device_train_batch_size": shape.batch,

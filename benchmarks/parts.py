@@ -16,7 +16,7 @@ import mux_side
 import peft_side
 import torch
 from torch import Tensor
-from workload import CPU_MIX, GPU_MIX, LEARNING_RATE, RANK, TINY_MIX, Pair, TaskShape, as_plain, made_up_records, padding_share
+from workload import LEARNING_RATE, RANK, Pair, TaskShape, as_plain, made_up_records, mix_of, padding_share
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
@@ -25,13 +25,6 @@ from megatron_mux.runtime import Parallel, initialize
 
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
-
-
-def mix_of(arguments: argparse.Namespace) -> tuple[TaskShape, ...]:
-    """The tasks to measure."""
-    if arguments.backbone_shape == "tiny":
-        return TINY_MIX
-    return GPU_MIX if arguments.device == "cuda" else CPU_MIX
 
 
 class Bench:
@@ -48,7 +41,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
         self.steps = steps
-        self.mix = mix_of(arguments)
+        self.mix = mix_of(arguments.backbone_shape, arguments.device)
         self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
         self.records = [self._records(i, shape) for i, shape in enumerate(self.mix)]
 
@@ -71,7 +64,9 @@ class Bench:
         """What task `i` trains on, step by step."""
         return mux_side.examples(self.specs[i], self.records[i], self.steps)
 
-    def peft_task(self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None) -> peft_side.PeftTask:
+    def peft_task(
+        self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None
+    ) -> peft_side.PeftTask:
         """Task `i` for PEFT."""
         return peft_side.PeftTask(model, RANK, self.arguments.targets, LEARNING_RATE, self.steps, initial)
 
@@ -165,7 +160,12 @@ def _summary(
 ) -> dict[str, Any]:
     size, start = bench.arguments.steps, bench.arguments.warm_up
     tokens = [
-        sum(len(ids) for task in examples for step in task[start + t * size : start + (t + 1) * size] for ids, _ in step)
+        sum(
+            len(ids)
+            for task in examples
+            for step in task[start + t * size : start + (t + 1) * size]
+            for ids, _ in step
+        )
         for t in range(bench.arguments.repeats)
     ]
     rates = {
@@ -219,7 +219,9 @@ def memory_of(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     chosen = [i % len(bench.mix) for i in range(count)]
     # The largest task stands for "one": nothing is gained by comparing with the smallest.
     chosen = [len(bench.mix) - 1] if what == "one" else chosen
-    specs = [bench.specs[i].model_copy(update={"name": f"{bench.mix[i].name}.{k}"}) for k, i in enumerate(chosen)]
+    specs = [
+        bench.specs[i].model_copy(update={"name": f"{bench.mix[i].name}.{k}"}) for k, i in enumerate(chosen)
+    ]
     engine = mux_side.make_engine(
         bench.backbone(parallel), parallel, specs, [bench.records[i] for i in chosen], [None] * count
     )
@@ -234,8 +236,14 @@ def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Hardware, versions and settings."""
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     return {
-        "hardware": {"cpu": _cpu_name(), "threads": arguments.threads, "gpu": gpu, "memory_bytes": _memory_bytes()},
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "hardware": {
+            "cpu": _cpu_name(),
+            "threads": arguments.threads,
+            "gpu": gpu,
+            "memory_bytes": _memory_bytes(),
+        },
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
         "settings": {
             "device": arguments.device,
             "dtype": "bfloat16" if arguments.device == "cuda" else "float32",

@@ -21,7 +21,9 @@ Pair = tuple[Tensor, Tensor]
 
 def load(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The backbone as PEFT's users load it."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
     model.config.use_cache = False
     model.to(device)
     model.train()
@@ -84,7 +86,9 @@ class PeftTask:
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter by saved key."""
-        return {key: value.detach().cpu().clone() for key, value in get_peft_model_state_dict(self.model).items()}
+        return {
+            key: value.detach().cpu().clone() for key, value in get_peft_model_state_dict(self.model).items()
+        }
 
     def step(self, pairs: Sequence[Pair]) -> float:
         """One optimizer step; returns the loss."""

@@ -55,14 +55,15 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
         return []
     peft = {case: found for case, found in memory.items() if case.startswith("peft:")}
     largest = max(found["peak"] for found in peft.values())
-    together = sum(found["peak"] for found in peft.values())
+    together = sum(found["peak"] * found["tasks_of_this_kind"] for found in peft.values())
+    count = sum(found["tasks_of_this_kind"] for found in peft.values())
     one, eight = memory["mux:one"]["persistent"], memory["mux:eight"]["persistent"]
     return [
         "| memory | MiB |",
         "|---|---|",
-        f"| peak, PEFT, the largest of {len(peft)} tasks run one after the other | {_mib(largest)} |",
-        f"| peak, PEFT, {len(peft)} tasks at once in processes of their own | {_mib(together)} |",
-        f"| peak, megatron-mux, {len(peft)} tasks together | {_mib(memory['mux:mix']['peak'])} |",
+        f"| peak, PEFT, the largest of {count} tasks run one after the other | {_mib(largest)} |",
+        f"| peak, PEFT, {count} tasks at once in processes of their own | {_mib(together)} |",
+        f"| peak, megatron-mux, {count} tasks together | {_mib(memory['mux:mix']['peak'])} |",
         f"| persistent, megatron-mux, 1 task | {_mib(one)} |",
         f"| persistent, megatron-mux, 8 tasks | {_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_TARGET:.2f}x) |",
         "",
@@ -75,7 +76,10 @@ def _losses(result: Mapping[str, Any]) -> list[str]:
     for name in part["tasks"]:
         theirs, ours = part["losses"]["peft"][name], part["losses"]["mux"][name]
         lines.append(f"| {name} | {theirs[0]:.4f} | {theirs[-1]:.4f} | {ours[-1]:.4f} |")
-    lines += ["", f"Largest relative difference of any step's loss: {part['largest_relative_loss_difference']:.1e}."]
+    lines += [
+        "",
+        f"Largest relative difference of any step's loss: {part['largest_relative_loss_difference']:.1e}.",
+    ]
     return lines
 
 

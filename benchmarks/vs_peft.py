@@ -1,7 +1,7 @@
 """megatron-mux against Hugging Face PEFT: the same LoRA tasks together, and one at a time.
 
-    python benchmarks/vs_peft.py --backbone .quickstart/backbone --data .quickstart/data --output vs_peft.json
-    python benchmarks/vs_peft.py --device cuda --backbone-shape llama3-8b --output vs_peft_gpu.json
+    python benchmarks/vs_peft.py                    # what `make prepare` left in .quickstart/, two threads
+    python benchmarks/vs_peft.py --device cuda      # bf16, a random backbone of Llama-3-8B's shape, eight tasks
 
 Both sides start from the same adapters and train on the same records in the same order, on the same threads, taking
 turns within one process: what disturbs the machine disturbs both. Memory is measured in a process of its own per case.
@@ -20,16 +20,27 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+QUICKSTART = HERE.parent / ".quickstart"
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backbone", type=Path, help="Hugging Face directory of the backbone")
-    parser.add_argument("--data", type=Path, help="directory of the mix's .jsonl files; made up when not given")
-    parser.add_argument("--backbone-shape", choices=("tiny", "llama3-8b"), help="random weights instead of --backbone")
-    parser.add_argument("--scratch", type=Path, help="where a random backbone is written (default: a temporary place)")
+    parser.add_argument(
+        "--backbone", type=Path, help="Hugging Face directory (default on CPU: .quickstart/backbone)"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="directory of the mix's .jsonl files (default: .quickstart/data)"
+    )
+    parser.add_argument(
+        "--backbone-shape",
+        choices=("tiny", "llama3-8b"),
+        help="a random backbone and made-up records instead (default on a GPU: llama3-8b)",
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="where a random backbone is written (default: a temporary place)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="turns of every side")
@@ -40,8 +51,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="write the JSON here, and the table beside it as .md")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if (arguments.backbone is None) == (arguments.backbone_shape is None):
-        parser.error("give --backbone DIR or --backbone-shape NAME, one of them")
+    if arguments.backbone is not None and arguments.backbone_shape is not None:
+        parser.error("give --backbone DIR or --backbone-shape NAME, not both")
+    if arguments.backbone is None and arguments.backbone_shape is None:
+        if arguments.device == "cuda":
+            arguments.backbone_shape = "llama3-8b"
+        else:
+            arguments.backbone, arguments.data = (
+                QUICKSTART / "backbone",
+                arguments.data or QUICKSTART / "data",
+            )
+            if not (arguments.backbone / "config.json").exists():
+                parser.error(f"{arguments.backbone} is not there: run `make prepare`, or give --backbone DIR")
     if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
         parser.error("--warm-up, --repeats and --steps must be at least 1")
     return arguments
@@ -85,10 +106,13 @@ def _write_backbone(arguments: argparse.Namespace) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Each case in a fresh process, before this one has loaded anything."""
-    count = 8 if arguments.device == "cuda" else 4
-    cases = ["mux:mix", "mux:one", "mux:eight", *(f"peft:{i}" for i in range(count))]
-    return {case: _in_new_process(arguments, case) for case in cases}
+    """Each case in a fresh process, before this one has loaded anything; for PEFT, one task of each kind of batch."""
+    from workload import alike, mix_of
+
+    found = {case: _in_new_process(arguments, case) for case in ("mux:mix", "mux:one", "mux:eight")}
+    for i, count in alike(mix_of(arguments.backbone_shape, arguments.device)).items():
+        found[f"peft:{i}"] = {**_in_new_process(arguments, f"peft:{i}"), "tasks_of_this_kind": count}
+    return found
 
 
 def _in_new_process(arguments: argparse.Namespace, part: str) -> dict[str, int]:

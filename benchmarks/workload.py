@@ -45,10 +45,13 @@ CPU_MIX = (
     TaskShape("short-a", 8, 64, "movie.jsonl"),
     TaskShape("short-b", 8, 64, "glosses.jsonl"),
     TaskShape("medium", 4, 128, "dialogue.jsonl"),
-    TaskShape("long", 2, 256, "prose.jsonl"),
+    TaskShape("long", 2, 256, "austen.jsonl"),
 )
 # Eight tasks on a GPU, 8 sequences each.
-GPU_MIX = tuple(TaskShape(f"task-{i}-{length}", 8, length) for i, length in enumerate((64, 64, 64, 128, 128, 128, 256, 256)))
+GPU_MIX = tuple(
+    TaskShape(f"task-{i}-{length}", 8, length)
+    for i, length in enumerate((64, 64, 64, 128, 128, 128, 256, 256))
+)
 # To try the script out.
 TINY_MIX = (
     TaskShape("short-a", 4, 16),
@@ -56,6 +59,20 @@ TINY_MIX = (
     TaskShape("medium", 2, 32),
     TaskShape("long", 1, 64),
 )
+
+
+def mix_of(shape: str | None, device: str) -> tuple[TaskShape, ...]:
+    """The tasks to measure, by the random backbone's shape (if it is one) and the device."""
+    if shape == "tiny":
+        return TINY_MIX
+    return GPU_MIX if device == "cuda" else CPU_MIX
+
+
+def alike(mix: Sequence[TaskShape]) -> dict[int, int]:
+    """One task's index for each kind of batch in the mix, and how many tasks have that kind."""
+    kinds = [(task.batch, task.max_length) for task in mix]
+    return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
 
 SHAPES: dict[str, dict[str, int | float | bool]] = {
     "tiny": {
@@ -104,7 +121,7 @@ def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> No
     for name in names:
         layer = name.split("layers.")[1].split(".")[0] if "layers." in name else "outside"
         shards.setdefault(layer, []).append(name)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     weight_map: dict[str, str] = {}
     for i, members in enumerate(shards.values()):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -118,7 +135,11 @@ def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> No
 def _random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if "norm" in name:
         return torch.ones(*shape, dtype=dtype)
-    return torch.empty(*shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+    return (
+        torch.empty(*shape, dtype=dtype, device=generator.device)
+        .normal_(0.0, 0.02, generator=generator)
+        .cpu()
+    )
 
 
 def made_up_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list[Pair]:
@@ -143,4 +164,6 @@ def padding_share(steps: Sequence[Sequence[Pair]]) -> float:
 
 def as_plain(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
     """The mix as JSON."""
-    return [{"name": t.name, "sequences": t.batch, "max_length": t.max_length, "records": t.records} for t in mix]
+    return [
+        {"name": t.name, "sequences": t.batch, "max_length": t.max_length, "records": t.records} for t in mix
+    ]

@@ -38,6 +38,7 @@ class SavedTask:
         reason: Why it failed, else empty.
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
+        data: Fingerprint of its training records.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SavedTask:
     reason: str
     checkpoint: str
     spec: dict[str, Any]
+    data: str
 
 
 @dataclass
@@ -240,14 +242,17 @@ def refuse_used(directory: Path) -> None:
         )
 
 
-def cut_metrics(directory: Path, manifest: Manifest) -> None:
-    """Drop the metrics lines beyond a manifest's steps, so that a continued run writes each step once."""
-    for entry in manifest.tasks:
-        path = directory / entry.name / "metrics.jsonl"
-        if not path.exists():
-            continue
+def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
+    """Drop the metrics lines beyond what was saved, so that a continued run writes each step once.
+
+    Args:
+        directory: The run's directory.
+        manifest: What it continues from; None when it was killed before its first save.
+    """
+    saved = {entry.name: entry.step for entry in manifest.tasks} if manifest is not None else {}
+    for path in directory.glob("*/metrics.jsonl"):
         lines = path.read_text().splitlines()
-        kept = [line for line in lines if _step_of(line) <= entry.step]
+        kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
         if len(kept) != len(lines):
             write_atomically(path, "".join(line + "\n" for line in kept))
 

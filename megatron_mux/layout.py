@@ -75,6 +75,9 @@ class Segment:
     sequence: int
 
 
+PackedSequence = tuple[str, int, Tensor, Tensor, float]
+"""What `pack` takes of a sequence: task, id, tokens `[L]` int64, which are labels `[L]` bool, weight of a label."""
+
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 
 
@@ -149,7 +152,7 @@ def active() -> MicroBatch:
 
 
 def pack(
-    sequences: list[tuple[str, int, Tensor, Tensor, float]],
+    sequences: list[PackedSequence],
     task_names: tuple[str, ...],
     task_steps: Mapping[str, int],
     position_offset: Mapping[str, int] | None = None,

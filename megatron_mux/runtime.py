@@ -2,7 +2,8 @@
 
 Megatron-Core expects CUDA and a launcher. Here the same code runs on CPU with gloo, in one process without a launcher,
 and on Megatron-Core 0.16.1 and 0.19: what that takes is below and nowhere else. Importing this module changes
-nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and, where this process computes on the CPU, adapts it.
+nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and adapts it where this process computes on
+the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from megatron_mux.errors import UserError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = timedelta(minutes=30)
 
 _current: Parallel | None = None
 _adapted = False
@@ -88,6 +88,7 @@ def initialize(
     sequence_parallel: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
+    timeout_minutes: int = 30,
 ) -> Parallel:
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
@@ -100,6 +101,7 @@ def initialize(
         sequence_parallel: Divide the rows among tensor ranks between their regions.
         seed: Seeds Python's and torch's generators, the same on every rank: nothing that matters may depend on them.
         device: What to compute on; by default this process's GPU, or the CPU where there is none.
+        timeout_minutes: How long a process waits for the others before it gives up.
 
     Returns:
         This process's place.
@@ -111,7 +113,7 @@ def initialize(
     rank, world_size = _world()
     _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
     chosen = _choose_device(device)
-    _join_world(rank, world_size, chosen)
+    _join_world(rank, world_size, chosen, timeout_minutes)
     # torch renames collectives faster than Megatron-Core follows.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     random.seed(seed)
@@ -129,6 +131,7 @@ def initialize(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_minutes,
     )
     _current = Parallel(
         rank=rank,
@@ -243,7 +246,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     return device
 
 
-def _join_world(rank: int, world_size: int, device: torch.device) -> None:
+def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: int) -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -252,7 +255,7 @@ def _join_world(rank: int, world_size: int, device: torch.device) -> None:
         # In one process a store in memory will do: no port is taken, so any number may run side by side.
         store = dist.HashStore()  # type: ignore[attr-defined]
         arguments |= {"store": store, "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=_TIMEOUT, **arguments)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **arguments)
 
 
 def _adapt_to_cpu() -> None:

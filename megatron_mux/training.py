@@ -46,7 +46,7 @@ def run(arguments: MuxArguments) -> None:
     save, resume = arguments.save, arguments.load
     if save is not None and save != resume:
         checkpoint.refuse_used(save)
-    specs = load_task_file(arguments.mux_tasks) if arguments.mux_tasks is not None else []
+    specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
     info = read_backbone_info(arguments.backbone)
     arguments.check_shape(info.shape)
     info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
@@ -65,6 +65,7 @@ def run(arguments: MuxArguments) -> None:
             arguments.pipeline_model_parallel_size,
             arguments.sequence_parallel,
             arguments.seed,
+            timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
         reporter.say(f"reading the backbone {arguments.backbone}")
@@ -101,19 +102,10 @@ def _with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[Ta
 
 def _changed(entry: SavedTask, spec: TaskSpec) -> str:
     """What is wrong with continuing `entry` as `spec`; empty if nothing. Files may have moved."""
-
-    def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        pairs: dict[str, Any] = {}
-        for key, item in value.items():
-            pairs |= flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
-        return pairs
-
-    before, now = flat(entry.spec), flat(spec.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.endswith("path")]
-    if not keys:
+    differences = spec.differences(TaskSpec.model_validate(entry.spec))
+    if not differences:
         return ""
-    what = ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
-    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
+    return f"task {spec.name!r} is not as it was saved ({'; '.join(differences)}): restore it, or give it a new name"
 
 
 @dataclass
@@ -146,15 +138,17 @@ class Loop:
 
     def __post_init__(self) -> None:
         directory = self.arguments.load
-        if self.manifest is None or directory is None:
+        if directory is None:
+            return
+        if directory == self.arguments.save and self.parallel.rank == 0:
+            checkpoint.cut_metrics(directory, self.manifest)
+        if self.manifest is None:
             return
         for entry in self.manifest.tasks:
             if entry.checkpoint and directory != self.arguments.save:
                 # A run continued into another directory goes on naming the old one's checkpoints until it saves.
                 entry = replace(entry, checkpoint=str((directory / entry.checkpoint).resolve()))
             self._entries[entry.name] = entry
-        if directory == self.arguments.save and self.parallel.rank == 0:
-            checkpoint.cut_metrics(directory, self.manifest)
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
 
     def register(self, tasks: Sequence[Task]) -> None:
@@ -170,6 +164,11 @@ class Loop:
             if entry is not None and entry.status in ("finished", "failed"):
                 self.reporter.add(name, kind, entry.step, entry.step, entry.status)
                 continue
+            if entry is not None and entry.data != task.data.fingerprint:
+                raise UserError(
+                    f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give the "
+                    "task a new name"
+                )
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.arguments.load or Path(), entry)
             joining.append(task)
@@ -177,8 +176,8 @@ class Loop:
         for task in joining:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             step, total, status = self.engine.progress(name)
-            spec = task.spec.model_dump(mode="json")
-            self._entries.setdefault(name, SavedTask(name, step, status, "", "", spec)).status = status
+            fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
+            self._entries.setdefault(name, fresh).status = status
             self.reporter.add(name, kind, step, total, status)
             if step == 0:
                 self._evaluate(name)
@@ -311,7 +310,7 @@ class Loop:
         try:
             if path in self._files:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
-            tasks = prepare(self._joinable(load_task_file(path)), self.info, self.tokenizer, self.reporter.say)
+            tasks = prepare(self._joinable(load_task_file(path, data_later=True)), self.info, self.tokenizer, self.reporter.say)
         except UserError as error:
             problem = str(error)
         if self._all_agree(not problem):

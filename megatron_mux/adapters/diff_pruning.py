@@ -124,7 +124,7 @@ class _DifferenceProduct(torch.autograd.Function):
         return x @ (z * d).to(x.dtype).t()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, d, log_alpha = ctx.saved_tensors
         z, slope = _mask_of(log_alpha, ctx.difference, ctx.mask, ctx.key)

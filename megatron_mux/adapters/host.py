@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,8 @@ class Site:
     def columns(self) -> Tensor | None:
         """The module's columns of the BaseOp's output, None where it is all of them in order."""
         columns = self.part.columns
-        width = int(self.info.module.weight.shape[0])  # type: ignore[union-attr]
+        weight: Any = self.info.module.weight
+        width = weight.shape[0]
         if columns.shape[0] == width and bool((columns.cpu() == torch.arange(width)).all()):
             return None
         return columns

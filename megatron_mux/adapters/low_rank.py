@@ -123,7 +123,7 @@ class _LowRankLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[0] else None

@@ -37,6 +37,13 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
 }
 
+_SIZES = frozenset(
+    """
+    hidden_size n_embd num_hidden_layers n_layer num_layers num_attention_heads n_head num_heads num_key_value_heads
+    head_dim intermediate_size ffn_dim n_inner vocab_size max_position_embeddings n_positions window_size
+    """.split()
+)
+
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "swish")
 
 
@@ -101,6 +108,9 @@ def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -
     for name, allowed in {**_FIXED, **fields.fixed}.items():
         if name in full and full[name] not in allowed:
             problems.append(problem(name, full[name], " or ".join(json.dumps(v) for v in allowed)))
+    for name in _SIZES & full.keys():
+        if full[name] is not None and not (type(full[name]) is int and full[name] > 0):
+            problems.append(problem(name, full[name], "a positive whole number"))
     known = _IGNORED | fields.used | fields.ignored | set(fields.fixed) | set(_FIXED)
     for name, value in raw.items():
         if name not in known and value not in (None, False, "", [], {}):

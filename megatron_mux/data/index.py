@@ -77,6 +77,8 @@ def build_index(path: Path, tokeniser: Tokeniser, progress: Progress | None = No
             for number, line in enumerate(file, 1):
                 scan.line(number, offset, line, size)
                 offset += len(line)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     scan.flush()

@@ -28,7 +28,7 @@ from megatron_mux.engine.snapshot import Snapshot, gather
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import share_out
 from megatron_mux.fusion.plan import Plan, Policy, plan_for
-from megatron_mux.layout import MicroBatch
+from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import TimedAction, execute
 from megatron_mux.pipeline.template import one_f_one_b
@@ -254,7 +254,7 @@ class Engine:
         batches: dict[BatchKey, MicroBatch] = {}
         tokens: dict[str, int] = {}
         for b, bucket in enumerate(plan.buckets):
-            sequences: list[tuple[str, int, Tensor, Tensor, float]] = []
+            sequences: list[PackedSequence] = []
             for name in bucket.tasks:
                 own = self._sequences(name)
                 tokens[name] = sum(int(s[2].shape[0]) for s in own)
@@ -267,7 +267,7 @@ class Engine:
                 )
         return batches, tokens
 
-    def _sequences(self, name: str) -> list[tuple[str, int, Tensor, Tensor, float]]:
+    def _sequences(self, name: str) -> list[PackedSequence]:
         """The sequences of a task's next step, weighted so that its loss is the mean over their labels."""
         running = self._running[name]
         examples = [tensors(running.task.data[i]) for i in running.sampler.batch(running.step)]
@@ -299,6 +299,7 @@ class Engine:
         running = self._running[name]
         if running.task.evaluation is None:
             return None
+        options = running.task.spec.eval
         return evaluate(
             self.backbone,
             self.parallel,
@@ -307,6 +308,7 @@ class Engine:
             running.task.evaluation,
             running.position_offset,
             running.step,
+            None if options is None else options.per_device_eval_batch_size,
         )
 
     def snapshot(self, name: str) -> Snapshot | None:
@@ -342,8 +344,8 @@ class Engine:
 
 
 def _shares(
-    sequences: list[tuple[str, int, Tensor, Tensor, float]], parts: int
-) -> list[list[tuple[str, int, Tensor, Tensor, float]]]:
+    sequences: list[PackedSequence], parts: int
+) -> list[list[PackedSequence]]:
     """Sequences shared out by tokens, each task evenly."""
     if parts == 1:
         return [sequences]

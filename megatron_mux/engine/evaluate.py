@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.compute import EvaluationCompute
-from megatron_mux.layout import MicroBatch
+from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import forward_only
@@ -47,6 +47,7 @@ def evaluate(
     dataset: TaskDataset,
     position_offset: int,
     steps_done: int,
+    batch_size: int | None = None,
 ) -> EvalResult:
     """Evaluate `task` on `dataset`; every rank calls it and every rank gets the answer.
 
@@ -58,6 +59,7 @@ def evaluate(
         dataset: Held-out records.
         position_offset: The task's number of virtual tokens.
         steps_done: The task's optimizer steps so far.
+        batch_size: Most sequences of one pass; None is bound by tokens alone.
 
     Returns:
         Loss and accuracy.
@@ -70,7 +72,14 @@ def evaluate(
     own = torch.zeros(count, dtype=torch.int64)
     pending = _sequences(dataset, mine, choices, own)
     multiple = parallel.tp_size if parallel.sequence_parallel else 1
-    batches, ids = _batches(pending, task, position_offset, steps_done, multiple, parallel.device)
+
+    def pack(sequences: list[PackedSequence]) -> MicroBatch:
+        offset = {task: position_offset}
+        return layout.pack(
+            sequences, (task,), {task: steps_done}, offset, multiple, training=False, device=parallel.device
+        )
+
+    batches, ids = _batches(pending, task, pack, batch_size)
     compute = EvaluationCompute(
         backbone, batches, len(ids), parallel.is_last_stage, dataset.end_of_sequence
     )
@@ -109,35 +118,24 @@ def _sequences(
 def _batches(
     sequences: Iterator[tuple[int, Example]],
     task: str,
-    position_offset: int,
-    steps_done: int,
-    multiple: int,
-    device: torch.device,
+    pack: Callable[[list[PackedSequence]], MicroBatch],
+    batch_size: int | None,
 ) -> tuple[list[MicroBatch], list[int]]:
     """Micro-batches of at most `TOKENS_PER_PASS` tokens, and the table place of each sequence id."""
     ids: list[int] = []
     batches: list[MicroBatch] = []
-    current: list[tuple[str, int, torch.Tensor, torch.Tensor, float]] = []
+    current: list[PackedSequence] = []
     tokens = 0
-
-    def close() -> None:
-        nonlocal current, tokens
-        if current:
-            batches.append(
-                layout.pack(
-                    current, (task,), {task: steps_done}, {task: position_offset}, multiple, training=False, device=device
-                )
-            )
-        current, tokens = [], 0
-
     for place, example in sequences:
         length = len(example.tokens)
-        if tokens + length > TOKENS_PER_PASS:
-            close()
+        if current and (tokens + length > TOKENS_PER_PASS or len(current) == batch_size):
+            batches.append(pack(current))
+            current, tokens = [], 0
         current.append((task, len(ids), *tensors(example), 1.0))
         ids.append(place)
         tokens += length
-    close()
+    if current:
+        batches.append(pack(current))
     return batches, ids
 
 

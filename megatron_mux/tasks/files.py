@@ -19,7 +19,7 @@ from megatron_mux.tasks.wording import did_you_mean, sentences
 _OUTLINE = "`tasks:` and below it a list of tasks, each with name, adapter, data and training"
 
 
-def load_task_file(path: str | os.PathLike[str]) -> list[TaskSpec]:
+def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) -> list[TaskSpec]:
     """Read and check a task file.
 
     The top level is `tasks:` with a list, or one task by itself (as for `--mux-watch`). Relative paths in it start
@@ -28,6 +28,8 @@ def load_task_file(path: str | os.PathLike[str]) -> list[TaskSpec]:
 
     Args:
         path: The file.
+        data_later: Let missing data files pass when nothing else is wrong: whoever opens them then names them together
+            with what only shows against the backbone.
 
     Returns:
         The tasks, in the file's order.
@@ -42,21 +44,23 @@ def load_task_file(path: str | os.PathLike[str]) -> list[TaskSpec]:
         raise UserError(*problems)
     tasks: list[TaskSpec] = []
     first: dict[str, int] = {}
+    missing: list[str] = []
     items, alone = _items(value, path, problems)
     base = Path(os.path.abspath(path)).parent
     for number, item in enumerate(items, 1):
         where = _where(path, item, None if alone else number)
-        task, found = _task(item, base)
+        task, found, gone = _task(item, base)
         name = item.get("name") if isinstance(item, dict) else None
         if isinstance(name, str):
             if name in first:
                 found.append(f"name: is taken by task #{first[name]} already: every task needs its own")
             first.setdefault(name, number)
         problems += [f"{where}: {text}" for text in found]
+        missing += [f"{where}: {text}" for text in gone]
         if task is not None:
             tasks.append(task)
-    if problems:
-        raise UserError(*problems)
+    if problems or (missing and not data_later):
+        raise UserError(*problems, *missing)
     return tasks
 
 
@@ -88,30 +92,28 @@ def _where(path: Path, item: Any, number: int | None) -> str:
     return f"{path}: {label}" if number is None else f"{path}: {label} (#{number})"
 
 
-def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str]]:
-    """A validated task, or what is wrong with it."""
+def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]:
+    """A validated task, what is wrong with it, and which of its data files are missing."""
     if not isinstance(item, dict):
-        return None, [f"must be a mapping of {', '.join(TaskSpec.model_fields)}, got {shown(item)}"]
-    found: list[str] = []
-    odd = [key for key in item if not isinstance(key, str)]
+        return None, [f"must be a mapping of {', '.join(TaskSpec.model_fields)}, got {shown(item)}"], []
+    odd = [shown(key) for key in item if not isinstance(key, str)]
     if odd:
-        return None, [f"unknown key {shown(key)}: put quotes around it if it is meant as text" for key in odd]
+        return None, [f"unknown key {key}: put quotes around it if it is meant as text" for key in odd], []
+    found: list[str] = []
     if isinstance(item.get("adapter"), dict):
         adapter, problems = with_stored_config(item["adapter"], base)
         item = {**item, "adapter": adapter}
         found += [f"adapter.{text}" for text in problems]
+    task = None
     try:
         task = TaskSpec.model_validate(item, context={BASE_DIRECTORY: base})
     except ValidationError as error:
-        return None, found + sentences(error, item) + _missing_files(_raw_paths(item, base))
-    paths = {"data.path": task.data.path}
-    if task.eval is not None:
-        paths["eval.path"] = task.eval.path
-    return task, found + _missing_files(paths)
+        found += sentences(error, item)
+    return task, found, _missing_files(_data_paths(item, base))
 
 
-def _raw_paths(item: Mapping[str, Any], base: Path) -> dict[str, Path]:
-    """Paths of a task that did not validate, as far as they can be told."""
+def _data_paths(item: Mapping[str, Any], base: Path) -> dict[str, Path]:
+    """A task's data files, as far as they can be told: it may not have validated."""
     paths = {}
     for section in ("data", "eval"):
         value = item.get(section)

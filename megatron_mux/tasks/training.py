@@ -29,8 +29,8 @@ class EvalSpec(Section):
     """JSON Lines file of held-out records."""
     eval_steps: int = Field(default=500, ge=1)
     """Evaluate every so many of the task's steps, besides at its beginning and end."""
-    per_device_eval_batch_size: int = Field(default=8, ge=1)
-    """Sequences evaluated together; it changes memory, never the result."""
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
+    """Most sequences evaluated together; None takes as many as fill a pass. It changes memory, never the result."""
 
 
 def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:

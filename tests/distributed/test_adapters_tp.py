@@ -25,12 +25,10 @@ Divide = Callable[..., Parallel]
 
 def alone(parallel: Parallel) -> Any:
     """One rank by itself."""
-    return SimpleNamespace(  # what of a `Parallel` the adapters and the toy use
-        tp_rank=0,
-        tp_size=1,
-        tp_group=SimpleNamespace(size=lambda: 1, rank=lambda: 0),
-        device=parallel.device,
-        sequence_parallel=False,
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    # What of a `Parallel` adapters and the toy use.
+    return SimpleNamespace(
+        tp_rank=0, tp_size=1, tp_group=group, device=parallel.device, sequence_parallel=False
     )
 
 

@@ -15,7 +15,7 @@ from megatron_mux import layout
 from megatron_mux.backbone import Backbone
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from tests import tiny_models
+from tests import memory_probe, tiny_models
 
 SPLITS = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 2, True)]
 TOLERANCE = 5e-4
@@ -150,3 +150,25 @@ def test_stages_without_gradients_do_not_fail(
     assert hidden.requires_grad == (not parallel.is_first_stage)
     with torch.no_grad():
         assert not stages(backbone, batch).forward().requires_grad
+
+
+@pytest.mark.parametrize("split", SPLITS[:4], ids=lambda split: f"{split[0]}x{split[1]}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_loading_takes_little_more_than_the_shard(
+    name: str, dtype: torch.dtype, split: tuple[int, int, bool], joined: Joined, once: Any, checkpoints: Any
+) -> None:
+    """Peak host memory while loading, against the bytes of the rank's own parameters."""
+    sizes: dict[str, dict[str, int]] = {
+        "llama": {"vocab_size": 12000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
+        "gpt2": {"vocab_size": 12001, "n_embd": 512, "n_layer": 6},
+    }
+    path = once(f"large-{name}", lambda where: tiny_models.make(where, name, **sizes[name])) / name
+    parallel = joined(*split)
+    Backbone.load(checkpoints(name), parallel)  # whatever is imported or cached at first use
+    with memory_probe.Peak() as peak:
+        backbone = Backbone.load(path, parallel, dtype=dtype)
+    shard = sum(p.numel() * p.element_size() for p in backbone.model.parameters())
+    print(f"peak {peak.grown / shard:.3f} of a shard of {shard / 2**20:.1f} MiB")
+    assert shard > 8e6
+    assert peak.grown <= 1.2 * shard, (peak.grown, shard)

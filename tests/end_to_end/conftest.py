@@ -17,6 +17,14 @@ PathOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_progress_bars() -> None:
+    """transformers draws them while loading; tests look at what is printed."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """The tiny models are slower on two threads than on one."""
     before = torch.get_num_threads()

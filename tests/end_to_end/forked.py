@@ -122,7 +122,9 @@ class Server:
         elif kill_after is not None:
             time.sleep(kill_after)
         if kill_after is not None:
-            os.kill(pid, signal_number)  # the server reaps it after our next request only: the id is still its own
+            os.kill(
+                pid, signal_number
+            )  # the server reaps it after our next request only: the id is still its own
         self._process.stdin.write("wait\n")
         self._process.stdin.flush()
         status = int(self._answer(self._process.stdout))

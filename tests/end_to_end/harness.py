@@ -97,7 +97,9 @@ class Case:
     @property
     def task(self) -> Task:
         """What the engine registers."""
-        initial = None if self.initial is None else {key: value.clone() for key, value in self.initial.items()}
+        initial = (
+            None if self.initial is None else {key: value.clone() for key, value in self.initial.items()}
+        )
         return Task(self.spec, self.records.as_dataset(), initial=initial)
 
     def steps(self, count: int) -> list[list[Pair]]:
@@ -156,7 +158,9 @@ def assert_close(
     assert set(found) == set(wanted), f"{what}: keys differ: {sorted(set(found) ^ set(wanted))[:6]}"
     far: list[str] = []
     for key in wanted:
-        assert found[key].shape == wanted[key].shape, f"{what}: {key}: {found[key].shape} != {wanted[key].shape}"
+        assert found[key].shape == wanted[key].shape, (
+            f"{what}: {key}: {found[key].shape} != {wanted[key].shape}"
+        )
         distance = relative(found[key], wanted[key])
         if not distance <= tolerance:
             far.append(f"{key}: {distance:.2e}")
@@ -167,11 +171,15 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what:
     """Bit for bit."""
     assert set(found) == set(wanted), f"{what}: keys differ"
     for key in wanted:
-        assert torch.equal(found[key], wanted[key]), f"{what}: {key} differs by {relative(found[key], wanted[key]):.2e}"
+        assert torch.equal(found[key], wanted[key]), (
+            f"{what}: {key} differs by {relative(found[key], wanted[key]):.2e}"
+        )
 
 
 @torch.no_grad()
-def engine_logits(backbone: Backbone, case: Case, pairs: Sequence[Pair], virtual_tokens: int = 0) -> list[Tensor]:
+def engine_logits(
+    backbone: Backbone, case: Case, pairs: Sequence[Pair], virtual_tokens: int = 0
+) -> list[Tensor]:
     """`[L, V]` logits of every example under the adapter that is attached now."""
     batch = layout.pack(
         [(case.name, i, tokens, labelled, 1.0) for i, (tokens, labelled) in enumerate(pairs)],

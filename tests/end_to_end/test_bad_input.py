@@ -79,7 +79,9 @@ def _set(*path: Any) -> Callable[[Workplace, dict[str, dict[str, Any]]], None]:
     return make
 
 
-def _records(name: str, *records: str | dict[str, Any]) -> Callable[[Workplace, dict[str, dict[str, Any]]], None]:
+def _records(
+    name: str, *records: str | dict[str, Any]
+) -> Callable[[Workplace, dict[str, dict[str, Any]]], None]:
     """Let the LoRA task read these records."""
 
     def make(workplace: Workplace, tasks: dict[str, dict[str, Any]]) -> None:
@@ -98,27 +100,44 @@ MISTAKES: dict[str, Mistake] = {
     "a peft field that is not done": Mistake(_set("lora", "adapter", "use_dora", True), ["lora", "use_dora"]),
     "a wrong type": Mistake(_set("lora", "adapter", "r", "eight"), ["lora", "r", "eight"]),
     "a wrong range": Mistake(_set("diff", "adapter", "sparsity", 1.5), ["diff", "sparsity", "1.5"]),
-    "a true where a number belongs": Mistake(_set("lora", "training", "max_steps", True), ["lora", "max_steps"]),
+    "a true where a number belongs": Mistake(
+        _set("lora", "training", "max_steps", True), ["lora", "max_steps"]
+    ),
     "an unknown kind": Mistake(_set("lora", "adapter", "peft_type", "LORAX"), ["lora", "LORAX"]),
-    "a kind of peft that is not done": Mistake(_set("lora", "adapter", "peft_type", "VERA"), ["lora", "VERA"]),
+    "a kind of peft that is not done": Mistake(
+        _set("lora", "adapter", "peft_type", "VERA"), ["lora", "VERA"]
+    ),
     "an unknown schedule": Mistake(_set("lora", "training", "lr_scheduler_type", "cosin"), ["lora", "cosin"]),
     "an unknown optimizer": Mistake(_set("lora", "training", "optim", "adam8bit"), ["lora", "adam8bit"]),
     "a name that is a path": Mistake(lambda w, t: t.update({"../up": t.pop("prefix")}), ["../up"]),
     "a name of the run's own": Mistake(lambda w, t: t.update({"manifests": t.pop("prefix")}), ["manifests"]),
-    "an unknown module": Mistake(_set("lora", "adapter", "target_modules", ["q_prj"]), ["lora", "q_prj", "q_proj"]),
-    "another family's module": Mistake(_set("diff", "adapter", "target_modules", ["c_attn"]), ["diff", "c_attn"]),
+    "an unknown module": Mistake(
+        _set("lora", "adapter", "target_modules", ["q_prj"]), ["lora", "q_prj", "q_proj"]
+    ),
+    "another family's module": Mistake(
+        _set("diff", "adapter", "target_modules", ["c_attn"]), ["diff", "c_attn"]
+    ),
     "a missing data file": Mistake(_set("lora", "data", "path", "gone.jsonl"), ["lora", "gone.jsonl"]),
     "a missing evaluation file": Mistake(_set("lora", "eval", "path", "gone.jsonl"), ["lora", "gone.jsonl"]),
     "a directory for a data file": Mistake(_set("lora", "data", "path", "backbone"), ["lora", "backbone"]),
     "a broken line": Mistake(_records("broken.jsonl", GOOD, '{"prompt": "w1', GOOD), ["broken.jsonl", "2"]),
     "a line that is no object": Mistake(_records("list.jsonl", GOOD, "[1, 2]"), ["list.jsonl", "2"]),
-    "a record of no known shape": Mistake(_records("shape.jsonl", GOOD, {"question": "w1"}), ["shape.jsonl", "2"]),
+    "a record of no known shape": Mistake(
+        _records("shape.jsonl", GOOD, {"question": "w1"}), ["shape.jsonl", "2"]
+    ),
     "a number for a text": Mistake(_records("number.jsonl", {"text": 5}), ["number.jsonl", "1"]),
     "an empty file": Mistake(_records("empty.jsonl"), ["empty.jsonl"]),
-    "nothing to learn": Mistake(_records("cut.jsonl", {"prompt": "w1 " * 40, "completion": "w2"}), ["cut.jsonl", "24"]),
-    "no such adapter": Mistake(_set("lora", "adapter", "adapter_name_or_path", "nowhere"), ["lora", "nowhere"]),
+    "nothing to learn": Mistake(
+        _records("cut.jsonl", {"prompt": "w1 " * 40, "completion": "w2"}), ["cut.jsonl", "24"]
+    ),
+    "no such adapter": Mistake(
+        _set("lora", "adapter", "adapter_name_or_path", "nowhere"), ["lora", "nowhere"]
+    ),
     "not utf-8": Mistake(
-        lambda w, t: ((w.root / "latin.jsonl").write_bytes(b'{"text": "\xe9t\xe9"}\n'), _set("lora", "data", "path", "latin.jsonl")(w, t)),
+        lambda w, t: (
+            (w.root / "latin.jsonl").write_bytes(b'{"text": "\xe9t\xe9"}\n'),
+            _set("lora", "data", "path", "latin.jsonl")(w, t),
+        ),
         ["latin.jsonl", "1"],
     ),
     "several at once": Mistake(
@@ -144,7 +163,11 @@ MISTAKES: dict[str, Mistake] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_tasks(
-    name: str, workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    workplace: Workplace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mistake = MISTAKES[name]
     tasks = copy.deepcopy(TASKS)
@@ -177,9 +200,23 @@ def test_two_tasks_of_one_name(workplace: Workplace, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "text", ["tasks: [", "", "- a", "tasks: {}", "tasks: []", "task: []", "tasks: 5", "\0", "tasks: [{name: x}]", "!!python/object:os.system {}"]
+    "text",
+    [
+        "tasks: [",
+        "",
+        "- a",
+        "tasks: {}",
+        "tasks: []",
+        "task: []",
+        "tasks: 5",
+        "\0",
+        "tasks: [{name: x}]",
+        "!!python/object:os.system {}",
+    ],
 )
-def test_a_task_file_that_is_none(text: str, workplace: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_file_that_is_none(
+    text: str, workplace: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = workplace.root / "none.yaml"
     file.write_text(text)
     found = complaints(workplace.arguments(tasks=file), capsys)
@@ -271,7 +308,10 @@ BACKBONES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (lambda d: shutil.rmtree(d), []),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json"]),
     "a broken config": (lambda d: (d / "config.json").write_text("{"), ["config.json"]),
-    "an unknown family": (lambda d: spoil_config(d, model_type="mamba", architectures=["MambaForCausalLM"]), ["mamba"]),
+    "an unknown family": (
+        lambda d: spoil_config(d, model_type="mamba", architectures=["MambaForCausalLM"]),
+        ["mamba"],
+    ),
     "what we do not do": (
         lambda d: spoil_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
         ["yarn"],
@@ -311,7 +351,9 @@ def finished(workplace: Workplace, server: Server) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()
+    }
 
 
 def test_saving_onto_a_run(workplace: Workplace, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +389,10 @@ def test_continuing_with_a_changed_task(
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "cut off": (lambda d: cut(d / "adapter_model.safetensors", 0.5), ["adapter_model.safetensors"]),
-    "not safetensors": (lambda d: (d / "adapter_model.safetensors").write_text("x"), ["adapter_model.safetensors"]),
+    "not safetensors": (
+        lambda d: (d / "adapter_model.safetensors").write_text("x"),
+        ["adapter_model.safetensors"],
+    ),
     "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
     "no config": (lambda d: (d / "adapter_config.json").unlink(), ["adapter_config.json"]),
     "another rank": (lambda d: spoil_config_of_adapter(d, r=2), ["r"]),
@@ -441,7 +486,9 @@ def test_a_full_disk(name: str, workplace: Workplace, server: Server, finished: 
         assert (directory / last).read_bytes() == (finished / last).read_bytes()
 
 
-def test_a_place_that_cannot_be_written(workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written(
+    workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     found = complaints(workplace.arguments("--save", tmp_path / "file" / "run"), capsys)
     assert len(found) == 1 and "--save" in found[0]

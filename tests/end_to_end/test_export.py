@@ -113,7 +113,10 @@ def test_own_kinds_come_back_as_they_were(
     backbone_of: BackboneOf, parallel: Parallel, tmp_path: Path
 ) -> None:
     backbone, targets = backbone_of("llama"), FAMILIES["llama"]
-    own = {"bottleneck": bottleneck(targets.outputs, non_linearity="silu"), "diff": diff_pruning(targets.query_value)}
+    own = {
+        "bottleneck": bottleneck(targets.outputs, non_linearity="silu"),
+        "diff": diff_pruning(targets.query_value),
+    }
     for name, section in own.items():
         case = make_case(name, section)
         engine = Engine(backbone, parallel)
@@ -123,12 +126,20 @@ def test_own_kinds_come_back_as_they_were(
         before, logits = adapter(engine, name), engine_logits(backbone, case, case.records.pairs[:3])
         directory = save(engine, case, tmp_path / name)
         engine.remove_task(name)
-        assert json.loads((directory / "adapter_config.json").read_text())["peft_type"] == section["peft_type"]
+        assert (
+            json.loads((directory / "adapter_config.json").read_text())["peft_type"] == section["peft_type"]
+        )
         spec = TaskSpec.model_validate(
             {**case.spec.plain(), "adapter": {**section, "adapter_name_or_path": str(directory)}}
         )
         engine.register_tasks(
-            [Task(spec, case.records.as_dataset(), initial=read_adapter(directory, spec.adapter, backbone.info))]
+            [
+                Task(
+                    spec,
+                    case.records.as_dataset(),
+                    initial=read_adapter(directory, spec.adapter, backbone.info),
+                )
+            ]
         )
         try:
             if name == "bottleneck":
@@ -148,7 +159,11 @@ def test_a_merged_lora_is_the_engine(
     backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, tmp_path: Path
 ) -> None:
     """What people do next with an adapter: merge it into the weights."""
-    case = make_case("lora", lora("all-linear", r=4), peft_solo.random_adapter(path_of("qwen2"), lora("all-linear", r=4), 1))
+    case = make_case(
+        "lora",
+        lora("all-linear", r=4),
+        peft_solo.random_adapter(path_of("qwen2"), lora("all-linear", r=4), 1),
+    )
     engine = Engine(backbone_of("qwen2"), parallel)
     engine.register_tasks([case.task])
     try:

@@ -18,7 +18,15 @@ from megatron_mux.engine import Engine
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix
-from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records, train
+from tests.end_to_end.harness import (
+    Case,
+    adapter,
+    assert_close,
+    assert_same,
+    engine_logits,
+    random_records,
+    train,
+)
 from tests.reference import peft_solo, plain
 
 EXACT = 1e-10  # fp64
@@ -46,7 +54,10 @@ def random_adapter(path: Path, section: dict[str, Any], seed: int, dtype: torch.
 
 
 def make_cases(
-    path: Path, sections: dict[str, dict[str, Any]], training: dict[str, Any], dtype: torch.dtype = torch.float64
+    path: Path,
+    sections: dict[str, dict[str, Any]],
+    training: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Case]:
     """A task of each section, with records and initial adapters of their own."""
     return {
@@ -61,7 +72,9 @@ def make_cases(
     }
 
 
-def moved(backbone: Backbone, parallel: Parallel, cases: list[Case], **engine: Any) -> dict[str, dict[str, Tensor]]:
+def moved(
+    backbone: Backbone, parallel: Parallel, cases: list[Case], **engine: Any
+) -> dict[str, dict[str, Tensor]]:
     """How far one step of plain SGD at rate 1 moves each adapter: its gradient."""
     after = train(backbone, parallel, cases, 1, **engine).tensors
     gradients = {}
@@ -84,7 +97,9 @@ def test_gradients_together_are_those_alone(
         assert_close(together[name], moved(backbone, parallel, [case])[name], EXACT, name)
 
 
-@pytest.mark.parametrize("how", [{"micro_batches": 3}, {"policy": "temporal"}, {"policy": "temporal", "micro_batches": 2}])
+@pytest.mark.parametrize(
+    "how", [{"micro_batches": 3}, {"policy": "temporal"}, {"policy": "temporal", "micro_batches": 2}]
+)
 def test_gradients_do_not_depend_on_the_plan(
     how: dict[str, Any], backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
@@ -115,7 +130,13 @@ def test_dropout_masks_together_are_those_alone(
         assert together.losses(name) == pytest.approx(alone.losses(name), rel=1e-6), name  # reported in fp32
         assert_close(together.tensors[name], alone.tensors[name], 1e-9, name)
     observed = cases["observed"]
-    dry = Case("dry", {**observed.adapter, "lora_dropout": 0.0}, observed.training, observed.records, observed.initial)
+    dry = Case(
+        "dry",
+        {**observed.adapter, "lora_dropout": 0.0},
+        observed.training,
+        observed.records,
+        observed.initial,
+    )
     without = train(backbone, parallel, [dry], 4).losses("dry")
     assert all(abs(a - b) > 1e-6 * abs(b) for a, b in zip(together.losses("observed"), without, strict=True))
 
@@ -211,7 +232,10 @@ def test_a_poisoned_adapter_of_any_kind_changes_nothing(
     sections = {"first": all_kinds["lora"], "poisoned": all_kinds[kind]} | all_kinds
     cases = make_cases(path_of("llama"), sections, ADAMW, torch.float32)
     check_victims(
-        backbone_of("llama", torch.float32), parallel, cases, lambda backbone, case: tensors_become(case, "", value)
+        backbone_of("llama", torch.float32),
+        parallel,
+        cases,
+        lambda backbone, case: tensors_become(case, "", value),
     )
 
 
@@ -226,7 +250,9 @@ def check_victims(backbone: Backbone, parallel: Parallel, cases: dict[str, Case]
     assert [result.status for result in sick_for_longer.results["poisoned"]] == ["failed"]
     assert "step 1" in sick.results["poisoned"][0].reason
     for key, value in sick_for_longer.tensors["poisoned"].items():
-        assert torch.equal(value.nan_to_num(7.0), spoiled[key].nan_to_num(7.0)), f"the poisoned task stepped: {key}"
+        assert torch.equal(value.nan_to_num(7.0), spoiled[key].nan_to_num(7.0)), (
+            f"the poisoned task stepped: {key}"
+        )
     victims = {name: case for name, case in cases.items() if name != "poisoned"}
     without = train(backbone, parallel, list(victims.values()), 3)
     for name in victims:

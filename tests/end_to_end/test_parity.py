@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
@@ -21,7 +20,12 @@ VOCABULARY = 96  # of the smallest tiny model
 
 # Batch size, accumulation, optimizer, schedule, clipping: no two tasks alike.
 RECIPES = (
-    {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "lr_scheduler_type": "cosine", "warmup_steps": 3},
+    {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+    },
     {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,

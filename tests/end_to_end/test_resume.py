@@ -91,7 +91,9 @@ def assert_tidy(directory: Path) -> None:
     assert not left, left
 
 
-def resume(server: Server, workplace: Workplace, directory: Path, *more: str, tasks: Path | None = None) -> Run:
+def resume(
+    server: Server, workplace: Workplace, directory: Path, *more: str, tasks: Path | None = None
+) -> Run:
     """Continue a run to its end."""
     flags = ["--save", directory, "--load", directory, "--save-interval", "3", *more]
     run = server.run(workplace.arguments(*flags, tasks=tasks))
@@ -169,7 +171,9 @@ def test_continued_into_another_directory(
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
 
 
-def test_an_empty_directory_starts_anew_with_a_warning(workplace: Workplace, server: Server, tmp_path: Path) -> None:
+def test_an_empty_directory_starts_anew_with_a_warning(
+    workplace: Workplace, server: Server, tmp_path: Path
+) -> None:
     run = server.run(workplace.arguments("--save", tmp_path / "new", "--load", tmp_path / "new"))
     assert run.status == 0, run.errors
     assert "starting anew" in run.output + run.errors
@@ -227,7 +231,10 @@ def test_the_script_itself_killed_and_continued(
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(workplace.root / "script.log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_mux.py"), *arguments], env=environment, stdout=log, stderr=log
+            [sys.executable, str(ROOT / "pretrain_mux.py"), *arguments],
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
     while process.poll() is None and steps_seen(directory) < 50:
         time.sleep(0.005)

@@ -78,16 +78,26 @@ class Workplace:
         """The task file."""
         return self.root / "tasks.yaml"
 
-    def arguments(self, *more: str | Path, tasks: Path | None = None, backbone: Path | None = None) -> list[str]:
+    def arguments(
+        self, *more: str | Path, tasks: Path | None = None, backbone: Path | None = None
+    ) -> list[str]:
         """Command line of `pretrain_mux.py`."""
-        usual = ["--backbone", backbone or self.backbone, "--mux-tasks", tasks or self.tasks, "--mux-no-progress"]
+        usual = [
+            "--backbone",
+            backbone or self.backbone,
+            "--mux-tasks",
+            tasks or self.tasks,
+            "--mux-no-progress",
+        ]
         return [str(part) for part in [*usual, *more]]
 
     def write_tasks(self, name: str, tasks: Mapping[str, Mapping[str, Any]]) -> Path:
         """Another task file."""
         path = self.root / name
         # JSON is YAML.
-        path.write_text(json.dumps({"tasks": [{"name": key, **value} for key, value in tasks.items()]}, indent=1))
+        path.write_text(
+            json.dumps({"tasks": [{"name": key, **value} for key, value in tasks.items()]}, indent=1)
+        )
         return path
 
     def write_records(self, name: str, records: Sequence[Mapping[str, Any] | str]) -> Path:

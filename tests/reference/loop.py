@@ -75,7 +75,9 @@ def batch_loss(model: nn.Module, examples: Sequence[Example], labels_in_step: in
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     logits = logits[:, -ids.shape[1] :]  # some wrappers return rows for virtual tokens too
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
     return total / labels_in_step
 
 
@@ -84,7 +86,10 @@ def make_optimizer(named: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.o
     spared_names = {name for name in named if "bias" in name or "log_alpha" in name}
     decayed = [value for name, value in named.items() if name not in spared_names]
     spared = [value for name, value in named.items() if name in spared_names]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if recipe.optim == "sgd":
         return torch.optim.SGD(groups, lr=recipe.learning_rate)
@@ -125,7 +130,10 @@ def train(
     """
     optimizer = make_optimizer(named, recipe)
     scheduler = get_scheduler(
-        recipe.lr_scheduler_type, optimizer, num_warmup_steps=recipe.warmup_steps, num_training_steps=recipe.max_steps
+        recipe.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=recipe.warmup_steps,
+        num_training_steps=recipe.max_steps,
     )
     result = SoloResult([], [], [], {})
     for index, examples in enumerate(steps):

@@ -27,9 +27,13 @@ def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> nn.Modul
     return model
 
 
-def wrap(model: nn.Module, adapter: Mapping[str, Any], initial: Mapping[str, Tensor] | None = None) -> nn.Module:
+def wrap(
+    model: nn.Module, adapter: Mapping[str, Any], initial: Mapping[str, Tensor] | None = None
+) -> nn.Module:
     """`model` with the adapter of a tasks.yaml block on it (fields as in peft), starting from `initial`."""
-    fields = {key: value for key, value in adapter.items() if key not in ("peft_type", "adapter_name_or_path")}
+    fields = {
+        key: value for key, value in adapter.items() if key not in ("peft_type", "adapter_name_or_path")
+    }
     config = PEFT_TYPE_TO_CONFIG_MAPPING[adapter["peft_type"]](task_type="CAUSAL_LM", **fields)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fan_in_fan_out is corrected for Conv1D, with a warning
@@ -54,7 +58,9 @@ def random_adapter(
     path: Path | str, adapter: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """An adapter that does something: random values of everyday size in every tensor, B of LoRA included."""
-    shapes = {key: value.shape for key, value in get_peft_model_state_dict(wrap(load_model(path), adapter)).items()}
+    shapes = {
+        key: value.shape for key, value in get_peft_model_state_dict(wrap(load_model(path), adapter)).items()
+    }
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for key in sorted(shapes):

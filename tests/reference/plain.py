@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from .loop import Example, Recipe, SoloResult, train
 from .peft_solo import load_model
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 def targeted(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -56,7 +61,10 @@ class Bottleneck:
             down, down_bias, up, up_bias = (self.parameters[name] for name in self.keys(path))
 
             def hook(
-                module: nn.Module, inputs: Any, y: Tensor, p: tuple[Tensor, ...] = (down, down_bias, up, up_bias)
+                module: nn.Module,
+                inputs: Any,
+                y: Tensor,
+                p: tuple[Tensor, ...] = (down, down_bias, up, up_bias),
             ) -> Tensor:
                 return y + scaling * (act(y @ p[0].T + p[1]) @ p[2].T + p[3])
 
@@ -79,7 +87,9 @@ class Bottleneck:
         shapes: dict[str, tuple[int, ...]] = {}
         for path, module in targeted(model, section["target_modules"]).items():
             width, _ = widths(module)
-            shapes |= dict(zip(Bottleneck.keys(path), ((size, width), (size,), (width, size), (width,)), strict=True))
+            shapes |= dict(
+                zip(Bottleneck.keys(path), ((size, width), (size,), (width, size), (width,)), strict=True)
+            )
         return shapes
 
 
@@ -180,7 +190,9 @@ def noise(seed: int, step: int, path: str, shape: torch.Size) -> Tensor:
 def final_difference(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What saved tensors of diff pruning stand for, by module."""
     modules = {name.removesuffix(".diff.weight") for name in tensors if name.endswith(".diff.weight")}
-    return {m: tensors[f"{m}.diff.weight"] * stretched(tensors[f"{m}.diff.log_alpha"]) for m in sorted(modules)}
+    return {
+        m: tensors[f"{m}.diff.weight"] * stretched(tensors[f"{m}.diff.log_alpha"]) for m in sorted(modules)
+    }
 
 
 def random_adapter(

@@ -100,6 +100,17 @@ tasks:
     assert (second.training.learning_rate, second.training.num_train_epochs) == (5e-5, 3.0)
 
 
+def test_missing_data_may_be_left_to_whoever_opens_it(folder: Path) -> None:
+    path = folder / "tasks.yaml"
+    path.write_text(yaml.safe_dump({"tasks": [task(data__path="gone.jsonl")]}))
+    (spec,) = load_task_file(path, data_later=True)
+    assert spec.data.path == folder / "gone.jsonl"
+    path.write_text(yaml.safe_dump({"tasks": [task(data__path="gone.jsonl", adapter__r=0)]}))
+    with pytest.raises(UserError) as caught:
+        load_task_file(path, data_later=True)
+    assert len(caught.value.problems) == 2
+
+
 def test_one_task_by_itself(folder: Path) -> None:
     (folder / "one.yaml").write_text(yaml.safe_dump(task()))
     assert [t.name for t in load_task_file(folder / "one.yaml")] == ["movie"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.diff_pruning import freeze_step, gate, kept_entries
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.test_adapter_kinds import gradients, inputs, run
-from tests.unit.adapters.toy import Reference, Toy, adapter_tensors, make_batch, sizes, task
+from tests.unit.adapters.toy import Reference, Toy, adapter_tensors, diff, make_batch, sizes
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +21,7 @@ def parallel() -> Iterator[Parallel]:
     runtime.shutdown()
 
 
-def diff(sparsity: float = 0.9) -> Any:
-    return task(
-        "diff",
-        peft_type="DIFF_PRUNING",
-        sparsity=sparsity,
-        l0_weight=1e-3,
-        target_modules=["q_proj", "o_proj", "up_proj"],
-    )
+TARGETS = ["q_proj", "o_proj", "up_proj"]
 
 
 def test_schedule_leaves_time_for_both_halves() -> None:
@@ -41,7 +33,7 @@ def test_ends_at_the_requested_sparsity(parallel: Parallel, sparsity: float) -> 
     shape = sizes()
     toy = Toy(shape, parallel)
     adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
-    spec = diff(sparsity)
+    spec = diff("diff", TARGETS, sparsity)
     adapter = adapters.add(spec, 9)
     optimizer = torch.optim.AdamW([p.value for p in adapter.parameters], lr=0.05, weight_decay=0.0)
     for step in range(9):
@@ -65,7 +57,7 @@ def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
     adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
-    spec = diff(0.75)
+    spec = diff("diff", TARGETS, 0.75)
     tensors = adapter_tensors(spec, shape)
     adapter = adapters.add(spec, 3, tensors)
     adapter.after_step(2)
@@ -81,16 +73,12 @@ def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
     wanted = gradients(adapters, "diff")
     saved = {p.key: p.value.detach().clone() for p in adapter.parameters}
     state = adapter.state()
-    reference = Reference(
-        toy.weights,
-        spec,
-        {k: v.clone().requires_grad_() for k, v in saved.items()},
-        batch,
-        {k: v.double() for k, v in state.items()},
-    )
-    reference.forward(rows[: batch.task_rows["diff"][1]], weights[: batch.task_rows["diff"][1]])[1].backward()
+    leaves = {k: v.clone().requires_grad_() for k, v in saved.items()}
+    reference = Reference(toy.weights, spec, leaves, batch, {k: v.double() for k, v in state.items()})
+    own = slice(*batch.task_rows["diff"])
+    reference.forward(rows[own], weights[own])[1].backward()
     for key, mask in state.items():
-        torch.testing.assert_close(wanted[key], reference.tensors[key].grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(wanted[key], leaves[key].grad, rtol=0, atol=1e-10)
         assert (wanted[key][mask == 0] == 0).all()
     adapters.remove("diff")
     again = adapters.add(spec, 3, saved)
@@ -105,7 +93,7 @@ def test_penalty_is_the_expected_number_of_nonzeros(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
     adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
-    spec = diff()
+    spec = diff("diff", TARGETS)
     adapter = adapters.add(spec, 9, adapter_tensors(spec, shape))
     value = adapter.penalty(0)
     expected = torch.zeros((), dtype=torch.float64)

@@ -227,8 +227,8 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed(parallel: Parallel
     first = adapters.tasks["lora-qv"].parameters[0].value.detach().clone()
     bound = shape.hidden**-0.5
     assert first.abs().max() <= bound and first.abs().max() > 0.7 * bound
-    other = task("again", seed=8, **vars(MIXTURE[0].adapter))
-    same = task("same", seed=7, **vars(MIXTURE[0].adapter))
+    fields: dict[str, Any] = vars(MIXTURE[0].adapter)
+    other, same = task("again", seed=8, **fields), task("same", seed=7, **fields)
     assert not torch.equal(adapters.add(other, 9).parameters[0].value, first)
     assert torch.equal(adapters.add(same, 9).parameters[0].value, first)
 

@@ -72,12 +72,8 @@ def test_gradcheck() -> None:
 
 
 def test_half_precision_backbone_keeps_fp32_parameters() -> None:
-    tasks: list[TaskTerms] = [
-        (
-            (0, T),
-            [LowRankTerm(torch.randn(2, K).requires_grad_(), torch.randn(N, 2).requires_grad_(), None, 1.0)],
-        )
-    ]
+    down, up = torch.randn(2, K).requires_grad_(), torch.randn(N, 2).requires_grad_()
+    tasks: list[TaskTerms] = [((0, T), [LowRankTerm(down, up, None, 1.0)])]
     x = random(T, K).bfloat16().requires_grad_()
     y = low_rank_linear(x, random(N, K).bfloat16(), None, tasks)
     y.sum().backward()

@@ -24,31 +24,23 @@ from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
-from tests.unit.adapters.toy import lora, noise, task
+from tests.unit.adapters.toy import ia3, lora, noise, task
 
+QVO, IA3 = ["q_proj", "v_proj", "o_proj"], ["k_proj", "v_proj", "down_proj"]
 PEFT = {
-    "lora": lora("t", target_modules=["q_proj", "v_proj", "o_proj"]),
+    "lora": lora("t", target_modules=QVO),
     "rslora": lora("t", target_modules="all-linear", use_rslora=True, r=5),
     "regex": lora("t", target_modules=r".*layers\.[02]\.mlp\.(gate|down)_proj"),
-    "ia3": task(
-        "t",
-        peft_type="IA3",
-        target_modules=["k_proj", "v_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-    ),
-    "ia3-paths": task(
-        "t", peft_type="IA3", target_modules=["mlp.down_proj", "k_proj"], feedforward_modules=["down_proj"]
-    ),
-    "ia3-none": task("t", peft_type="IA3", target_modules=["o_proj", "up_proj"], feedforward_modules=[]),
+    "ia3": ia3("t", IA3, ["down_proj"]),
+    "ia3-paths": ia3("t", ["mlp.down_proj", "k_proj"], ["down_proj"]),
+    "ia3-none": ia3("t", ["o_proj", "up_proj"], []),
     "prefix": task("t", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
 }
 GPT2 = {
     "lora": lora("t", target_modules=["c_attn"]),
     "rslora": lora("t", target_modules="all-linear", use_rslora=True, r=5),
-    "ia3": task(
-        "t", peft_type="IA3", target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]
-    ),
-    "ia3-ff": task("t", peft_type="IA3", target_modules=["c_attn", "c_proj"], feedforward_modules=["c_attn"]),
+    "ia3": ia3("t", ["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
+    "ia3-ff": ia3("t", ["c_attn", "c_proj"], ["c_attn"]),
     "prefix": PEFT["prefix"],
 }
 CASES = [("llama", k, v) for k, v in PEFT.items()] + [("gpt2", k, v) for k, v in GPT2.items()]
@@ -215,16 +207,10 @@ def refusal(directory: Path, spec: Any, info: Any) -> str:
 def test_refusals_name_what_is_wrong(stored: Path, backbones: Any) -> None:
     info, good = backbones["llama"][1].info, PEFT["lora"]
     assert "is a LORA adapter, the task asks for IA3" in refusal(stored, PEFT["ia3"], info)
-    assert "has r = 3, the task 4" in refusal(
-        stored, lora("t", target_modules=good.adapter.target_modules, r=4), info
-    )
-    assert "lora_alpha = 5, the task 6" in refusal(
-        stored, lora("t", target_modules=good.adapter.target_modules, lora_alpha=6), info
-    )
+    assert "has r = 3, the task 4" in refusal(stored, lora("t", target_modules=QVO, r=4), info)
+    assert "lora_alpha = 5, the task 6" in refusal(stored, lora("t", target_modules=QVO, lora_alpha=6), info)
     assert "which the task does not target" in refusal(stored, lora("t", target_modules=["q_proj"]), info)
-    assert "k_proj.lora_A.weight and" in refusal(
-        stored, lora("t", target_modules=["k_proj", "q_proj", "v_proj", "o_proj"]), info
-    )
+    assert "k_proj.lora_A.weight and" in refusal(stored, lora("t", target_modules=["k_proj", *QVO]), info)
     assert "adapter_config.json" in refusal(stored.parent / "nowhere", good, info)
     (stored / "adapter_config.json").write_text("{")
     assert "cannot be read" in refusal(stored, good, info)

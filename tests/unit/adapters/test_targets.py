@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import constants
+from transformers.pytorch_utils import Conv1D
 
 from megatron_mux.adapters.targets import (
     check_bottleneck,
@@ -31,11 +32,8 @@ LLAMA = [
     "mlp.down_proj",
 ]
 PATHS = [f"model.layers.{i}.{name}" for i in range(12) for name in LLAMA]
-GPT2 = [
-    f"transformer.h.{i}.{name}"
-    for i in range(2)
-    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-]
+OF_GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+GPT2 = [f"transformer.h.{i}.{name}" for i in range(2) for name in OF_GPT2]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +108,9 @@ def test_module_shapes_are_those_of_transformers(name: str) -> None:
         else 4 * config.hidden_size,
     )
     seen = 0
+    linear = (torch.nn.Linear, Conv1D)
     for path, module in model.named_modules():
-        if (
-            "lm_head" in path
-            or not hasattr(module, "weight")
-            or module.weight.dim() != 2
-            or isinstance(module, torch.nn.Embedding)
-        ):
+        if not isinstance(module, linear) or "lm_head" in path:
             continue
         rows, columns = module.weight.shape
         assert module_shape(path, shape) == ((columns, rows) if name == "gpt2" else (rows, columns)), path

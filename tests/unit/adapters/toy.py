@@ -37,16 +37,8 @@ def sizes(
     heads: int = 4, kv_heads: int = 2, head_dim: int = 6, hidden: int = 12, ffn: int = 20, layers: int = 2
 ) -> Any:
     """The part of a `BackboneShape` that adapters and the toy use."""
-    shape = SimpleNamespace(
-        family="llama",
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        ffn=ffn,
-        layers=layers,
-        gated=True,
-    )
+    shape = SimpleNamespace(family="llama", layers=2, gated=True, heads=heads, kv_heads=kv_heads)
+    shape.hidden, shape.ffn, shape.head_dim = hidden, ffn, head_dim
     widths = {
         "linear_qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
         "linear_proj": (heads * head_dim, hidden),
@@ -272,7 +264,7 @@ class Reference:
     def linear(self, path: str, x: Tensor) -> Tensor:
         """A module with the task's adapter, if it targets it."""
         weight, bias = self.weights.matrices[path], self.weights.biases[path]
-        adapter = self.spec.adapter
+        adapter: Any = self.spec.adapter
         if path not in self.targets:
             return F.linear(x, weight, bias)
         named = {
@@ -283,10 +275,8 @@ class Reference:
         if adapter.peft_type == "LORA":
             scale = adapter.lora_alpha / (adapter.r**0.5 if adapter.use_rslora else adapter.r)
             dropped = x * self.keep(path, x.shape[1])
-            return (
-                F.linear(x, weight, bias)
-                + scale * dropped @ named["lora_A.weight"].T @ named["lora_B.weight"].T
-            )
+            delta: Tensor = scale * dropped @ named["lora_A.weight"].T @ named["lora_B.weight"].T
+            return F.linear(x, weight, bias) + delta
         if adapter.peft_type == "IA3":
             factor = named["ia3_l"].flatten()
             if path in self.inputs:
@@ -294,9 +284,10 @@ class Reference:
             return F.linear(x, weight, bias) * factor
         if adapter.peft_type == "BOTTLENECK":
             y = F.linear(x, weight, bias)
-            act = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}[adapter.non_linearity]
-            inner = act(y @ named["adapter_down.weight"].T + named["adapter_down.bias"])
-            return y + adapter.scaling * (inner @ named["adapter_up.weight"].T + named["adapter_up.bias"])
+            inner = y @ named["adapter_down.weight"].T + named["adapter_down.bias"]
+            inner = F.relu(inner) if adapter.non_linearity == "relu" else F.gelu(inner)
+            up: Tensor = inner @ named["adapter_up.weight"].T + named["adapter_up.bias"]
+            return y + float(adapter.scaling) * up
         return F.linear(x, weight + self.difference(path, named), bias)
 
     def keep(self, path: str, width: int) -> Tensor | float:
@@ -309,7 +300,8 @@ class Reference:
         mask = keep_mask(
             key, batch.sequence_ids[start:stop], batch.token_index[start:stop], (0, width), probability
         )
-        return mask.double() / (1 - probability)
+        kept: Tensor = mask.double() / (1 - probability)
+        return kept
 
     def difference(self, path: str, named: Mapping[str, Tensor]) -> Tensor:
         """Diff pruning's change of a weight."""
@@ -326,10 +318,8 @@ class Reference:
 
 def lora(name: str, **fields: Any) -> Any:
     """A LoRA task."""
-    return task(
-        name,
-        **({"peft_type": "LORA", "r": 3, "lora_alpha": 5, "lora_dropout": 0.0, "use_rslora": False} | fields),
-    )
+    common: dict[str, Any] = {"r": 3, "lora_alpha": 5, "lora_dropout": 0.0, "use_rslora": False}
+    return task(name, peft_type="LORA", **(common | fields))
 
 
 def task(name: str, seed: int = 7, **adapter: Any) -> Any:
@@ -337,21 +327,35 @@ def task(name: str, seed: int = 7, **adapter: Any) -> Any:
     return SimpleNamespace(name=name, adapter=SimpleNamespace(**adapter), training=SimpleNamespace(seed=seed))
 
 
+def ia3(name: str, targets: list[str], feedforward: list[str]) -> Any:
+    """An IA3 task."""
+    return task(name, peft_type="IA3", target_modules=targets, feedforward_modules=feedforward)
+
+
+def bottleneck(name: str, targets: Any, **fields: Any) -> Any:
+    """A bottleneck task."""
+    common = {"bottleneck_size": 4, "non_linearity": "relu", "scaling": 1.0} | fields
+    return task(name, peft_type="BOTTLENECK", target_modules=targets, **common)
+
+
+def diff(name: str, targets: list[str], sparsity: float = 0.9) -> Any:
+    """A diff pruning task."""
+    return task(name, peft_type="DIFF_PRUNING", sparsity=sparsity, l0_weight=1e-3, target_modules=targets)
+
+
 def mixture() -> list[Any]:
     """Tasks of every kind with different ranks and targets."""
-    every = "all-linear"
+    some = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
     return [
         lora("lora-qv", target_modules=["q_proj", "v_proj"]),
-        task("ia3", peft_type="IA3", target_modules=["k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
-             feedforward_modules=["down_proj", "v_proj"]),
-        lora("lora-all", r=5, use_rslora=True, target_modules=every),
-        task("bottleneck", peft_type="BOTTLENECK", bottleneck_size=4, non_linearity="gelu", scaling=0.7,
-             target_modules=["o_proj", "down_proj"]),
-        lora("lora-dropout", r=2, lora_dropout=0.25, target_modules=["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]),
-        task("diff", peft_type="DIFF_PRUNING", sparsity=0.9, l0_weight=1e-3, target_modules=["q_proj", "o_proj", "up_proj"]),
+        ia3("ia3", ["k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], ["down_proj", "v_proj"]),
+        lora("lora-all", r=5, use_rslora=True, target_modules="all-linear"),
+        bottleneck("bottleneck", ["o_proj", "down_proj"], non_linearity="gelu", scaling=0.7),
+        lora("lora-dropout", r=2, lora_dropout=0.25, target_modules=some),
+        diff("diff", ["q_proj", "o_proj", "up_proj"]),
         task("prefix", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
-        task("ia3-ff", peft_type="IA3", target_modules=["gate_proj", "down_proj"], feedforward_modules=["gate_proj"]),
-    ]  # fmt: skip
+        ia3("ia3-ff", ["gate_proj", "down_proj"], ["gate_proj"]),
+    ]
 
 
 def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
@@ -360,9 +364,8 @@ def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
     from megatron_mux.adapters.targets import targets_of
 
     paths = list(Weights(shape).matrices)
-    wanted = KINDS[spec.adapter.peft_type].tensor_shapes(
-        spec.adapter, match_targets(targets_of(spec.adapter, "llama"), paths), shape
-    )
+    targets = match_targets(targets_of(spec.adapter, "llama"), paths)
+    wanted = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, shape)
     # Parameters are fp64 here, but fresh values are fp32: keep what a checkpoint could hold.
     return {key: (noise(spec.name + key, *size) * 0.4).float().double() for key, size in wanted.items()}
 
@@ -375,7 +378,7 @@ def make_batch(
     sequences = [
         (name, 10 * i + j, torch.zeros(length, dtype=torch.int64), torch.ones(length, dtype=torch.bool), 1.0)
         for i, name in enumerate(names)
-        for j, length in enumerate(lengths)
+        for j, length in enumerate((3, 5))
     ]
     return layout.pack(
         sequences, names, {n: 3 + i for i, n in enumerate(names)}, multiple=multiple, training=training

@@ -102,8 +102,8 @@ def test_one_json_array_is_told(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for wrong in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match="cannot be read"):
+    for wrong, said in ((tmp_path, "cannot be read: Is a directory"), (tmp_path / "missing", "no such file")):
+        with pytest.raises(UserError, match=said):
             TaskDataset(wrong, tokenizer, 8)
 
 

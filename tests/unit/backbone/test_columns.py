@@ -1,0 +1,81 @@
+"""Where modules lie in Megatron's divided operators: each feature exactly once over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux.backbone import columns, weights
+from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.backbone.shape import BASE_OPS, stage_layers
+from tests import tiny_models
+
+Made = Callable[..., Path]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) -> None:
+    info = read_backbone_info(checkpoints(name))
+    shape, names = info.shape, info.family.names
+    for op in BASE_OPS:
+        width = shape.out_features(op) // (size if op in ("linear_qkv", "linear_fc1") else 1)
+        seen: dict[str, list[torch.Tensor]] = {}
+        for rank in range(size):
+            parts = columns.parts(shape, names, op, rank, size)
+            taken = torch.cat([part.columns for part in parts.values()])
+            assert taken.sort().values.tolist() == list(range(width))
+            for path, part in parts.items():
+                assert part.columns.shape == part.features.shape
+                seen.setdefault(path, []).append(part.features)
+                for column, feature, length in columns.runs(part.columns, part.features):
+                    index = int((part.columns == column).nonzero())
+                    assert part.features[index : index + length].tolist() == list(range(feature, feature + length))
+        for path, found in seen.items():
+            out = sum(columns.role_width(shape, role) for m in names.ops[op] if m.path == path for role in m.roles)
+            whole = torch.cat(found) if op in ("linear_qkv", "linear_fc1") else found[0]
+            assert whole.sort().values.tolist() == list(range(out))
+
+
+def test_key_value_heads_fewer_than_ranks_lie_irregularly(checkpoints: Made) -> None:
+    info = read_backbone_info(checkpoints("llama-one-kv-head"))
+    parts = [columns.parts(info.shape, info.family.names, "linear_qkv", rank, 4) for rank in range(4)]
+    assert [p["self_attn.k_proj"].columns.numel() for p in parts] == [0, 0, 4, 4]
+    assert [p["self_attn.v_proj"].columns.numel() for p in parts] == [0, 0, 0, 8]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_the_plan_reads_each_element_once_over_the_ranks(
+    name: str, tensor: int, pipeline: int, checkpoints: Made
+) -> None:
+    info = read_backbone_info(checkpoints(name))
+    shape, names = info.shape, info.family.names
+    size = -(-shape.vocab // tensor) * tensor
+    shape = type(shape)(**{**vars(shape), "padded_vocab": size})
+    expected = weights.expected(shape, names)
+    count = {source: torch.zeros(dims, dtype=torch.int32) for source, dims in expected.items()}
+    for stage in range(pipeline):
+        for rank in range(tensor):
+            layers = stage_layers(shape.layers, stage, pipeline)
+            part = weights.Part(layers, stage == 0, stage == pipeline - 1, rank, tensor)
+            for pieces in weights.plan(shape, names, part).values():
+                for piece in pieces:
+                    here = count[piece.source].t() if piece.transposed else count[piece.source]
+                    rows = slice(piece.start, piece.start + piece.length)
+                    here[(rows, slice(*piece.inputs)) if piece.inputs else rows] += 1
+    for source, found in count.items():
+        divided = found.dim() == 2 and source != f"{names.positions}.weight"
+        tied = 2 if shape.tied and pipeline > 1 and source == f"{names.embedding}.weight" else 1
+        if divided:
+            assert (found == tied).all(), source
+        else:
+            assert (found >= 1).all(), source
+
+
+def test_stages_share_layers_evenly() -> None:
+    assert [len(stage_layers(30, i, 4)) for i in range(4)] == [8, 8, 7, 7]
+    assert [i for stage in range(4) for i in stage_layers(30, stage, 4)] == list(range(30))
