@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class InMemory:
         return Example(tokens.numpy(), labelled.numpy(), None)
 
 
-Records = TaskDataset | InMemory
+Records: TypeAlias = TaskDataset | InMemory
 
 
 def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> TaskSpec:

@@ -159,15 +159,8 @@ def _summary(
     losses: dict[str, list[list[float]]],
 ) -> dict[str, Any]:
     size, start = bench.arguments.steps, bench.arguments.warm_up
-    tokens = [
-        sum(
-            len(ids)
-            for task in examples
-            for step in task[start + t * size : start + (t + 1) * size]
-            for ids, _ in step
-        )
-        for t in range(bench.arguments.repeats)
-    ]
+    of_step = [sum(len(ids) for task in examples for ids, _ in task[step]) for step in range(bench.steps)]
+    tokens = [sum(of_step[start + t * size : start + (t + 1) * size]) for t in range(bench.arguments.repeats)]
     rates = {
         name: statistics.median(count / s for count, s in zip(tokens, times, strict=True))
         for name, times in seconds.items()
@@ -242,8 +235,8 @@ def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
             "gpu": gpu,
             "memory_bytes": _memory_bytes(),
         },
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
         "settings": {
             "device": arguments.device,
             "dtype": "bfloat16" if arguments.device == "cuda" else "float32",

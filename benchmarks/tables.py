@@ -8,6 +8,15 @@ from typing import Any
 TARGETS = {"all": 1.35, "short": 1.75}
 CEILING_TARGET = 1.12
 PERSISTENT_TARGET = 1.15
+_SPEED_HEADINGS = (
+    "tasks",
+    "PEFT, one at a time (tokens/s)",
+    "megatron-mux (tokens/s)",
+    "speed-up",
+    "ceiling: frozen backbone alone",
+    "step / ceiling",
+    "padding in PEFT's batches",
+)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -21,30 +30,35 @@ def _head(result: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     tasks = ", ".join(f"{t['sequences']} x <= {t['max_length']}" for t in result["mix"])
     lora = settings["lora"]
+    turns = f"{settings['repeats']} turns of {settings['steps_in_a_turn']} steps, medians"
+    turns = f"records {settings['records']}; {turns}"
     return [
         f"**{settings['backbone']}** ({settings['dtype']}) on {where}. {versions}.",
-        f"Tasks (sequences x tokens a step): {tasks}; LoRA r={lora['r']} on {', '.join(lora['targets'])}; "
-        f"records {settings['records']}. Median of {settings['repeats']} turns of {settings['steps_in_a_turn']} steps.",
+        f"Tasks (sequences x tokens a step): {tasks}; LoRA r={lora['r']} on {', '.join(lora['targets'])}; {turns}.",
     ]
 
 
 def _speed(result: Mapping[str, Any]) -> list[str]:
     on_cpu = result["hardware"]["gpu"] is None
     lines = [
-        "| tasks | PEFT, one at a time (tokens/s) | megatron-mux (tokens/s) | speed-up | ceiling: frozen backbone alone "
-        "| step / ceiling | padding in PEFT's batches |",
-        "|---|---|---|---|---|---|---|",
+        "| " + " | ".join(_SPEED_HEADINGS) + " |",
+        "|" + "---|" * len(_SPEED_HEADINGS),
     ]
     for key, name in (("all", "the whole mix"), ("short", "its short tasks")):
         part = result[key]
         rate = part["tokens_per_second"]
         goal = f" (goal {TARGETS[key]:.2f}x)" if on_cpu else ""
         over = f" (goal {CEILING_TARGET:.2f})" if on_cpu and key == "all" else ""
-        lines.append(
-            f"| {name} ({len(part['tasks'])}) | {rate['peft']:.0f} | {rate['mux']:.0f} | **{part['speedup']:.2f}x**{goal} "
-            f"| {part['ceiling_speedup']:.2f}x | {part['step_over_ceiling']:.3f}{over} "
-            f"| {part['padding_share_of_peft']:.0%} |"
+        cells = (
+            f"{name} ({len(part['tasks'])})",
+            f"{rate['peft']:.0f}",
+            f"{rate['mux']:.0f}",
+            f"**{part['speedup']:.2f}x**{goal}",
+            f"{part['ceiling_speedup']:.2f}x",
+            f"{part['step_over_ceiling']:.3f}{over}",
+            f"{part['padding_share_of_peft']:.0%}",
         )
+        lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Tokens are real ones: padding is not counted on either side."]
     return lines
 

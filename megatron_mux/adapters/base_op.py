@@ -82,7 +82,7 @@ class AttachedBaseOp:
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x3 = self._spread(input_)
-        x = x3.view(-1, x3.shape[-1])
+        x = x3.reshape(-1, x3.shape[-1])
         skip = module.skip_bias_add
         y = self._product(x, None if skip else module.bias, present, batch)
         bias = module.bias if skip else None

@@ -104,6 +104,7 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
     found: dict[str, str] = {}
     missing: list[str] = []
     problems: list[str] = []
+    misshapen: list[str] = []
     for name, size in expected(shape, names).items():
         stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
         if stored is None:
@@ -112,11 +113,14 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
         found[name] = stored
         record = checkpoint.tensors[stored]
         if record.shape != size:
-            problems.append(
-                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(size)}."
+            misshapen.append(
+                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(size)}"
             )
         elif (wrong := checkpoint.check_dtype(stored)) is not None:
             problems.append(wrong)
+    if misshapen:
+        more = f" ({len(misshapen) - 1} more tensors like it)" if len(misshapen) > 1 else ""
+        problems.append(f"{misshapen[0]}{more}.")
     ignorable = [re.compile(pattern) for pattern in names.ignorable]
     ignorable += [re.compile(re.escape(f"{names.head}.weight"))] * shape.tied
     left = sorted(set(checkpoint.tensors) - set(found.values()))

@@ -30,7 +30,7 @@ class TrainingCompute:
         self.batches = batches
         self.last = last
         # Summed per task on the device; read once a step.
-        self.losses: Tensor = torch.zeros(tasks, dtype=torch.float32, device=backbone.device)
+        self.losses: Tensor = torch.zeros(tasks, dtype=torch.float64, device=backbone.device)
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -44,7 +44,7 @@ class TrainingCompute:
             if not self.last:
                 return output
             loss, nll = self.backbone.loss(output, batch)
-        self.losses.index_add_(0, batch.label_tasks, (nll * batch.label_weights).float())
+        self.losses.index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:

@@ -283,7 +283,7 @@ class Engine:
         squares = [squared_norm(parameters[name], self.parallel.device) for name in names]
         if not (self.parallel.is_last_stage and self.parallel.tp_rank == 0):
             losses = torch.zeros_like(losses)
-        table = torch.stack([losses, torch.stack(squares)])
+        table = torch.stack([losses.double(), torch.stack(squares)])
         if self.parallel.dp_size > 1:
             dist.all_reduce(table[0], group=self.parallel.dp_group)
         if self.parallel.tp_size * self.parallel.pp_size > 1:

@@ -131,8 +131,8 @@ def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -
     """This rank's share of the squared norm of a task's gradient: parameters it owns, each element counted once."""
     gradients = [p.value.grad for p in parameters if p.owner and p.value.grad is not None]
     if not gradients:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(torch._foreach_norm(gradients)).square().sum().float()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
 def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -74,7 +74,8 @@ def full(parallel: Any, parameter: Any, local: Tensor) -> Tensor:
 
 
 def close(a: Tensor, b: Tensor, what: str) -> None:
-    assert (a - b).abs().max() <= 1e-10 * b.abs().max().clamp(min=1.0), what
+    # A rank may hold nothing of a module.
+    assert not b.numel() or (a - b).abs().max() <= 1e-10 * b.abs().max().clamp(min=1.0), what
 
 
 @pytest.mark.parametrize(("tp", "kv_heads", "sequence_parallel"), CASES)

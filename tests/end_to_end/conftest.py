@@ -11,6 +11,8 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel, initialize
 from tests import tiny_models
+from tests.end_to_end.forked import Server
+from tests.end_to_end.workplace import Workplace, furnish
 
 BackboneOf = Callable[..., Backbone]
 PathOf = Callable[[str], Path]
@@ -64,3 +66,16 @@ def backbone_of(parallel: Parallel, path_of: PathOf) -> BackboneOf:
         return made[name, dtype]
 
     return backbone
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Runs `pretrain_mux.py` in processes of their own."""
+    with Server(tmp_path_factory.mktemp("runs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A user's directory."""
+    return furnish(tmp_path_factory.mktemp("workplace"))

@@ -29,7 +29,8 @@ class Fault:
     Attributes:
         function: `module:name` or `module:class.name`.
         nth: Which call, from 1.
-        kind: `kill before`, `kill after`, `kill halfway` (the file it wrote is cut in half), `no space` (ENOSPC).
+        kind: `kill before`, `kill after`, `kill halfway` (the file it wrote is cut in half), `no space` (ENOSPC),
+            `forbidden` (it must not be called at all).
     """
 
     function: str
@@ -206,6 +207,8 @@ def _arm(fault: Fault) -> None:
             return original(*args, **kwargs)
         if fault.kind == "no space":
             raise OSError(28, os.strerror(28))
+        if fault.kind == "forbidden":
+            raise AssertionError(f"{fault.function} was called")
         if fault.kind in ("kill after", "kill halfway"):
             original(*args, **kwargs)
         if fault.kind == "kill halfway":

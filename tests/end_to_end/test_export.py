@@ -44,7 +44,7 @@ def make_case(name: str, section: dict[str, Any], initial: dict[str, Tensor] | N
 def save(engine: Engine, case: Case, directory: Path) -> Path:
     """A task's checkpoint as a run writes it."""
     snapshot = engine.snapshot(case.name)
-    entry = SavedTask(case.name, engine.progress(case.name)[0], "running", "", "", case.spec.plain())
+    entry = SavedTask(case.name, engine.progress(case.name)[0], "running", "", "", case.spec.plain(), data="")
     state = TaskState(entry, snapshot, engine.adapter_config(case.name))
     checkpoint.save(directory, [state], plan_for("spatial", {case.name: 1}, 1), engine.backbone.fingerprint)
     return directory / entry.checkpoint

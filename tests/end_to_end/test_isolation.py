@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.end_to_end.harness import (
 from tests.reference import peft_solo, plain
 
 EXACT = 1e-10  # fp64
+SMOLLM2 = Path(os.environ.get("SMOLLM2", ".quickstart/backbone"))
 VOCABULARY = 96
 PLAIN_SGD = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 ADAMW = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
@@ -58,14 +60,15 @@ def make_cases(
     sections: dict[str, dict[str, Any]],
     training: dict[str, Any],
     dtype: torch.dtype = torch.float64,
+    lengths: tuple[int, int] = (4, 24),
 ) -> dict[str, Case]:
-    """A task of each section, with records and initial adapters of their own."""
+    """A task of each section, with records (of so many tokens) and initial adapters of their own."""
     return {
         name: Case(
             name,
             section,
             {"per_device_train_batch_size": 2, "max_steps": 50, "seed": i, **training},
-            random_records(13, VOCABULARY, 4, 24, seed=i),
+            random_records(13, VOCABULARY, *lengths, seed=i),
             random_adapter(path, section, seed=i, dtype=dtype),
         )
         for i, (name, section) in enumerate(sections.items())
@@ -214,12 +217,13 @@ POISONS: dict[str, Poison] = {
 def test_a_poisoned_neighbour_changes_nothing(
     poison: str, dtype: torch.dtype, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
-    """fp32 takes the grouped products, fp64 their reference path: neither may leak."""
+    """Also where sequences of several tasks have one length and so may share a call of attention."""
     all_kinds = kinds(FAMILIES["llama"])
     poisoned = {"poisoned": lora(FAMILIES["llama"].query_value, r=4)}
     before = {name: all_kinds[name] for name in ("lora", "prefix", "diff-pruning")}
     after = {name: all_kinds[name] for name in ("lora-everywhere", "bottleneck", "ia3")}
-    cases = make_cases(path_of("llama"), before | poisoned | after, ADAMW, dtype)
+    lengths = (12, 12) if dtype == torch.float32 else (4, 24)
+    cases = make_cases(path_of("llama"), before | poisoned | after, ADAMW, dtype, lengths)
     check_victims(backbone_of("llama", dtype), parallel, cases, POISONS[poison])
 
 
@@ -240,7 +244,7 @@ def test_a_poisoned_adapter_of_any_kind_changes_nothing(
 
 
 def check_victims(backbone: Backbone, parallel: Parallel, cases: dict[str, Case], poison: Poison) -> None:
-    """After a step beside the poisoned task, and another once it was stopped, the others are as beside a healthy one."""
+    """Beside the poisoned task, and once it was stopped, the others are as beside a healthy one."""
     healthy = train(backbone, parallel, list(cases.values()), 1)
     with poison(backbone, cases["poisoned"]):
         sick = train(backbone, parallel, list(cases.values()), 1)
@@ -260,6 +264,19 @@ def check_victims(backbone: Backbone, parallel: Parallel, cases: dict[str, Case]
         assert_same(sick.tensors[name], healthy.tensors[name], name)
         tolerance = 1e-9 if backbone.dtype == torch.float64 else 1e-4
         assert_close(sick_for_longer.tensors[name], without.tensors[name], tolerance, name)
+
+
+@pytest.mark.quickstart
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="make prepare has not been run")
+def test_gradients_together_are_those_alone_on_a_real_backbone(parallel: Parallel) -> None:
+    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ."""
+    backbone = Backbone.load(SMOLLM2, parallel, torch.float32)
+    # At this rate the step, not the value it is taken from, decides what the sum is rounded to.
+    training = {**PLAIN_SGD, "learning_rate": 1e6}
+    cases = make_cases(SMOLLM2, kinds(FAMILIES["llama"]), training, torch.float32, lengths=(8, 40))
+    together = moved(backbone, parallel, list(cases.values()))
+    for name, case in cases.items():
+        assert_close(together[name], moved(backbone, parallel, [case])[name], 5e-5, name)
 
 
 def test_coming_and_going_changes_nothing_for_those_who_stay(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.forked import ROOT, Fault, Run, Server
 from tests.end_to_end.harness import assert_same
-from tests.end_to_end.workplace import TASKS, Workplace, furnish
+from tests.end_to_end.workplace import TASKS, Workplace
 
 # Where in the run it is killed: shares of the time that an undisturbed run takes.
 MOMENTS = [round(random.Random(2024 + i).uniform(0.3 + 0.07 * i, 0.37 + 0.07 * i), 3) for i in range(10)]
@@ -33,17 +32,6 @@ PLACES = {
 }
 
 LONG = 400  # steps
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return furnish(tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("runs")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A user's directory: a tiny backbone with a tokenizer, data files, a task file, and `pretrain_mux.py` to run on them."""
+"""A user's directory: a tiny backbone with a tokenizer, data files, a task file."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class SoloResult:
 
 
 def pad(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad on the right to the longest: `input_ids`, `attention_mask` and `labels` (-100: not a label), each `[B, L]`."""
+    """Pad on the right to the longest: `input_ids`, `attention_mask`, `labels` (-100: none), each `[B, L]`."""
     longest = max(len(tokens) for tokens, _ in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -136,7 +136,7 @@ def test_files_are_as_peft_writes_them(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(
-            tmp_path / "theirs"
+            str(tmp_path / "theirs")
         )
     ours, theirs = (
         json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "theirs")

@@ -334,7 +334,7 @@ def ia3(name: str, targets: list[str], feedforward: list[str]) -> Any:
 
 def bottleneck(name: str, targets: Any, **fields: Any) -> Any:
     """A bottleneck task."""
-    common = {"bottleneck_size": 4, "non_linearity": "relu", "scaling": 1.0} | fields
+    common: dict[str, Any] = {"bottleneck_size": 4, "non_linearity": "relu", "scaling": 1.0} | fields
     return task(name, peft_type="BOTTLENECK", target_modules=targets, **common)
 
 

@@ -33,9 +33,13 @@ def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) ->
                 seen.setdefault(path, []).append(part.features)
                 for column, feature, length in columns.runs(part.columns, part.features):
                     index = int((part.columns == column).nonzero())
-                    assert part.features[index : index + length].tolist() == list(range(feature, feature + length))
+                    assert part.features[index : index + length].tolist() == list(
+                        range(feature, feature + length)
+                    )
         for path, found in seen.items():
-            out = sum(columns.role_width(shape, role) for m in names.ops[op] if m.path == path for role in m.roles)
+            out = sum(
+                columns.role_width(shape, role) for m in names.ops[op] if m.path == path for role in m.roles
+            )
             whole = torch.cat(found) if op in ("linear_qkv", "linear_fc1") else found[0]
             assert whole.sort().values.tolist() == list(range(out))
 

@@ -59,7 +59,9 @@ def references(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", tiny_models.NAMES)
-def test_agrees_with_transformers(name: str, dtype: torch.dtype, checkpoints: Made, parallel: Parallel) -> None:
+def test_agrees_with_transformers(
+    name: str, dtype: torch.dtype, checkpoints: Made, parallel: Parallel
+) -> None:
     path = checkpoints(name)
     backbone = Backbone.load(path, parallel, dtype=dtype)
     batch = batch_of(backbone.shape.vocab)
@@ -129,7 +131,10 @@ def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made
     batch = batch_of(shape.vocab, {"second": count})
     generator = torch.Generator().manual_seed(2)
     size = (count, shape.kv_heads, shape.head_dim)
-    pairs = [tuple(torch.randn(size, generator=generator, dtype=torch.float64) for _ in "kv") for _ in range(shape.layers)]
+    pairs = [
+        tuple(torch.randn(size, generator=generator, dtype=torch.float64) for _ in "kv")
+        for _ in range(shape.layers)
+    ]
     batch.prefix.update({i: {"second": pair} for i, pair in enumerate(pairs)})  # type: ignore[dict-item]
     with layout.activate(batch), torch.no_grad():
         ours = backbone.logits(backbone.forward(batch), batch)
@@ -144,7 +149,11 @@ def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made
         mask = torch.ones(1, segment.length + (count if cache is not None else 0), dtype=torch.int64)
         with torch.no_grad():
             wanted = model(
-                batch.tokens[rows].unsqueeze(0), past_key_values=cache, attention_mask=mask, use_cache=cache is not None, **positions
+                batch.tokens[rows].unsqueeze(0),
+                past_key_values=cache,
+                attention_mask=mask,
+                use_cache=cache is not None,
+                **positions,
             ).logits[0]
         assert (ours[rows] - wanted).abs().max() <= (1e-5 if name == "gpt_neo" else 1e-9)
 
@@ -164,7 +173,9 @@ def test_recomputing_changes_nothing(recompute: Any, checkpoints: Made, parallel
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_an_adapter_low_in_the_model_gets_its_gradient(recompute: Any, checkpoints: Made, parallel: Parallel) -> None:
+def test_an_adapter_low_in_the_model_gets_its_gradient(
+    recompute: Any, checkpoints: Made, parallel: Parallel
+) -> None:
     """The embedding needs no gradient; an operator of the first layer trained by someone must get its own."""
     backbone = Backbone.load(checkpoints("llama"), parallel, recompute=recompute)
     module = backbone.base_ops()[0].module

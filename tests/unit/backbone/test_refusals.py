@@ -60,7 +60,9 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("opt", "layer_norm_elementwise_affine", False, "true"),
     ],
 )
-def test_a_field_that_asks_for_what_is_not_done(name: str, field: str, value: Any, said: str, copied: Made) -> None:
+def test_a_field_that_asks_for_what_is_not_done(
+    name: str, field: str, value: Any, said: str, copied: Made
+) -> None:
     refused(change(copied(name), **{field: value}), field, said)
 
 
@@ -92,7 +94,12 @@ def test_rope_of_older_configs_means_the_same(copied: Made) -> None:
 
 
 def test_fields_without_effect_are_let_through(copied: Made) -> None:
-    extra = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}, "pretraining_tp": 1}
+    extra = {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"a": 1},
+        "pretraining_tp": 1,
+    }
     read_backbone_info(change(copied("llama"), torch_dtype="bfloat16", future_option=None, **extra))
 
 
@@ -106,7 +113,9 @@ def test_no_directory_no_config_broken_config(copied: Made, tmp_path: Path) -> N
     refused(path, "config.json", "object")
 
 
-@pytest.mark.parametrize("sign", ["latest_checkpointed_iteration.txt", "metadata.json", "iter_0000010", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "sign", ["latest_checkpointed_iteration.txt", "metadata.json", "iter_0000010", "__0_0.distcp"]
+)
 def test_a_megatron_checkpoint_is_told_apart(sign: str, tmp_path: Path) -> None:
     (tmp_path / sign).touch()
     refused(tmp_path, "Megatron distributed checkpoint", "Hugging Face")

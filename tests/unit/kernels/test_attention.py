@@ -158,7 +158,9 @@ def fake_varlen_2_11(*args: Any, scale: float, window_size: tuple[int, int]) -> 
 @pytest.mark.parametrize("kernel", [fake_varlen, fake_varlen_2_11])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_prefix", [False, True])
-def test_the_variable_length_path_asks_for_the_same(kernel: Any, window: int | None, with_prefix: bool) -> None:
+def test_the_variable_length_path_asks_for_the_same(
+    kernel: Any, window: int | None, with_prefix: bool
+) -> None:
     found = []
     for path in (attention._by_runs, lambda *args: attention._by_varlen(kernel, *args)):
         query, key, value = inputs()

@@ -15,12 +15,14 @@ ROWS, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 
 @pytest.fixture(autouse=True, params=[1, 40, 10_000])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", {"cpu": request.param})
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, OutputLayer]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
+    hidden = (
+        torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
+    )
     labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     weights = torch.rand(ROWS, generator=generator)
     weight = torch.zeros(PADDED, HIDDEN, dtype=dtype)

@@ -11,7 +11,11 @@ from megatron_mux.kernels.pointwise import rms_norm, rotate, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_(True)
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+        .to(dtype)
+        .requires_grad_(True)
+    )
 
 
 def test_gradients() -> None:

@@ -54,7 +54,11 @@ def test_a_gpu_that_is_not_there() -> None:
 def alone(code: str, **environment: str) -> str:
     """Run Python in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ".", **environment}, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ".", **environment},
+        check=False,
     )
     return done.stdout + done.stderr
 
