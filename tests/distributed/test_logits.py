@@ -18,7 +18,15 @@ from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import memory_probe, tiny_models
 
-SPLITS = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (2, 2, True), (4, 1, False), (1, 4, False)]
+SPLITS = [
+    (1, 1, False),
+    (2, 1, False),
+    (1, 2, False),
+    (2, 2, False),
+    (2, 2, True),
+    (4, 1, False),
+    (1, 4, False),
+]
 TOLERANCE = 5e-4
 LENGTHS = (7, 12, 12, 3, 21)
 

@@ -202,3 +202,26 @@ def test_low_precision_stays_close(checkpoints: Made, parallel: Parallel) -> Non
     assert hidden.dtype == torch.bfloat16 and loss.dtype == torch.float32
     assert embedded.grad is not None and embedded.grad.isfinite().all()
     assert (loss - wanted).abs() <= 0.02 * wanted
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neo", "qwen3"])
+def test_a_sequence_that_is_not_finite_reaches_no_other(
+    name: str, checkpoints: Made, parallel: Parallel
+) -> None:
+    backbone = Backbone.load(checkpoints(name), parallel)
+    found = []
+    for bad in (False, True):
+        batch = batch_of(backbone.shape.vocab)
+        rows = batch.segments[0].length
+        with layout.activate(batch):
+            embedded = backbone._embed(batch).clone()
+            if bad:
+                embedded[:rows] = float("nan")
+            embedded.requires_grad_(True)
+            total, nll = backbone.loss(backbone.forward(batch, embedded), batch)
+            total.backward()
+        assert embedded.grad is not None
+        found.append((nll[rows - 1 :], embedded.grad[rows:]))
+    for clean, beside in zip(*found, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, beside)
