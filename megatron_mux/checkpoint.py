@@ -116,8 +116,8 @@ def save(
             _prune(directory, keep)
     except OSError as error:
         raise UserError(
-            f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was saved "
-            "before is complete; make room or choose another directory, and go on with --load."
+            f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was "
+            "saved before is complete; make room or choose another directory, and go on with --load."
         ) from error
     return manifest
 

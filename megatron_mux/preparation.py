@@ -1,4 +1,4 @@
-"""From task specs to tasks ready to register: data sets, targets and initial adapters, checked before any weight is read."""
+"""From task specs to tasks ready to register: data, targets and initial adapters, checked before a weight is read."""
 
 from __future__ import annotations
 

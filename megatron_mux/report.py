@@ -21,6 +21,7 @@ from megatron_mux.pipeline.execute import TimedAction
 
 # Columns of a table that goes into a file or a pipe.
 _FILE_WIDTH = 140
+_HEADINGS = ("task", "adapter", "step", "loss first -> last", "eval loss", "eval accuracy", "tokens/s", "status")
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Reporter:
         if tensorboard is not None and not silent:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(tensorboard))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(tensorboard))
         self._live: Live | None = None
         if live and not silent and self.console.is_terminal:
             self._live = Live(self._table(), console=self.console, refresh_per_second=4)
@@ -176,7 +177,7 @@ class Reporter:
 
     def _table(self) -> Table:
         table = Table(title="megatron-mux", title_justify="left")
-        for heading in ("task", "adapter", "step", "loss first -> last", "eval loss", "eval accuracy", "tokens/s", "status"):
+        for heading in _HEADINGS:
             words = heading in ("task", "adapter", "status")
             table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "task")
         for name, task in self.history.items():

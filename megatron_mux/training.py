@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
-from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult, Task
@@ -105,7 +105,8 @@ def _changed(entry: SavedTask, spec: TaskSpec) -> str:
     differences = spec.differences(TaskSpec.model_validate(entry.spec))
     if not differences:
         return ""
-    return f"task {spec.name!r} is not as it was saved ({'; '.join(differences)}): restore it, or give it a new name"
+    what = "; ".join(differences)
+    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
 
 
 @dataclass
@@ -166,8 +167,8 @@ class Loop:
                 continue
             if entry is not None and entry.data != task.data.fingerprint:
                 raise UserError(
-                    f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give the "
-                    "task a new name"
+                    f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give "
+                    "the task a new name"
                 )
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.arguments.load or Path(), entry)
@@ -310,7 +311,8 @@ class Loop:
         try:
             if path in self._files:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
-            tasks = prepare(self._joinable(load_task_file(path, data_later=True)), self.info, self.tokenizer, self.reporter.say)
+            specs = self._joinable(load_task_file(path, data_later=True))
+            tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
         except UserError as error:
             problem = str(error)
         if self._all_agree(not problem):

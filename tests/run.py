@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,6 @@ def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
         Whether all went well, and the counts of pytest's closing line (`{"passed": 12, ...}`).
     """
     closing = ""
-    deadline = time.monotonic() + TIME_LIMIT
     with tempfile.TemporaryDirectory() as logs:
         process = subprocess.Popen(
             command_of(run, arguments, logs),
@@ -99,15 +99,15 @@ def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
             errors="replace",
         )
         assert process.stdout is not None
+        limit = threading.Timer(TIME_LIMIT, process.terminate)
+        limit.start()
         for line in process.stdout:
             line = re.sub(r"^\[default\d+\]:", "", line)
             print(line, end="", flush=True)
             if re.search(r"=+ .*\b\d+ \w+.* in [\d.]+s", line):
                 closing = line
-            if time.monotonic() > deadline:
-                process.terminate()
-                print(f"tests/run.py: stopped after {TIME_LIMIT} s", flush=True)
         status = process.wait()
+        limit.cancel()
         if status and run.processes > 1:
             show_other_ranks(Path(logs))
     words = re.findall(r"(\d+) (\w+)", closing.split(" in ")[0])
@@ -116,11 +116,11 @@ def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
 
 
 def show_other_ranks(logs: Path) -> None:
-    """The end of what each rank but the first printed: a failure may be seen on one of them only."""
-    for log in sorted(logs.rglob("stdout.log")):
-        if log.parent.name != "0":
-            text = log.read_text(errors="replace").splitlines()
-            print(f"--- rank {log.parent.name}", *text[-40:], sep="\n", flush=True)
+    """The end of what ranks printed that tell of a failure: it may be seen on another rank than the first."""
+    for log in sorted(logs.rglob("std*.log")):
+        text = log.read_text(errors="replace")
+        if log.parent.name != "0" and re.search(r"FAILED|ERROR|Timeout|Traceback", text):
+            print(f"--- rank {log.parent.name}", *text.splitlines()[-40:], sep="\n", flush=True)
 
 
 def main() -> int:
@@ -142,7 +142,7 @@ def main() -> int:
             failed.append(label)
     for label in failed:
         print(f"FAILED, or ran no test: {label}")
-    broken = total.get("failed", 0) + total.get("error", 0)
+    broken = max(total.get("failed", 0) + total.get("error", 0), len(failed))
     passed, skipped = total.get("passed", 0), total.get("skipped", 0)
     print(f"total: {passed} passed, {broken} failed, {skipped} skipped", flush=True)
     return 1 if failed or not passed else 0

@@ -97,10 +97,8 @@ class EvaluationCompute:
                 return output
             nll, best = self.backbone.predict(output, batch)
         counted = batch.labels != self.end_of_sequence
-        rows = torch.stack(
-            [nll.double(), torch.ones_like(nll).double(), ((best == batch.labels) & counted).double(), counted.double()],
-            dim=1,
-        )
+        columns = (nll, torch.ones_like(nll), (best == batch.labels) & counted, counted)
+        rows = torch.stack([column.double() for column in columns], dim=1)
         self.sums.index_add_(0, batch.sequence_ids[batch.label_rows], rows)
         return output
 

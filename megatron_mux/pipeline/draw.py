@@ -29,9 +29,9 @@ def to_svg(actions: Sequence[TimedAction], title: str) -> str:
     labels = list(dict.fromkeys(t.label for t in sorted(actions, key=lambda t: t.start)))
     colours = {label: _COLOURS[i % len(_COLOURS)] for i, label in enumerate(labels)}
     height = _HEAD + stages * _ROW + 26 + 18 * len(labels)
+    size = f'width="{_LEFT + _WIDTH + 20}" height="{height}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
     ]

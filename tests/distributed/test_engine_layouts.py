@@ -49,7 +49,9 @@ def _cases(family: str, vocab: int) -> list[Case]:
     ]
 
 
-def _train(joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str) -> tuple[Results, Tensors]:
+def _train(
+    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str
+) -> tuple[Results, Tensors]:
     parallel = joined(layout[0], layout[1], layout[2])
     backbone = Backbone.load(path, parallel, torch.float64)
     engine = Engine(backbone, parallel, policy)  # type: ignore[arg-type]
@@ -63,7 +65,9 @@ def _train(joined: Callable[..., Parallel], path: Path, cases: list[Case], layou
     ("family", "policy"),
     [("llama", "spatial"), ("llama", "temporal"), ("gpt2", "spatial"), ("llama-one-kv-head", "spatial")],
 )
-def test_every_layout_gives_the_same_adapters(family: str, policy: str, shared_dir: Path, joined: Callable[..., Parallel]) -> None:
+def test_every_layout_gives_the_same_adapters(
+    family: str, policy: str, shared_dir: Path, joined: Callable[..., Parallel]
+) -> None:
     path = shared_dir / f"{family}-{policy}"
     if dist.get_rank() == 0:
         tiny_models.make(path, family)

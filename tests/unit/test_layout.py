@@ -36,7 +36,8 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
     expected = sum(int(s[3][1:].sum()) for s in sequences)
     assert batch.label_rows.shape == batch.labels.shape == batch.label_weights.shape == (expected,)
     assert torch.equal(batch.tokens[batch.label_rows + 1], batch.labels)
-    assert all(batch.task_names[t] == _task_of(batch, int(r)) for t, r in zip(batch.label_tasks, batch.label_rows))
+    for task, row in zip(batch.label_tasks, batch.label_rows, strict=True):
+        assert batch.task_names[task] == _task_of(batch, int(row))
 
 
 def _task_of(batch: layout.MicroBatch, row: int) -> str:

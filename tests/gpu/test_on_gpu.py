@@ -1,0 +1,95 @@
+"""What only a GPU can show: its kernels against the exact paths, and training in bf16 against fp32 on the CPU.
+
+`make gpu-check` runs these; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux import runtime
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.grouped import LoopProducts, StackedProducts
+from megatron_mux.layout import Segment
+from tests import tiny_models
+from tests.end_to_end.harness import Case, random_records, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 48])
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_variable_length_attention_is_the_exact_one(window: int | None, prefixed: bool) -> None:
+    torch.manual_seed(0)
+    lengths = [64, 7, 128, 200, 64]
+    segments, start = [], 0
+    for i, length in enumerate(lengths):
+        segments.append(Segment("ab"[i % 2], start, length, i))
+        start += length
+    shapes = [(start, 8, 64), (start, 2, 64), (start, 2, 64)]
+    exact = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    prefix = (torch.randn(5, 2, 64, dtype=torch.float64), torch.randn(5, 2, 64, dtype=torch.float64))
+    given = {"a": prefix} if prefixed else None
+    wanted = segment_attention(*exact, segments, scale=0.125, window=window, prefix=given)
+    seed = torch.randn_like(wanted)
+    wanted.backward(seed)
+    rough = [t.detach().to("cuda", torch.bfloat16).requires_grad_(True) for t in exact]
+    on_gpu = {"a": tuple(t.to("cuda", torch.bfloat16) for t in prefix)} if prefixed else None
+    found = segment_attention(*rough, segments, scale=0.125, window=window, prefix=on_gpu)  # type: ignore[arg-type]
+    found.backward(seed.to("cuda", torch.bfloat16))
+    pairs = [(found, wanted), *((r.grad, e.grad) for r, e in zip(rough, exact, strict=True))]
+    for ours, theirs in pairs:
+        assert ours is not None and theirs is not None
+        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 2e-2
+
+
+def test_stacked_products_are_the_loop() -> None:
+    torch.manual_seed(0)
+    ranks, rows = [8, 3, 16, 8, 8, 4, 8, 64], []
+    start = 0
+    for length in (64, 0, 7, 128, 33, 1, 256, 64):
+        rows.append((start, start + length))
+        start += length
+    x = torch.randn(start, 512, device="cuda", dtype=torch.bfloat16)
+    down = [torch.randn(rank, 512, device="cuda", dtype=torch.bfloat16) / 23 for rank in ranks]
+    up = [torch.randn(256, rank, device="cuda", dtype=torch.bfloat16) for rank in ranks]
+    scales = [1.0 + i for i in range(len(ranks))]
+    found = []
+    for products in (LoopProducts, StackedProducts):
+        y = torch.zeros(start, 256, device="cuda", dtype=torch.bfloat16)
+        h = products.project(x, tuple(rows), down)
+        products.expand_(y, tuple(rows), h, up, scales)
+        found.append([y, *products.outer(h, x, tuple(rows), ranks, scales)])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).float().norm() / theirs.float().norm().clamp(min=1e-6)) < 2e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
+    path = tiny_models.make(tmp_path, family)
+    targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
+    training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 10, "seed": 1}
+    cases = [
+        Case(
+            f"rank-{rank}",
+            {"peft_type": "LORA", "r": rank, "target_modules": targets},
+            training,
+            random_records(8, 90, 4, 24, seed=rank),
+        )
+        for rank in (4, 8)
+    ]
+    curves = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        parallel = runtime.initialize(device=device)
+        backbone = Backbone.load(path, parallel, dtype)
+        curves[device] = train(backbone, parallel, cases, 10)
+        runtime.shutdown()
+    for case in cases:
+        assert curves["cuda"].losses(case.name) == pytest.approx(curves["cpu"].losses(case.name), rel=3e-2)
