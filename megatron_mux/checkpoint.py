@@ -138,7 +138,9 @@ def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | No
     try:
         _write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
         _save_tensors(save_file, snapshot.adapter, partial / ADAPTER_WEIGHTS)
-        training = {f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()}
+        training = {
+            f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()
+        }
         training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
         _save_tensors(save_file, training, partial / TRAINING_STATE, {"step": str(snapshot.step)})
         _sync_directory(partial)
@@ -158,7 +160,11 @@ def _save_tensors(
     from safetensors import SafetensorError
 
     try:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
+        save_file(
+            {k: t.contiguous() for k, t in tensors.items()},
+            path,
+            metadata={"format": "pt", **(metadata or {})},
+        )
     except SafetensorError as error:  # it wraps what the operating system said
         raise OSError(None, str(error), str(path)) from error
     with open(path, "rb") as file:
@@ -193,12 +199,16 @@ def newest(directory: Path) -> Manifest | None:
         try:
             value = json.loads(path.read_text())
             if value["format"] != _FORMAT:
-                raise UserError(f"{path}: written by another version of megatron-mux (format {value['format']})")
+                raise UserError(
+                    f"{path}: written by another version of megatron-mux (format {value['format']})"
+                )
             value["tasks"] = [SavedTask(**task) for task in value["tasks"]]
             manifest = Manifest(**value)
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
-        if all(not t.checkpoint or (directory / t.checkpoint / ADAPTER_WEIGHTS).exists() for t in manifest.tasks):
+        if all(
+            not t.checkpoint or (directory / t.checkpoint / ADAPTER_WEIGHTS).exists() for t in manifest.tasks
+        ):
             return manifest
     return None
 

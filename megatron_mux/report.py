@@ -21,7 +21,16 @@ from megatron_mux.pipeline.execute import TimedAction
 
 # Columns of a table that goes into a file or a pipe.
 _FILE_WIDTH = 140
-_HEADINGS = ("task", "adapter", "step", "loss first -> last", "eval loss", "eval accuracy", "tokens/s", "status")
+_HEADINGS = (
+    "task",
+    "adapter",
+    "step",
+    "loss first -> last",
+    "eval loss",
+    "eval accuracy",
+    "tokens/s",
+    "status",
+)
 
 
 @dataclass

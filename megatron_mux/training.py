@@ -52,7 +52,11 @@ def run(arguments: MuxArguments) -> None:
     info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
-        save, arguments.tensorboard_dir, arguments.log_interval, not arguments.mux_no_progress, silent=not leader
+        save,
+        arguments.tensorboard_dir,
+        arguments.log_interval,
+        not arguments.mux_no_progress,
+        silent=not leader,
     )
     try:
         manifest = checkpoint.load(resume, info.fingerprint) if resume is not None else None
@@ -264,7 +268,9 @@ class Loop:
         if self.parallel.rank == 0:
             try:
                 plan = self._plan or self.engine.plan  # the one that was run, not that of tasks still to do
-                checkpoint.save(directory, states, plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints)
+                checkpoint.save(
+                    directory, states, plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints
+                )
             except UserError as error:
                 problems = [str(error)]
         if self.parallel.world_size > 1:
@@ -318,7 +324,9 @@ class Loop:
         if self._all_agree(not problem):
             try:
                 self.register(tasks)
-            except UserError as error:  # the same on every rank: it depends on the file and the backbone alone
+            except (
+                UserError
+            ) as error:  # the same on every rank: it depends on the file and the backbone alone
                 problem = str(error)
         elif not problem:
             problem = "another process could not read it"
@@ -342,7 +350,9 @@ class Loop:
             if entry is None:
                 continue
             if spec.name in self.engine.tasks or entry.status == "removed" or self.manifest is None:
-                problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
+                problems.append(
+                    f"task {spec.name!r}: this run has or had a task of that name: choose another"
+                )
             elif changed := _changed(entry, spec):
                 problems.append(changed)
         if problems:

@@ -25,7 +25,9 @@ class TrainingCompute:
         last: Whether this is the last stage.
     """
 
-    def __init__(self, backbone: Backbone, batches: Mapping[BatchKey, MicroBatch], tasks: int, last: bool) -> None:
+    def __init__(
+        self, backbone: Backbone, batches: Mapping[BatchKey, MicroBatch], tasks: int, last: bool
+    ) -> None:
         self.backbone = backbone
         self.batches = batches
         self.last = last

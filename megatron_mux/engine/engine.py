@@ -111,7 +111,11 @@ class Engine:
     """
 
     def __init__(
-        self, backbone: Backbone, parallel: Parallel, policy: Policy = "spatial", micro_batches: int | None = None
+        self,
+        backbone: Backbone,
+        parallel: Parallel,
+        policy: Policy = "spatial",
+        micro_batches: int | None = None,
     ) -> None:
         self.backbone = backbone
         self.parallel = parallel
@@ -241,9 +245,7 @@ class Engine:
             running.adapter.after_step(running.step)
             if running.step >= running.total_steps:
                 running.status = "finished"
-        return StepResult(
-            running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason
-        )
+        return StepResult(running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason)
 
     def _micro_batches(self, plan: Plan) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
         """This pipeline's micro-batches of the step, and the tokens of each task over all pipelines."""
@@ -343,11 +345,11 @@ class Engine:
         return self._running[name].adapter.config_dict()
 
 
-def _shares(
-    sequences: list[PackedSequence], parts: int
-) -> list[list[PackedSequence]]:
+def _shares(sequences: list[PackedSequence], parts: int) -> list[list[PackedSequence]]:
     """Sequences shared out by tokens, each task evenly."""
     if parts == 1:
         return [sequences]
     groups = {name: i for i, name in enumerate(dict.fromkeys(s[0] for s in sequences))}
-    return share_out(sequences, [int(s[2].shape[0]) for s in sequences], [groups[s[0]] for s in sequences], parts)
+    return share_out(
+        sequences, [int(s[2].shape[0]) for s in sequences], [groups[s[0]] for s in sequences], parts
+    )

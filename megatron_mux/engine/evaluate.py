@@ -80,9 +80,7 @@ def evaluate(
         )
 
     batches, ids = _batches(pending, task, pack, batch_size)
-    compute = EvaluationCompute(
-        backbone, batches, len(ids), parallel.is_last_stage, dataset.end_of_sequence
-    )
+    compute = EvaluationCompute(backbone, batches, len(ids), parallel.is_last_stage, dataset.end_of_sequence)
     execute(forward_only(parallel.pp_rank, len(batches)), compute, communicator, backbone.dtype)
     if ids and parallel.is_last_stage and parallel.tp_rank == 0:
         totals[torch.tensor(ids, device=parallel.device)] = compute.sums

@@ -90,7 +90,10 @@ class TaskOptimizer:
             return
         for p in self.parameters:
             local = {name: p.slice_of(moments[p.key][name]).to(p.value) for name in _MOMENTS}
-            self._optimizer.state[p.value] = {"step": torch.tensor(float(step), device=p.value.device), **local}
+            self._optimizer.state[p.value] = {
+                "step": torch.tensor(float(step), device=p.value.device),
+                **local,
+            }
 
 
 def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
@@ -122,7 +125,9 @@ def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel)
         if p.value.grad is None:
             p.value.grad = torch.zeros_like(p.value)
     if parallel.tp_size > 1:
-        _all_reduce([p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group)
+        _all_reduce(
+            [p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group
+        )
     if parallel.dp_size > 1:
         _all_reduce([p.value.grad for p in parameters if p.value.grad is not None], parallel.dp_group)
 

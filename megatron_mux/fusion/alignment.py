@@ -9,7 +9,9 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def share_out(items: Sequence[Item], lengths: Sequence[int], groups: Sequence[int], parts: int) -> list[list[Item]]:
+def share_out(
+    items: Sequence[Item], lengths: Sequence[int], groups: Sequence[int], parts: int
+) -> list[list[Item]]:
     """Split items into parts of nearly equal length, each group spread evenly.
 
     Longest first, each to the part with the fewest tokens that still has room for its group: a part takes at most

@@ -88,7 +88,9 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan_for(policy: Policy, accumulation: Mapping[str, int], stages: int, micro_batches: int | None = None) -> Plan:
+def plan_for(
+    policy: Policy, accumulation: Mapping[str, int], stages: int, micro_batches: int | None = None
+) -> Plan:
     """The plan that a policy means.
 
     Args:

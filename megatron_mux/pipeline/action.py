@@ -39,6 +39,8 @@ class Action:
         """
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>, like 0F1.3")
+            raise ValueError(
+                f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>, like 0F1.3"
+            )
         stage, kind, bucket, micro_batch = match.groups()
         return cls(int(stage), "F" if kind == "F" else "B", int(bucket), int(micro_batch))

@@ -47,7 +47,9 @@ def to_svg(actions: Sequence[TimedAction], title: str) -> str:
     for i, label in enumerate(labels):
         y = foot + 10 + 18 * i
         parts.append(f'<rect x="{_LEFT}" y="{y}" width="12" height="12" fill="{colours[label]}"/>')
-        parts.append(f'<text x="{_LEFT + 18}" y="{y + 11}">{escape(label)} (light: forward, dark: backward)</text>')
+        parts.append(
+            f'<text x="{_LEFT + 18}" y="{y + 11}">{escape(label)} (light: forward, dark: backward)</text>'
+        )
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 

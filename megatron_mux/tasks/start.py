@@ -50,8 +50,10 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     if "peft_type" in adapter and adapter["peft_type"] != kind:
         # The other fields mean something else then: nothing more to compare.
         return dict(adapter), [
-            (f"peft_type: is {shown(adapter['peft_type'])} here but {shown(kind)} in {folder / CONFIG}: "
-            "leave it out of the task")
+            (
+                f"peft_type: is {shown(adapter['peft_type'])} here but {shown(kind)} in {folder / CONFIG}: "
+                "leave it out of the task"
+            )
         ]
     merged = dict(adapter)
     problems = []

@@ -16,7 +16,15 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
 
-LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True), (1, 4, False)]
+LAYOUTS = [
+    (1, 1, False),
+    (2, 1, False),
+    (2, 1, True),
+    (1, 2, False),
+    (2, 2, False),
+    (2, 2, True),
+    (1, 4, False),
+]
 STEPS = 3
 
 Results = list[dict[str, tuple[float, float, int]]]
@@ -29,7 +37,13 @@ def _cases(family: str, vocab: int) -> list[Case]:
     scales = ["c_attn", "mlp.c_proj"] if family == "gpt2" else ["k_proj", "v_proj", "down_proj"]
 
     def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
-        training = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 8, "seed": 3, **training}
+        training = {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "max_steps": 8,
+            "seed": 3,
+            **training,
+        }
         return Case(name, adapter, training, random_records(records, vocab, 3, longest, seed=len(name)))
 
     return [
@@ -43,7 +57,12 @@ def _cases(family: str, vocab: int) -> list[Case]:
             max_grad_norm=0.01,
         ),
         case("bottle", {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": proj}, 5, 12),
-        case("scales", {"peft_type": "IA3", "target_modules": scales, "feedforward_modules": scales[-1:]}, 6, 12),
+        case(
+            "scales",
+            {"peft_type": "IA3", "target_modules": scales, "feedforward_modules": scales[-1:]},
+            6,
+            12,
+        ),
         case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
         case("pruned", {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": qv}, 6, 8),
     ]

@@ -109,7 +109,9 @@ def test_continuing_with_a_changed_task(workplace: Workplace, finished: Path, se
     assert content(finished) == before
 
 
-def test_continuing_with_other_data(workplace: Workplace, finished: Path, server: Server, tmp_path: Path) -> None:
+def test_continuing_with_other_data(
+    workplace: Workplace, finished: Path, server: Server, tmp_path: Path
+) -> None:
     tasks = copy.deepcopy(TASKS)
     records = (workplace.root / "pairs.jsonl").read_text().splitlines()
     tasks["lora"]["data"]["path"] = str(workplace.write_records("other.jsonl", records[::-1]))
@@ -119,7 +121,9 @@ def test_continuing_with_other_data(workplace: Workplace, finished: Path, server
     server.run(workplace.arguments("--save", directory, "--save-interval", "3"), fault=fault)
     before = content(directory)
     found = complaints(
-        server, workplace.arguments("--save", directory, "--load", directory, tasks=file), before_weights=False
+        server,
+        workplace.arguments("--save", directory, "--load", directory, tasks=file),
+        before_weights=False,
     )
     assert len(found) == 1 and "lora" in found[0] and "other.jsonl" in found[0]
     assert content(directory) == before

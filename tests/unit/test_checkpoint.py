@@ -26,7 +26,9 @@ def _state(step: int, name: str = "a", value: float = 0.0) -> TaskState:
         moments={"k.lora_A.weight": {"exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.zeros(2, 3)}},
         extra={"k.lora_A.weight": torch.arange(3)},
     )
-    return TaskState(SavedTask(name, step, "running", "", "", {"name": name}, "data"), snapshot, {"peft_type": "LORA"})
+    return TaskState(
+        SavedTask(name, step, "running", "", "", {"name": name}, "data"), snapshot, {"peft_type": "LORA"}
+    )
 
 
 def test_a_save_is_loaded_as_it_was(tmp_path: Path) -> None:

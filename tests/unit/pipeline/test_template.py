@@ -58,7 +58,10 @@ def test_one_f_one_b_never_deadlocks_with_blocking_receives(stages: int, counts:
             while queue:
                 action = queue[0]
                 neighbour = stage - 1 if action.kind == "F" else stage + 1
-                if 0 <= neighbour < stages and (neighbour, action.kind, action.bucket, action.micro_batch) not in done:
+                if (
+                    0 <= neighbour < stages
+                    and (neighbour, action.kind, action.bucket, action.micro_batch) not in done
+                ):
                     break
                 done.add((stage, action.kind, action.bucket, action.micro_batch))
                 queue.pop(0)
