@@ -262,6 +262,7 @@ class Loop:
                 if not (entry.checkpoint and entry.step == step):
                     state.snapshot = self.engine.snapshot(name)
                     state.config = self.engine.adapter_config(name)
+                    state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
                     entry.step = step
             states.append(state)
         problems: list[str | None] = [None]

@@ -1,0 +1,78 @@
+"""A watched directory in a real run: tasks join within a step and leave, mistakes stop nobody, STOP ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.end_to_end.workplace import TASKS, Workplace, furnish
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs `pretrain_mux.py` and, between steps, does what a person at the directory would do at that moment.
+DRIVER = """
+import pathlib, shutil, sys
+from megatron_mux.engine import Engine
+import pretrain_mux
+
+watched, staged = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+real, steps = Engine.step, 0
+
+def step(self, timer=None):
+    global steps
+    steps += 1
+    print("step", steps, "tasks", ",".join(sorted(self.active)))
+    if steps == 2:
+        shutil.copy(staged / "joins.yaml", watched / "joins.yaml")
+        shutil.copy(staged / "wrong.yaml", watched / "wrong.yaml")
+    if steps == 5:
+        (watched / "joins.yaml").rename(staged / "left.yaml")
+        (watched / "STOP").touch()
+    return real(self, timer)
+
+Engine.step = step
+sys.exit(pretrain_mux.main(sys.argv[3:]))
+"""
+
+
+def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
+    watched, staged = workplace.root / "watched", workplace.root / "staged"
+    watched.mkdir()
+    staged.mkdir()
+    for name in ("joins", "wrong"):
+        task = {**TASKS["diff"], "name": f"{name}-task"}
+        task["data"] = {**task["data"], "path": str(workplace.root / "texts.jsonl")}
+        if name == "wrong":
+            task["adapter"] = {**task["adapter"], "target_modules": ["no_such_module"]}
+        (staged / f"{name}.yaml").write_text(json.dumps({"tasks": [task]}))
+    tasks = workplace.write_tasks("one.yaml", {"lora": TASKS["lora"]})
+    arguments = workplace.arguments("--mux-watch", watched, "--save", workplace.root / "run", tasks=tasks)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, str(watched), str(staged), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
+    workplace = furnish(tmp_path)
+    run = _run(workplace)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
+    together = [int(words[1]) for words in lines if words[3] == "joins-task,lora"]
+    assert together == [3, 4, 5], "it joins for the step after it was dropped in, and leaves likewise"
+    assert "wrong.yaml refused" in run.stdout and "no_such_module" in run.stdout
+    assert "Traceback" not in run.stderr
+    left = workplace.root / "run" / "joins-task" / "checkpoint-3" / "adapter_model.safetensors"
+    assert left.is_file(), "what it had learned is kept when it leaves"
+    final = sorted((workplace.root / "run" / "manifests").iterdir())[-1]
+    statuses = {task["name"]: task["status"] for task in json.loads(final.read_text())["tasks"]}
+    assert statuses == {"lora": "finished", "joins-task": "removed"}
+    metrics = (workplace.root / "run" / "lora" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics if '"loss"' in line] == list(range(1, 15))
