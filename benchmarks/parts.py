@@ -206,7 +206,7 @@ def memory_of(arguments: argparse.Namespace, part: str) -> dict[str, int]:
         memory.reset_peak(bench.device)
         for pairs in examples:
             task.step(pairs)
-        return {"before_loading": before, "peak_while_loading": loaded, **memory.report(bench.device)}
+        return {**_around_loading(bench, before, loaded), **memory.report(bench.device)}
     parallel = bench.parallel()
     count = {"mix": len(bench.mix), "one": 1, "eight": 8}[what]
     chosen = [i % len(bench.mix) for i in range(count)]
@@ -222,7 +222,14 @@ def memory_of(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     memory.reset_peak(bench.device)
     for _ in range(MEMORY_STEPS):
         engine.step()
-    return {"before_loading": before, "peak_while_loading": loaded, **memory.report(bench.device)}
+    return {**_around_loading(bench, before, loaded), **memory.report(bench.device)}
+
+
+def _around_loading(bench: Bench, before: int, loaded: int) -> dict[str, int]:
+    """What the host held; on a GPU the measurement is of the device's memory, and this says nothing of it."""
+    if bench.device.type == "cuda":
+        return {"host_peak_while_loading": loaded}
+    return {"before_loading": before, "peak_while_loading": loaded}
 
 
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:

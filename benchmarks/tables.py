@@ -68,8 +68,8 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
     if not memory:
         return []
     peft = {case: found for case, found in memory.items() if case.startswith("peft:")}
-    largest = max(found["peak"] for found in peft.values())
-    together = sum(found["peak"] * found["tasks_of_this_kind"] for found in peft.values())
+    largest = max(_peak(found) for found in peft.values())
+    together = sum(_peak(found) * found["tasks_of_this_kind"] for found in peft.values())
     count = sum(found["tasks_of_this_kind"] for found in peft.values())
     one, eight = memory["mux:one"]["persistent"], memory["mux:eight"]["persistent"]
     return [
@@ -77,11 +77,16 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
         "|---|---|",
         f"| peak, PEFT, the largest of {count} tasks run one after the other | {_mib(largest)} |",
         f"| peak, PEFT, {count} tasks at once in processes of their own | {_mib(together)} |",
-        f"| peak, megatron-mux, {count} tasks together | {_mib(memory['mux:mix']['peak'])} |",
+        f"| peak, megatron-mux, {count} tasks together | {_mib(_peak(memory['mux:mix']))} |",
         f"| persistent, megatron-mux, 1 task | {_mib(one)} |",
         f"| persistent, megatron-mux, 8 tasks | {_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_TARGET:.2f}x) |",
         "",
     ]
+
+
+def _peak(found: Mapping[str, int]) -> int:
+    """What a process came to beyond its interpreter and libraries."""
+    return found["peak"] - found.get("before_loading", 0)
 
 
 def _losses(result: Mapping[str, Any]) -> list[str]:

@@ -218,7 +218,7 @@ class Loop:
         for name, result in results.items():
             self._note(name, result)
             self.reporter.step(name, result, seconds)
-            due = due or self._after(name, result)
+            due = self._after(name, result) or due  # every task's turn, whatever is due already
         if self._steps == _PICTURED_STEP:
             self._draw()
         if due:

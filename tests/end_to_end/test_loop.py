@@ -1,4 +1,4 @@
-"""A watched directory in a real run: tasks join within a step and leave, mistakes stop nobody, STOP ends it."""
+"""Real runs of the loop: tasks join within a step and leave, mistakes stop nobody, STOP ends it; all are evaluated."""
 
 from __future__ import annotations
 
@@ -76,3 +76,22 @@ def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
     assert statuses == {"lora": "finished", "joins-task": "removed"}
     metrics = (workplace.root / "run" / "lora" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics if '"loss"' in line] == list(range(1, 15))
+
+
+def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path) -> None:
+    workplace = furnish(tmp_path)
+    same = {name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"}
+    tasks = workplace.write_tasks("same.yaml", same)
+    arguments = workplace.arguments("--save", workplace.root / "run", tasks=tasks)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "pretrain_mux.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
+    for name in same:
+        lines = (workplace.root / "run" / name / "metrics.jsonl").read_text().splitlines()
+        evaluated = [json.loads(line)["step"] for line in lines if "eval_loss" in line]
+        assert evaluated == [0, 3], f"{name} was evaluated after steps {evaluated}"
