@@ -84,12 +84,7 @@ def make_engine(
 ) -> Engine:
     """An engine with these tasks, all in one hybrid task."""
     engine = Engine(backbone, parallel, policy="spatial")
-    engine.register_tasks(
-        [
-            Task(s, r, initial=i)  # type: ignore[arg-type]
-            for s, r, i in zip(specs, records, initial, strict=True)
-        ]
-    )
+    engine.register_tasks([Task(s, r, initial=i) for s, r, i in zip(specs, records, initial, strict=True)])
     return engine
 
 
@@ -117,7 +112,7 @@ class Ceiling:
         with layout.activate(batch):
             loss, _ = self.backbone.loss(self.backbone.forward(batch, None), batch)
             loss.backward()
-        return float(loss.detach()) / batch.labels.shape[0]
+        return float(loss.item()) / batch.labels.shape[0]
 
 
 def _ask_for_gradient(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -21,13 +22,14 @@ Pair = tuple[Tensor, Tensor]
 
 def load(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The backbone as PEFT's users load it."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     model.config.use_cache = False
     model.to(device)
     model.train()
-    return model
+    moved: nn.Module = model
+    return moved
 
 
 def share_weights(model: nn.Module) -> nn.Module:

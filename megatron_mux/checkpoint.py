@@ -182,9 +182,18 @@ def load(directory: Path, backbone: str) -> Manifest | None:
         The manifest, or None when there is none.
 
     Raises:
-        UserError: The run was made on another backbone, or by an unknown format.
+        UserError: The run was made on another backbone, by an unknown format, or none of its saves is complete.
     """
-    manifest = newest(directory)
+    try:
+        manifest = newest(directory)
+        found = [path for _, path in sorted(_manifests(directory))]
+    except OSError as error:
+        raise UserError(f"--load {directory}: cannot be read: {error.strerror or error}") from error
+    if manifest is None and found:
+        raise UserError(
+            f"--load {directory}: {found[-1].name} names checkpoints that are not there, as does every save before: "
+            "put them back, or start anew with another --save"
+        )
     if manifest is not None and manifest.backbone != backbone:
         raise UserError(
             f"--load {directory}: these checkpoints were made on another backbone: give the --backbone they were "
@@ -259,12 +268,17 @@ def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
         directory: The run's directory.
         manifest: What it continues from; None when it was killed before its first save.
     """
-    saved = {entry.name: entry.step for entry in manifest.tasks} if manifest is not None else {}
+    entries = manifest.tasks if manifest is not None else []
+    # A failed task is not run again: what it wrote after its last good checkpoint stays.
+    saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
     for path in directory.glob("*/metrics.jsonl"):
-        lines = path.read_text().splitlines()
-        kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
-        if len(kept) != len(lines):
-            write_atomically(path, "".join(line + "\n" for line in kept))
+        try:
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
+            if len(kept) != len(lines):
+                write_atomically(path, "".join(line + "\n" for line in kept))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
 
 
 def _step_of(line: str) -> float:

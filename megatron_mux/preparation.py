@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
@@ -15,7 +15,13 @@ from megatron_mux.tasks import TaskSpec
 Progress = Callable[[str], None]
 
 
-def prepare(specs: Sequence[TaskSpec], info: BackboneInfo, tokenizer: Any, say: Progress) -> list[Task]:
+def prepare(
+    specs: Sequence[TaskSpec],
+    info: BackboneInfo,
+    tokenizer: Any,
+    say: Progress,
+    resumed: Collection[str] = (),
+) -> list[Task]:
     """Open every task's data and check it against the backbone.
 
     Args:
@@ -23,6 +29,7 @@ def prepare(specs: Sequence[TaskSpec], info: BackboneInfo, tokenizer: Any, say: 
         info: The backbone's shape and module names.
         tokenizer: The backbone's tokenizer.
         say: Told what is going on, a line at a time.
+        resumed: Names of tasks that continue from a checkpoint and need no adapter to start from.
 
     Returns:
         The tasks in the same order.
@@ -34,7 +41,7 @@ def prepare(specs: Sequence[TaskSpec], info: BackboneInfo, tokenizer: Any, say: 
     problems: list[str] = []
     for spec in specs:
         try:
-            tasks.append(_prepare(spec, info, tokenizer, say))
+            tasks.append(_prepare(spec, info, tokenizer, say, spec.name in resumed))
         except UserError as error:
             problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
     if problems:
@@ -42,7 +49,7 @@ def prepare(specs: Sequence[TaskSpec], info: BackboneInfo, tokenizer: Any, say: 
     return tasks
 
 
-def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress) -> Task:
+def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, resumed: bool) -> Task:
     problems: list[str] = []
 
     def attempt(work: Callable[[], Any]) -> Any:
@@ -67,7 +74,7 @@ def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress) 
         evaluation = attempt(lambda: TaskDataset(path, tokenizer, spec.data.max_length))
     initial = None
     source = spec.adapter.adapter_name_or_path
-    if source is not None:
+    if source is not None and not resumed:
         initial = attempt(lambda: read_adapter(source, spec.adapter, info))
     if problems:
         raise UserError(*problems)

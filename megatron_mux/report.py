@@ -72,12 +72,16 @@ class Reporter:
         if not self.console.is_terminal:
             self.console = Console(quiet=silent, soft_wrap=True, highlight=False, width=_FILE_WIDTH)
         self.history: dict[str, TaskHistory] = {}
+        self.problem = ""
         self._files: dict[str, IO[str]] = {}
         self._writer: Any = None
         if tensorboard is not None and not silent:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(tensorboard))
+            try:
+                self._writer = SummaryWriter(str(tensorboard))
+            except OSError as error:
+                raise UserError(f"--tensorboard-dir {tensorboard}: {error.strerror or error}") from error
         self._live: Live | None = None
         if live and not silent and self.console.is_terminal:
             self._live = Live(self._table(), console=self.console, refresh_per_second=4)
@@ -115,7 +119,7 @@ class Reporter:
                     f"lr {result.learning_rate:.2e} |g| {result.grad_norm:.3f} {result.tokens / seconds:.0f} tokens/s"
                 )
         if result.reason:
-            self.say(f"[bold red]{name} stopped[/]: {result.reason}; its last good adapter is kept")
+            self.say(f"{name} stopped: {result.reason}; its last good adapter is kept", style="bold red")
         self._refresh()
 
     def evaluation(self, name: str, step: int, result: EvalResult) -> None:
@@ -128,16 +132,19 @@ class Reporter:
             self.say(f"{name}: step {step} eval loss {result.loss:.4f} accuracy {result.accuracy:.1%}")
         self._refresh()
 
-    def say(self, text: str) -> None:
-        """A line for people."""
-        self.console.print(text)
+    def say(self, text: str, style: str | None = None) -> None:
+        """A line for people, as it is: what users wrote may look like markup."""
+        self.console.print(text, markup=False, style=style)
 
     def schedule(self, actions: Sequence[TimedAction], title: str) -> None:
         """Leave `schedule.svg` and `schedule.json` of the actions that were timed."""
         if self.directory is None or not actions:
             return
-        write_atomically(self.directory / "schedule.svg", to_svg(actions, title))
-        write_atomically(self.directory / "schedule.json", to_trace(actions))
+        try:
+            write_atomically(self.directory / "schedule.svg", to_svg(actions, title))
+            write_atomically(self.directory / "schedule.json", to_trace(actions))
+        except OSError as error:  # a picture is not worth a run
+            self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 
     def close(self) -> None:
         """End the live picture and print the closing table."""
@@ -175,10 +182,11 @@ class Reporter:
             self._files[name].write(json.dumps(line) + "\n")
             self._files[name].flush()
         except OSError as error:
-            raise UserError(
+            # Raised by the loop, on all ranks at once: only this one knows.
+            self.problem = (
                 f"--save {self.directory}: could not write metrics: {error.strerror or error}. Make room or choose "
                 "another directory, and go on with --load."
-            ) from error
+            )
 
     def _refresh(self) -> None:
         if self._live is not None:

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +60,19 @@ class Parallel:
     model_group: dist.ProcessGroup
     device: torch.device
     sequence_parallel: bool
+
+    def total(self, flags: Sequence[bool]) -> list[int]:
+        """How many ranks of the world raise each flag; every rank calls it. Waits for all of them.
+
+        Args:
+            flags: This rank's.
+        """
+        if self.world_size == 1:
+            return [int(flag) for flag in flags]
+        counts = torch.tensor([int(flag) for flag in flags], device=self.device)
+        dist.all_reduce(counts)
+        totals: list[int] = counts.tolist()
+        return totals
 
     @property
     def is_first_stage(self) -> bool:
@@ -237,6 +250,12 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
         return device
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"The device {str(device)!r} is not there: this machine has a CPU only.")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.index is None and local > torch.cuda.device_count():
+        # Every process of the machine sees this, so it is said whichever of them may speak.
+        raise UserError(
+            f"{local} processes were started on a machine with {torch.cuda.device_count()} GPU(s): start one per GPU."
+        )
     if device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():

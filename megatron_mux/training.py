@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_mux import checkpoint
@@ -63,7 +62,10 @@ def run(arguments: MuxArguments) -> None:
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
         specs = _with_saved(specs, manifest)
-        tasks = prepare(specs, info, tokenizer, reporter.say)
+        resumed = (
+            {entry.name for entry in manifest.tasks if entry.checkpoint} if manifest is not None else set()
+        )
+        tasks = prepare(specs, info, tokenizer, reporter.say, resumed)
         parallel = initialize(
             arguments.tensor_model_parallel_size,
             arguments.pipeline_model_parallel_size,
@@ -155,6 +157,12 @@ class Loop:
                 entry = replace(entry, checkpoint=str((directory / entry.checkpoint).resolve()))
             self._entries[entry.name] = entry
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
+        before, now = self.manifest.plan, self.engine
+        if (before["policy"], before["stages"]) != (now.policy, self.parallel.pp_size):
+            self.reporter.say(
+                f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
+                f"{now.policy} on {self.parallel.pp_size} rounds differently"
+            )
 
     def register(self, tasks: Sequence[Task]) -> None:
         """Take tasks in, each from its checkpoint if the continued run has one.
@@ -168,6 +176,7 @@ class Loop:
             entry = self._entries.get(name)
             if entry is not None and entry.status in ("finished", "failed"):
                 self.reporter.add(name, kind, entry.step, entry.step, entry.status)
+                self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
                 continue
             if entry is not None and entry.data != task.data.fingerprint:
                 raise UserError(
@@ -184,7 +193,7 @@ class Loop:
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             self._entries.setdefault(name, fresh).status = status
             self.reporter.add(name, kind, step, total, status)
-            if step == 0:
+            if step == 0 and task.resume is None:
                 self._evaluate(name)
 
     def run(self) -> None:
@@ -201,9 +210,14 @@ class Loop:
                 continue
             self._step()
         else:
-            self.reporter.say("stopping: saving where every task stands")
-        self._draw()
-        self._save()
+            saving = (
+                "saving where every task stands" if self.arguments.save is not None else "nothing is saved"
+            )
+            self.reporter.say(f"stopping: {saving}")
+        if self._steps or self.manifest is None:
+            self._save()
+            self._draw()
+        self._raise_together()
 
     def _step(self) -> None:
         self._steps += 1
@@ -243,7 +257,11 @@ class Loop:
         entry.status, entry.reason = result.status, result.reason
 
     def _evaluate(self, name: str) -> None:
-        result = self.engine.evaluate(name)
+        try:
+            result = self.engine.evaluate(name)
+        except UserError as error:  # on every rank
+            self.reporter.say(f"{name} could not be evaluated: {error}")
+            return
         if result is not None:
             self.reporter.evaluation(name, self.engine.progress(name)[0], result)
 
@@ -258,8 +276,9 @@ class Loop:
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
                 entry.status = "removed" if name in leaving else status
-                # A failed task stepped no further than its last good state; that is what there is to keep.
-                if not (entry.checkpoint and entry.step == step):
+                # What made a loss diverge is most likely in the last updates: of a failed task, keep what was saved.
+                kept = status == "failed" and entry.checkpoint
+                if not kept and not (entry.checkpoint and entry.step == step):
                     state.snapshot = self.engine.snapshot(name)
                     state.config = self.engine.adapter_config(name)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
@@ -322,7 +341,7 @@ class Loop:
             tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
         except UserError as error:
             problem = str(error)
-        if self._all_agree(not problem):
+        if not self.parallel.total([bool(problem)])[0]:
             try:
                 self.register(tasks)
             except (
@@ -362,14 +381,17 @@ class Loop:
 
     def _agreed_to_stop(self) -> bool:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
-        return not self._all_agree(not self.stopping)
+        self._raise_together()
+        return self.parallel.total([self.stopping])[0] > 0
 
-    def _all_agree(self, mine: bool) -> bool:
-        if self.parallel.world_size == 1:
-            return mine
-        flag = torch.tensor([0 if mine else 1], device=self.parallel.device)
-        dist.all_reduce(flag)
-        return int(flag.item()) == 0
+    def _raise_together(self) -> None:
+        """End the run on every rank when the one that writes cannot.
+
+        Raises:
+            UserError: Said by the rank that knows why.
+        """
+        if self.parallel.total([bool(self.reporter.problem)])[0]:
+            raise UserError(self.reporter.problem or "another process could not write its results")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ clipping, accumulation, data order and fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,6 +94,23 @@ class _Running:
     step: int = 0
     status: Status = "running"
 
+    def resume(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot, whose adapter is in place already.
+
+        Raises:
+            UserError: The snapshot lacks something or holds it in another shape.
+        """
+        try:
+            self.optimizer.load_state(snapshot.moments, snapshot.step)
+            self.adapter.load_state(snapshot.extra)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"task {self.task.spec.name!r}: its training state does not fit: {error}"
+            ) from error
+        self.step = snapshot.step
+        if self.step >= self.total_steps:
+            self.status = "finished"
+
     @property
     def position_offset(self) -> int:
         """Virtual tokens in front of every sequence (prefix tuning)."""
@@ -154,14 +171,15 @@ class Engine:
         total = spec.total_steps(len(task.data))
         initial = task.resume.adapter if task.resume is not None else task.initial
         adapter = self.adapters.add(spec, total, initial)
-        optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-        running = _Running(task, adapter, optimizer, sampler, total)
-        if task.resume is not None:
-            running.step = task.resume.step
-            optimizer.load_state(task.resume.moments, task.resume.step)
-            adapter.load_state(task.resume.extra)
-            if running.step >= total:
-                running.status = "finished"
+        try:
+            running = _Running(
+                task, adapter, TaskOptimizer(adapter.parameters, spec.training, total), sampler, total
+            )
+            if task.resume is not None:
+                running.resume(task.resume)
+        except BaseException:
+            self.adapters.remove(spec.name)
+            raise
         self._running[spec.name] = running
 
     def remove_task(self, name: str) -> None:
@@ -214,17 +232,41 @@ class Engine:
         Returns:
             A result per task; empty when no task is active.
         """
-        plan = self.plan
+        sequences, failed = self._fetch(self.plan.tasks)
+        plan = self.plan  # without those that failed
         names = plan.tasks
-        if not names:
-            return {}
-        batches, tokens = self._micro_batches(plan)
+        if not names or any(name not in sequences for name in names):
+            return failed  # nothing left; or a serial run's next task, whose turn is the next step
+        batches, tokens = self._micro_batches(plan, sequences)
         compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
         counts = [sum(1 for b, _ in batches if b == i) for i in range(len(plan.buckets))]
         actions = one_f_one_b(self.parallel.pp_rank, self.parallel.pp_size, counts)
         execute(actions, compute, self.communicator, self.backbone.dtype, timer)
         losses, norms = self._statistics(names, compute.losses)
-        return {name: self._finish(name, losses[i], norms[i], tokens[name]) for i, name in enumerate(names)}
+        done = {name: self._finish(name, losses[i], norms[i], tokens[name]) for i, name in enumerate(names)}
+        return {**failed, **done}
+
+    def _fetch(self, names: Sequence[str]) -> tuple[dict[str, list[PackedSequence]], dict[str, StepResult]]:
+        """Read the next batch of each task; a task whose data cannot be read on some rank fails on all of them."""
+        sequences: dict[str, list[PackedSequence]] = {}
+        problems: dict[str, str] = {}
+        for name in names:
+            try:
+                sequences[name] = self._sequences(name)
+            except UserError as error:
+                problems[name] = str(error)
+        failed: dict[str, StepResult] = {}
+        for name, count in zip(names, self.parallel.total([name in problems for name in names]), strict=True):
+            if count:
+                running = self._running[name]
+                running.status = "failed"
+                sequences.pop(name, None)
+                reason = problems.get(name, "another process could not read its data")
+                nothing = float("nan")
+                failed[name] = StepResult(
+                    running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
+                )
+        return sequences, failed
 
     def _finish(self, name: str, loss: float, norm: float, tokens: int) -> StepResult:
         """Let one task's optimizer step, or stop the task."""
@@ -247,7 +289,9 @@ class Engine:
                 running.status = "finished"
         return StepResult(running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason)
 
-    def _micro_batches(self, plan: Plan) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
+    def _micro_batches(
+        self, plan: Plan, fetched: Mapping[str, list[PackedSequence]]
+    ) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
         """This pipeline's micro-batches of the step, and the tokens of each task over all pipelines."""
         names = plan.tasks
         steps = {name: self._running[name].step for name in names}
@@ -258,9 +302,8 @@ class Engine:
         for b, bucket in enumerate(plan.buckets):
             sequences: list[PackedSequence] = []
             for name in bucket.tasks:
-                own = self._sequences(name)
-                tokens[name] = sum(int(s[2].shape[0]) for s in own)
-                sequences += own
+                tokens[name] = sum(int(s[2].shape[0]) for s in fetched[name])
+                sequences += fetched[name]
             mine = _shares(sequences, self.parallel.dp_size)[self.parallel.dp_rank]
             filled = [part for part in _shares(mine, bucket.micro_batches) if part]
             for m, part in enumerate(filled):
@@ -297,7 +340,11 @@ class Engine:
     # -- reading it out
 
     def evaluate(self, name: str) -> EvalResult | None:
-        """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it."""
+        """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it.
+
+        Raises:
+            UserError: The data could not be read; on every rank, so none waits for another.
+        """
         running = self._running[name]
         if running.task.evaluation is None:
             return None

@@ -13,6 +13,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.compute import EvaluationCompute
+from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
@@ -79,7 +80,13 @@ def evaluate(
             sequences, (task,), {task: steps_done}, offset, multiple, training=False, device=parallel.device
         )
 
-    batches, ids = _batches(pending, task, pack, batch_size)
+    problem = ""
+    try:
+        batches, ids = _batches(pending, task, pack, batch_size)
+    except UserError as error:
+        problem = str(error)
+    if parallel.total([bool(problem)])[0]:
+        raise UserError(problem or "another process could not read the evaluation data")
     compute = EvaluationCompute(backbone, batches, len(ids), parallel.is_last_stage, dataset.end_of_sequence)
     execute(forward_only(parallel.pp_rank, len(batches)), compute, communicator, backbone.dtype)
     if ids and parallel.is_last_stage and parallel.tp_rank == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,7 @@ class Communicator:
         forward_group: Group for hidden states.
         backward_group: Group for gradients.
         device: Where received tensors are allocated.
+        stages: Depth of the pipeline: bounds how many sent tensors are kept alive.
     """
 
     def __init__(
@@ -30,14 +33,17 @@ class Communicator:
         forward_group: dist.ProcessGroup | None,
         backward_group: dist.ProcessGroup | None,
         device: torch.device,
+        stages: int,
     ) -> None:
         self.previous = previous
         self.following = following
         self.forward_group = forward_group
         self.backward_group = backward_group
         self.device = device
-        # A send's tensor must outlive it, and gloo completes a send only when it is waited for.
-        self._pending: list[tuple[dist.Work, Tensor]] = []
+        # A send's tensor must outlive it, and gloo completes a send only when it is waited for. Waiting for a send that
+        # is more than a pipeline's depth old holds nobody up: its receiver has long asked for it, or asks next.
+        self._pending: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        self._most = 2 * (stages + 1)
 
     @classmethod
     def between_stages(cls, parallel: Parallel) -> Communicator:
@@ -54,6 +60,7 @@ class Communicator:
             parallel.pp_group,
             backward_group,
             parallel.device,
+            parallel.pp_size,
         )
 
     def receive_hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -74,9 +81,9 @@ class Communicator:
 
     def finish(self) -> None:
         """Wait for every send."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+        for pending in self._pending.values():
+            while pending:
+                pending.popleft()[0].wait()
 
     def _send(self, peer: int | None, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         if peer is None:
@@ -84,7 +91,10 @@ class Communicator:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, peer, group=group)
         if work is not None:
-            self._pending.append((work, tensor))
+            pending = self._pending.setdefault(peer, deque())
+            pending.append((work, tensor))
+            while len(pending) > self._most:
+                pending.popleft()[0].wait()
 
     def _receive(
         self, peer: int | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None

@@ -27,6 +27,11 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(content[: int(len(content) * share)])
 
 
+def without_tokenizer(directory: Path) -> None:
+    for path in directory.glob("tokenizer*"):
+        path.unlink()
+
+
 BACKBONES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, []),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json"]),
@@ -44,7 +49,7 @@ BACKBONES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "weights that are none": (lambda d: (d / "model.safetensors").write_text("hello"), ["model.safetensors"]),
     "weights of another shape": (lambda d: spoil_config(d, intermediate_size=48), ["48"]),
     "more layers than weights": (lambda d: spoil_config(d, num_hidden_layers=6), ["model.layers.4"]),
-    "no tokenizer": (lambda d: [p.unlink() for p in d.glob("tokenizer*")], ["tokenizer"]),
+    "no tokenizer": (without_tokenizer, ["tokenizer"]),
     "a broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), ["tokenizer"]),
 }
 
@@ -212,7 +217,7 @@ FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
 def test_a_full_disk(name: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path) -> None:
     fault, largest = FULL_DISKS[name]
     directory = tmp_path / "full"
-    flags = ["--save", directory, "--save-interval", "3"]
+    flags: list[str | Path] = ["--save", directory, "--save-interval", "3"]
     run = server.run(workplace.arguments(*flags), fault=fault, largest_file=largest)
     check_manners(run.status, run.errors)
     assert len(run.errors.splitlines()) == 1 and str(directory) in run.errors

@@ -28,7 +28,7 @@ from tests.end_to_end.harness import (
     random_records,
     train,
 )
-from tests.reference import peft_solo, plain
+from tests.reference import solo
 
 EXACT = 1e-10  # fp64
 SMOLLM2 = Path(os.environ.get("SMOLLM2", ".quickstart/backbone"))
@@ -49,12 +49,6 @@ def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
     }
 
 
-def random_adapter(path: Path, section: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A non-zero adapter of any kind."""
-    known = peft_solo if section["peft_type"] in peft_solo.PEFT_KINDS else plain
-    return known.random_adapter(path, section, seed=seed, dtype=dtype)
-
-
 def make_cases(
     path: Path,
     sections: dict[str, dict[str, Any]],
@@ -69,7 +63,7 @@ def make_cases(
             section,
             {"per_device_train_batch_size": 2, "max_steps": 50, "seed": i, **training},
             random_records(13, VOCABULARY, *lengths, seed=i),
-            random_adapter(path, section, seed=i, dtype=dtype),
+            solo.random_adapter(path, section, seed=i, dtype=dtype),
         )
         for i, (name, section) in enumerate(sections.items())
     }

@@ -57,6 +57,7 @@ def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=200,
+        check=False,
     )
 
 
@@ -80,7 +81,9 @@ def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
 
 def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path) -> None:
     workplace = furnish(tmp_path)
-    same = {name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"}
+    same = {
+        name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"
+    }
     tasks = workplace.write_tasks("same.yaml", same)
     arguments = workplace.arguments("--save", workplace.root / "run", tasks=tasks)
     subprocess.run(
@@ -95,3 +98,49 @@ def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path) -> None:
         lines = (workplace.root / "run" / name / "metrics.jsonl").read_text().splitlines()
         evaluated = [json.loads(line)["step"] for line in lines if "eval_loss" in line]
         assert evaluated == [0, 3], f"{name} was evaluated after steps {evaluated}"
+
+
+SPOILER = """
+import pathlib, sys
+from megatron_mux.engine import Engine
+import pretrain_mux
+
+real, steps = Engine.step, 0
+
+def step(self, timer=None):
+    global steps
+    steps += 1
+    if steps == 3:
+        pathlib.Path(sys.argv[1]).write_text("{[/] no record any more\\n")
+    return real(self, timer)
+
+Engine.step = step
+sys.exit(pretrain_mux.main(sys.argv[2:]))
+"""
+
+
+def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> None:
+    workplace = furnish(tmp_path)
+    shared = workplace.root / "pairs.jsonl"
+    spoilt = workplace.root / "[spoilt].jsonl"
+    spoilt.write_text(shared.read_text())
+    broken = {**TASKS["diff"], "data": {"path": str(spoilt), "max_length": 16}}
+    tasks = workplace.write_tasks("two.yaml", {"broken": broken, "lora": TASKS["lora"]})
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SPOILER, str(spoilt)]
+        + workplace.arguments("--save", workplace.root / "run", "--save-interval", "1", tasks=tasks),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "broken stopped" in run.stdout and "[spoilt].jsonl" in run.stdout
+    final = sorted((workplace.root / "run" / "manifests").iterdir())[-1]
+    tasks_left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}
+    assert (tasks_left["lora"]["status"], tasks_left["lora"]["step"]) == ("finished", 14)
+    # A few records may still lie in the reader's buffer.
+    assert tasks_left["broken"]["status"] == "failed" and 2 <= tasks_left["broken"]["step"] < 12
+    assert "was changed" in tasks_left["broken"]["reason"]

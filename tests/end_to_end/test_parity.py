@@ -10,7 +10,7 @@ from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
 from tests.end_to_end.harness import Case, Trained, assert_close, random_records, train
-from tests.reference import peft_solo, plain
+from tests.reference import plain, solo
 from tests.reference.loop import SoloResult
 
 STEPS = 20
@@ -59,23 +59,21 @@ def make_case(i: int, path: Path, adapter: dict[str, object], recipe: int | None
     shortest, longest, count = SIZES[i % len(SIZES)]
     training = {**RECIPES[i % len(RECIPES) if recipe is None else recipe], "max_steps": STEPS, "seed": i}
     records = random_records(count, VOCABULARY, shortest, longest, seed=100 + i)
-    known = peft_solo if adapter["peft_type"] in peft_solo.PEFT_KINDS else plain
-    return Case(f"task-{i}", adapter, training, records, known.random_adapter(path, adapter, seed=i))
+    return Case(f"task-{i}", adapter, training, records, solo.random_adapter(path, adapter, seed=i))
 
 
 def alone(path: Path, case: Case, steps: int = STEPS) -> SoloResult:
     """What the reference makes of a task."""
     assert case.initial is not None
-    known = peft_solo if case.adapter["peft_type"] in peft_solo.PEFT_KINDS else plain
-    return known.train_solo(path, case.adapter, case.training, case.steps(steps), case.initial)
+    return solo.train_solo(path, case.adapter, case.training, case.steps(steps), case.initial)
 
 
-def compare(together: Trained, solo: SoloResult, case: Case) -> None:
+def compare(together: Trained, wanted: SoloResult, case: Case) -> None:
     """Loss and learning rate of every step, gradient norm, and the adapter at the end."""
     results = together.results[case.name]
-    assert len(results) == len(solo.losses)
+    assert len(results) == len(wanted.losses)
     for step, (result, loss, norm, rate) in enumerate(
-        zip(results, solo.losses, solo.grad_norms, solo.learning_rates, strict=True)
+        zip(results, wanted.losses, wanted.grad_norms, wanted.learning_rates, strict=True)
     ):
         at = f"{case.name} step {step + 1}"
         assert result.learning_rate == pytest.approx(rate, rel=1e-9, abs=1e-15), at
@@ -83,7 +81,7 @@ def compare(together: Trained, solo: SoloResult, case: Case) -> None:
         assert result.grad_norm == pytest.approx(norm, rel=2e-3), at
         assert result.tokens == sum(len(tokens) for tokens, _ in case.steps(step + 1)[step]), at
     assert results[-1].status == "finished"
-    assert_close(together.tensors[case.name], solo.tensors, ADAPTER, case.name)
+    assert_close(together.tensors[case.name], wanted.tensors, ADAPTER, case.name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -83,7 +83,7 @@ def resume(
     server: Server, workplace: Workplace, directory: Path, *more: str, tasks: Path | None = None
 ) -> Run:
     """Continue a run to its end."""
-    flags = ["--save", directory, "--load", directory, "--save-interval", "3", *more]
+    flags: list[str | Path] = ["--save", directory, "--load", directory, "--save-interval", "3", *more]
     run = server.run(workplace.arguments(*flags, tasks=tasks))
     assert run.status == 0, run.errors
     assert "Traceback" not in run.errors

@@ -66,7 +66,8 @@ class Bottleneck:
                 y: Tensor,
                 p: tuple[Tensor, ...] = (down, down_bias, up, up_bias),
             ) -> Tensor:
-                return y + scaling * (act(y @ p[0].T + p[1]) @ p[2].T + p[3])
+                added: Tensor = scaling * (act(y @ p[0].T + p[1]) @ p[2].T + p[3])
+                return y + added
 
             module.register_forward_hook(hook)
 
@@ -156,7 +157,7 @@ class DiffPruning:
         if relaxed:
             # P(z > 0) = P(log_alpha + logistic noise > logit(1.5 / 3)), and logit(1/2) = 0.
             expected: Tensor = torch.stack([torch.sigmoid(log_alpha).sum() for log_alpha in relaxed]).sum()
-            (self.l0_weight * expected).backward()  # type: ignore[no-untyped-call]
+            (self.l0_weight * expected).backward()
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
