@@ -6,30 +6,31 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megatron_mux.arguments import parse_args
-from megatron_mux.errors import UserError
+from megatron_mux.errors import UserError, tell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, compose, run.
 
     Returns:
-        Exit status: 0, or 2 when the input was wrong (said on standard error by the first process only).
+        Exit status: 0, or 2 when the input was wrong (said on standard error, by one process only).
     """
-    try:
-        arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
-        from megatron_mux.training import run  # imports torch and Megatron-Core: seconds
+    with ExitStack() as at_the_end:
+        try:
+            arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+            from megatron_mux.runtime import shutdown  # imports torch: seconds
+            from megatron_mux.training import run
 
-        run(arguments)
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            for problem in error.problems:
-                print(f"pretrain_mux.py: {problem}", file=sys.stderr)
-        return 2
+            at_the_end.callback(shutdown)
+            run(arguments)
+        except UserError as error:
+            tell(error, "pretrain_mux.py")
+            return 2
     return 0
 
 

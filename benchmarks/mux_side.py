@@ -110,7 +110,7 @@ class Ceiling:
         ]
         batch = layout.pack(sequences, ("backbone",), {"backbone": 0}, device=self.device)
         with layout.activate(batch):
-            loss, _ = self.backbone.loss(self.backbone.forward(batch, None), batch)
+            loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
             loss.backward()
         return float(loss.item()) / batch.labels.shape[0]
 

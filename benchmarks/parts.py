@@ -1,4 +1,4 @@
-"""The measurements themselves: speed by turns, memory of one case, and what they were measured on."""
+"""What is measured: speeds from the turns of all sides, memory of one case, and what they were measured on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import importlib.metadata
 import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,140 +14,33 @@ import memory
 import mux_side
 import peft_side
 import torch
-from torch import Tensor
-from workload import LEARNING_RATE, RANK, Pair, TaskShape, as_plain, made_up_records, mix_of, padding_share
-
-from megatron_mux.backbone.model import Backbone
-from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.data.tokenise import load_tokenizer
-from megatron_mux.runtime import Parallel, initialize
+from bench import Bench
+from turns import take_turns
+from workload import RANK, Pair, as_plain, padding_share
 
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
 
 
-class Bench:
-    """Backbone, records and specs of one measurement.
+def speed(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Take turns; for the whole mix, and for its short tasks alone.
 
     Args:
         arguments: The script's flags.
-        steps: Steps each task could take: length of its schedule.
+        scratch: A directory to pass tensors through.
     """
-
-    def __init__(self, arguments: argparse.Namespace, steps: int) -> None:
-        torch.set_num_threads(arguments.threads)
-        self.arguments = arguments
-        self.device = torch.device(arguments.device)
-        self.dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-        self.steps = steps
-        self.mix = mix_of(arguments.backbone_shape, arguments.device)
-        self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
-        self.records = [self._records(i, shape) for i, shape in enumerate(self.mix)]
-
-    def _records(self, i: int, shape: TaskShape) -> mux_side.Records:
-        if self.arguments.data is not None and shape.records:
-            tokenizer = load_tokenizer(self.arguments.backbone)
-            return TaskDataset(self.arguments.data / shape.records, tokenizer, shape.max_length)
-        vocab = _vocabulary(self.arguments.backbone)
-        return mux_side.InMemory(made_up_records(shape, shape.batch * self.steps, vocab, seed=i))
-
-    def parallel(self) -> Parallel:
-        """This process alone."""
-        return initialize(device=self.device)
-
-    def backbone(self, parallel: Parallel) -> Backbone:
-        """A backbone of ours."""
-        return Backbone.load(self.arguments.backbone, parallel, self.dtype)
-
-    def examples(self, i: int) -> list[list[Pair]]:
-        """What task `i` trains on, step by step."""
-        return mux_side.examples(self.specs[i], self.records[i], self.steps)
-
-    def peft_task(
-        self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None
-    ) -> peft_side.PeftTask:
-        """Task `i` for PEFT."""
-        return peft_side.PeftTask(model, RANK, self.arguments.targets, LEARNING_RATE, self.steps, initial)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Take turns; for the whole mix, and for its short tasks alone."""
     bench = Bench(arguments, arguments.warm_up + arguments.repeats * arguments.steps)
-    parallel = bench.parallel()
-    backbone = bench.backbone(parallel)
-    ceiling = mux_side.Ceiling(bench.backbone(parallel), bench.device)
-    model = peft_side.load(arguments.backbone, bench.dtype, bench.device)
     everything = list(range(len(bench.mix)))
     short = [i for i in everything if bench.mix[i].short] or everything[:2]
     if arguments.backbone_shape == "tiny":
         short = everything[:2]
-    return {
-        "mix": as_plain(bench.mix),
-        "all": _turns(bench, parallel, backbone, ceiling, model, everything),
-        "short": _turns(bench, parallel, backbone, ceiling, model, short),
-    }
-
-
-def _turns(
-    bench: Bench,
-    parallel: Parallel,
-    backbone: Backbone,
-    ceiling: mux_side.Ceiling,
-    model: torch.nn.Module,
-    members: Sequence[int],
-) -> dict[str, Any]:
-    peft_tasks = [bench.peft_task(peft_side.share_weights(model), i) for i in members]
-    engine = mux_side.make_engine(
-        backbone,
-        parallel,
-        [bench.specs[i] for i in members],
-        [bench.records[i] for i in members],
-        [task.tensors() for task in peft_tasks],
-    )
-    examples = [bench.examples(i) for i in members]
-    losses: dict[str, list[list[float]]] = {"mux": [], "peft": []}
-
-    def mux(step: int) -> None:
-        results = engine.step()
-        losses["mux"].append([results[bench.mix[i].name].loss for i in members])
-
-    def peft(step: int) -> None:
-        losses["peft"].append([task.step(examples[k][step]) for k, task in enumerate(peft_tasks)])
-
-    def bare(step: int) -> None:
-        ceiling.step([examples[k][step] for k in range(len(members))])
-
-    sides: dict[str, Callable[[int], None]] = {"mux": mux, "peft": peft, "ceiling": bare}
-    for step in range(bench.arguments.warm_up):
-        for side in sides.values():
-            side(step)
-    seconds = _alternate(bench, sides)
-    for i in members:
-        engine.remove_task(bench.mix[i].name)
-    return _summary(bench, members, examples, seconds, losses)
-
-
-def _alternate(bench: Bench, sides: dict[str, Callable[[int], None]]) -> dict[str, list[float]]:
-    """Seconds of every turn; who goes first changes from turn to turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    step = bench.arguments.warm_up
-    for turn in range(bench.arguments.repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            bench.synchronize()
-            start = time.perf_counter()
-            for k in range(bench.arguments.steps):
-                sides[name](step + k)
-            bench.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-        step += bench.arguments.steps
-    return seconds
+    found: dict[str, Any] = {"mix": as_plain(bench.mix)}
+    for part, members in (("all", everything), ("short", short)):
+        turns = take_turns(arguments, bench.steps, members, scratch)
+        seconds = {name: side.seconds for name, side in turns.items()}
+        losses = {name: turns[name].losses for name in ("mux", "peft")}
+        found[part] = _summary(bench, members, [bench.examples(i) for i in members], seconds, losses)
+    return found
 
 
 def _summary(
@@ -254,12 +146,6 @@ def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
             "steps_in_a_turn": arguments.steps,
         },
     }
-
-
-def _vocabulary(backbone: Path) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(backbone, local_files_only=True).vocab_size)
 
 
 def _cpu_name() -> str:

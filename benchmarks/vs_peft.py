@@ -4,7 +4,8 @@
     python benchmarks/vs_peft.py --device cuda      # bf16, a random backbone of Llama-3-8B's shape, eight tasks
 
 Both sides start from the same adapters and train on the same records in the same order, on the same threads, taking
-turns within one process: what disturbs the machine disturbs both. Memory is measured in a process of its own per case.
+turns, each side in a process of its own: what disturbs the machine disturbs both, and neither finds the other's memory
+mapped for it. So is memory measured, a process per case.
 """
 
 from __future__ import annotations
@@ -88,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         import parts
         from tables import markdown
 
-        result: dict[str, Any] = {**parts.surroundings(arguments), **parts.speed(arguments), "memory": memory}
+        result: dict[str, Any] = {
+            **parts.surroundings(arguments),
+            **parts.speed(arguments, Path(temporary)),
+            "memory": memory,
+        }
     table = markdown(result)
     print(table)
     if arguments.output is not None:

@@ -2,6 +2,10 @@
 
 A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
 So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
+
+A checkpoint is good if every value of its adapter is finite and the task's loss was in its usual range when it was
+written (see `engine.health`). A manifest names each task's newest checkpoint, from which a run continues, and its last
+good one, which stays for as long as a manifest names it: it is what is kept of the task should it fail.
 """
 
 from __future__ import annotations
@@ -9,14 +13,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_mux.engine import Snapshot
+from megatron_mux.engine import Health, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 
@@ -39,6 +43,8 @@ class SavedTask:
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
         data: Fingerprint of its training records.
+        good: Directory of its last good checkpoint, mostly the same as `checkpoint`; empty if it has none.
+        health: Whether its loss goes its usual way.
     """
 
     name: str
@@ -48,6 +54,13 @@ class SavedTask:
     checkpoint: str
     spec: dict[str, Any]
     data: str
+    good: str = ""
+    health: Health = field(default_factory=Health)
+
+    def fall_back(self) -> None:
+        """Name the last good checkpoint instead of the newest, if there is one."""
+        if self.good:
+            self.checkpoint, self.step = self.good, int(self.good.rpartition("-")[2])
 
 
 @dataclass
@@ -94,7 +107,7 @@ def save(
         states: Every task of the run.
         plan: The plan in force.
         backbone: Fingerprint of the backbone.
-        keep: Manifests to keep with their checkpoints; None keeps all.
+        keep: Manifests to keep with the checkpoints they name; None keeps all.
 
     Returns:
         The manifest.
@@ -103,10 +116,12 @@ def save(
         UserError: The disk is full or not writable; everything saved before stays as it was.
     """
     try:
-        previous = newest(directory)
+        previous, _ = _newest(directory)
         for state in states:
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous)
+                if state.entry.health.good and _is_finite(state.snapshot):
+                    state.entry.good = state.entry.checkpoint
         number = 1 + max((m for m, _ in _manifests(directory)), default=0)
         manifest = Manifest(number, backbone, [state.entry for state in states], plan.to_json())
         text = json.dumps(asdict(manifest), indent=1)
@@ -154,6 +169,10 @@ def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | No
     return relative
 
 
+def _is_finite(snapshot: Snapshot) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in snapshot.adapter.values())
+
+
 def _save_tensors(
     save_file: Any, tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -171,12 +190,13 @@ def _save_tensors(
         os.fsync(file.fileno())
 
 
-def load(directory: Path, backbone: str) -> Manifest | None:
+def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda text: None) -> Manifest | None:
     """The newest complete manifest of a run.
 
     Args:
         directory: The run's directory; may be empty or missing.
         backbone: Fingerprint of the backbone that is to continue it.
+        say: Told of newer saves that are passed over, and why.
 
     Returns:
         The manifest, or None when there is none.
@@ -185,41 +205,59 @@ def load(directory: Path, backbone: str) -> Manifest | None:
         UserError: The run was made on another backbone, by an unknown format, or none of its saves is complete.
     """
     try:
-        manifest = newest(directory)
-        found = [path for _, path in sorted(_manifests(directory))]
+        manifest, problems = _newest(directory)
     except OSError as error:
         raise UserError(f"--load {directory}: cannot be read: {error.strerror or error}") from error
-    if manifest is None and found:
+    if manifest is None and problems:
+        others = f" (nor can the {len(problems) - 1} before it)" if len(problems) > 1 else ""
         raise UserError(
-            f"--load {directory}: {found[-1].name} names checkpoints that are not there, as does every save before: "
-            "put them back, or start anew with another --save"
+            f"--load {directory}: the newest save cannot be continued{others}: {problems[0]}: put back what is "
+            "missing, or start anew with another --save"
         )
     if manifest is not None and manifest.backbone != backbone:
         raise UserError(
             f"--load {directory}: these checkpoints were made on another backbone: give the --backbone they were "
             "trained on, or start anew with another --save."
         )
+    if manifest is not None:
+        for problem in problems:
+            say(f"--load {directory}: going back to save {manifest.number}, since {problem}")
     return manifest
 
 
-def newest(directory: Path) -> Manifest | None:
-    """The newest manifest whose checkpoints are all there, or None."""
+class _IncompleteError(Exception):
+    """A manifest that cannot be continued; says its file and what is wrong."""
+
+
+def _newest(directory: Path) -> tuple[Manifest | None, list[str]]:
+    """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
+    problems: list[str] = []
     for _, path in sorted(_manifests(directory), reverse=True):
         try:
-            value = json.loads(path.read_text())
-            if value["format"] != _FORMAT:
-                raise UserError(
-                    f"{path}: written by another version of megatron-mux (format {value['format']})"
-                )
-            value["tasks"] = [SavedTask(**task) for task in value["tasks"]]
-            manifest = Manifest(**value)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-        if all(
-            not t.checkpoint or (directory / t.checkpoint / ADAPTER_WEIGHTS).exists() for t in manifest.tasks
-        ):
-            return manifest
-    return None
+            return _read_manifest(directory, path), problems
+        except _IncompleteError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def _read_manifest(directory: Path, path: Path) -> Manifest:
+    try:
+        value = json.loads(path.read_text())
+        if value["format"] != _FORMAT:
+            raise UserError(f"{path}: written by another version of megatron-mux (format {value['format']})")
+        value["tasks"] = [
+            SavedTask(**{**task, "health": Health(**task["health"])}) for task in value["tasks"]
+        ]
+        manifest = Manifest(**value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _IncompleteError(f"{path.name} is damaged ({error})") from error
+    for task in manifest.tasks:
+        weights = f"{task.checkpoint}/{ADAPTER_WEIGHTS}"
+        if task.checkpoint and not (directory / weights).exists():
+            raise _IncompleteError(f"{path.name} names {weights}, which is not there")
+        if task.good and not (directory / task.good / ADAPTER_WEIGHTS).exists():
+            task.good = ""
+    return manifest
 
 
 def load_task(directory: Path, entry: SavedTask) -> Snapshot:
@@ -261,33 +299,6 @@ def refuse_used(directory: Path) -> None:
         )
 
 
-def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
-    """Drop the metrics lines beyond what was saved, so that a continued run writes each step once.
-
-    Args:
-        directory: The run's directory.
-        manifest: What it continues from; None when it was killed before its first save.
-    """
-    entries = manifest.tasks if manifest is not None else []
-    # A failed task is not run again: what it wrote after its last good checkpoint stays.
-    saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
-    for path in directory.glob("*/metrics.jsonl"):
-        try:
-            lines = path.read_text().splitlines()
-            kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
-            if len(kept) != len(lines):
-                write_atomically(path, "".join(line + "\n" for line in kept))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # a line that a kill left unfinished
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write, flush to disk, rename: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -324,10 +335,15 @@ def _manifests(directory: Path) -> list[tuple[int, Path]]:
 
 def _prune(directory: Path, keep: int) -> None:
     """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
-    ordered = [path for _, path in sorted(_manifests(directory), reverse=True)]
-    named = [{task["checkpoint"] for task in json.loads(path.read_text())["tasks"]} for path in ordered]
-    kept = set().union(*named[:keep])
-    for path, checkpoints in zip(ordered[keep:], named[keep:], strict=True):
+    named: dict[Path, set[str]] = {}
+    for _, path in sorted(_manifests(directory), reverse=True):
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            named[path] = {checkpoint for task in tasks for checkpoint in (task["checkpoint"], task["good"])}
+        except (ValueError, KeyError, TypeError):
+            continue  # damaged: it is no save, and says nothing of what may be dropped
+    kept = set().union(*list(named.values())[:keep])
+    for path, checkpoints in list(named.items())[keep:]:
         path.unlink()
         for checkpoint in checkpoints - kept - {""}:
             if not os.path.isabs(checkpoint):  # another run's is not ours to delete

@@ -6,9 +6,11 @@ N labelled tokens, H hidden, P prefix length, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -96,6 +98,7 @@ class MicroBatch:
         labels: `[N]` int64 the tokens to predict there.
         label_weights: `[N]` fp32, one over the labelled tokens of the task's whole step.
         label_tasks: `[N]` int64 index into `task_names`.
+        label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
         task_names: Tasks of the step, in the order that `label_tasks` counts.
         task_steps: Task name to the number of optimizer steps it has done.
         training: False while evaluating: no dropout, deterministic masks.
@@ -112,6 +115,7 @@ class MicroBatch:
     labels: Tensor
     label_weights: Tensor
     label_tasks: Tensor
+    label_task_rows: Mapping[str, tuple[int, int]]
     task_names: tuple[str, ...]
     task_steps: Mapping[str, int]
     training: bool = True
@@ -121,6 +125,24 @@ class MicroBatch:
     def rows(self) -> int:
         """T, padding included."""
         return int(self.tokens.shape[0])
+
+    @cached_property
+    def labelled(self) -> MicroBatch:
+        """The labelled rows alone, for what looks at one row at a time: N rows, without segments to attend in.
+
+        Fewer than T: the first token of a sequence is never a label.
+        """
+        rows = self.label_rows
+        return replace(
+            self,
+            segments=(),
+            task_rows=self.label_task_rows,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            token_index=self.token_index[rows],
+            sequence_ids=self.sequence_ids[rows],
+            label_rows=torch.arange(rows.shape[0], device=rows.device),
+        )
 
 
 _active: MicroBatch | None = None
@@ -177,49 +199,45 @@ def pack(
     """
     order = {name: i for i, name in enumerate(task_names)}
     sequences = sorted(sequences, key=lambda s: order[s[0]])
-    segments: list[Segment] = []
-    rows: dict[str, tuple[int, int]] = {}
-    index: list[Tensor] = []
-    positions: list[Tensor] = []
-    ids: list[Tensor] = []
-    label_rows: list[Tensor] = []
-    labels: list[Tensor] = []
-    weights: list[Tensor] = []
-    label_tasks: list[Tensor] = []
-    start = 0
-    for task, sequence, tokens, labelled, weight in sequences:
-        length = int(tokens.shape[0])
-        segments.append(Segment(task, start, length, sequence))
-        first, _ = rows.get(task, (start, start))
-        rows[task] = (first, start + length)
-        count = torch.arange(length)
-        index.append(count)
-        positions.append(count + (position_offset or {}).get(task, 0))
-        ids.append(torch.full((length,), sequence))
-        targets = labelled[1:].nonzero().squeeze(1)
-        label_rows.append(targets + start)
-        labels.append(tokens[targets + 1])
-        weights.append(torch.full((targets.shape[0],), weight, dtype=torch.float32))
-        label_tasks.append(torch.full((targets.shape[0],), order[task]))
-        start += length
-    padding = torch.zeros((-start) % multiple, dtype=torch.int64)
+    offsets = position_offset or {}
+    starts = [0, *accumulate(int(s[2].shape[0]) for s in sequences)]
+    index = [torch.arange(int(s[2].shape[0])) for s in sequences]
+    targets = [s[3][1:].nonzero().squeeze(1) for s in sequences]
+    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
+    padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
 
-    def join(parts: list[Tensor], *, pad: bool = True) -> Tensor:
-        parts = [*parts, padding] if pad else parts
-        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+    def join(parts: Iterable[Tensor], *after: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *parts, *after]).to(device)
+
+    def per_label(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
 
     return MicroBatch(
-        segments=tuple(segments),
-        task_rows=rows,
-        tokens=join([s[2] for s in sequences]),
-        positions=join(positions),
-        token_index=join(index),
-        sequence_ids=join(ids),
-        label_rows=join(label_rows, pad=False),
-        labels=join(labels, pad=False),
-        label_weights=join(weights, pad=False).to(torch.float32),
-        label_tasks=join(label_tasks, pad=False),
+        segments=tuple(
+            Segment(task, start, int(tokens.shape[0]), sequence)
+            for (task, sequence, tokens, _, _), start in zip(sequences, starts, strict=False)
+        ),
+        task_rows=_ranges((s[0], int(s[2].shape[0])) for s in sequences),
+        tokens=join((s[2] for s in sequences), padding),
+        positions=join((i + offsets.get(s[0], 0) for s, i in zip(sequences, index, strict=True)), padding),
+        token_index=join(index, padding),
+        sequence_ids=join((torch.full_like(i, s[1]) for s, i in zip(sequences, index, strict=True)), padding),
+        label_rows=join(t + start for t, start in zip(targets, starts, strict=False)),
+        labels=join(s[2][t + 1] for s, t in zip(sequences, targets, strict=True)),
+        label_weights=per_label([s[4] for s in sequences], torch.float32),
+        label_tasks=per_label([order[s[0]] for s in sequences], torch.int64),
+        label_task_rows=_ranges((s[0], t.shape[0]) for s, t in zip(sequences, targets, strict=True)),
         task_names=task_names,
         task_steps=dict(task_steps),
         training=training,
     )
+
+
+def _ranges(lengths: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Where each task's rows lie when sequences of these lengths, ordered by task, are laid end to end."""
+    found: dict[str, tuple[int, int]] = {}
+    at = 0
+    for task, length in lengths:
+        found[task] = (found.get(task, (at, at))[0], at + length)
+        at += length
+    return found

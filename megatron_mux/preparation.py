@@ -1,18 +1,76 @@
-"""From task specs to tasks ready to register: data, targets and initial adapters, checked before a weight is read."""
+"""From task specs to tasks ready to register: names, data, targets and adapters, checked before a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
 from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 
 Progress = Callable[[str], None]
+
+
+def with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
+    """The tasks to run: those saved, in their order, then new ones; a saved task may not have changed.
+
+    Args:
+        specs: The tasks that were given.
+        manifest: The save that is continued, if any.
+
+    Raises:
+        UserError: A task's spec is not the one that was saved.
+    """
+    if manifest is None:
+        return list(specs)
+    given = {spec.name: spec for spec in specs}
+    saved = {entry.name: entry for entry in manifest.tasks}
+    problems = [_changed(saved[name], spec) for name, spec in given.items() if name in saved]
+    if any(problems):
+        raise UserError(*(problem for problem in problems if problem))
+    order = [name for name in saved if name in given] + [name for name in given if name not in saved]
+    return [given[name] for name in order]
+
+
+def joinable(
+    specs: Sequence[TaskSpec], entries: Mapping[str, SavedTask], registered: Collection[str], continued: bool
+) -> None:
+    """Refuse tasks that would join a run under names that it has used for something else.
+
+    Args:
+        specs: The tasks that would join.
+        entries: Every task the run has had.
+        registered: Those it trains now.
+        continued: Whether the run continues a save; it may have left out tasks of it so far.
+
+    Raises:
+        UserError: A name is taken.
+    """
+    problems: list[str] = []
+    for spec in specs:
+        entry = entries.get(spec.name)
+        if entry is None:
+            continue
+        if spec.name in registered or entry.status == "removed" or not continued:
+            problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
+        elif changed := _changed(entry, spec):
+            problems.append(changed)
+    if problems:
+        raise UserError(*problems)
+
+
+def _changed(entry: SavedTask, spec: TaskSpec) -> str:
+    """What is wrong with continuing `entry` as `spec`; empty if nothing. Files may have moved."""
+    differences = spec.differences(TaskSpec.model_validate(entry.spec))
+    if not differences:
+        return ""
+    what = "; ".join(differences)
+    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
 
 
 def prepare(

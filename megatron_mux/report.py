@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megatron_mux.checkpoint import write_atomically
+from megatron_mux.checkpoint import Manifest, write_atomically
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.pipeline.draw import to_svg, to_trace
@@ -119,7 +119,7 @@ class Reporter:
                     f"lr {result.learning_rate:.2e} |g| {result.grad_norm:.3f} {result.tokens / seconds:.0f} tokens/s"
                 )
         if result.reason:
-            self.say(f"{name} stopped: {result.reason}; its last good adapter is kept", style="bold red")
+            self.say(f"{name} stopped: {result.reason}", style="bold red")
         self._refresh()
 
     def evaluation(self, name: str, step: int, result: EvalResult) -> None:
@@ -210,6 +210,33 @@ class Reporter:
                 task.status,
             )
         return table
+
+
+def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
+    """Drop the metrics lines beyond what was saved, so that a continued run writes each step once.
+
+    Args:
+        directory: The run's directory.
+        manifest: What it continues from; None when it was killed before its first save.
+    """
+    entries = manifest.tasks if manifest is not None else []
+    # A failed task is not run again: what it wrote after its last good checkpoint stays.
+    saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
+    for path in directory.glob("*/metrics.jsonl"):
+        try:
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
+            if len(kept) != len(lines):
+                write_atomically(path, "".join(line + "\n" for line in kept))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")  # a line that a kill left unfinished
 
 
 def _of(result: EvalResult | None, field: str) -> float | None:

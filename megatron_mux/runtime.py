@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mux.errors import UserError
 
@@ -319,3 +320,17 @@ def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: b
     attention.core_attention = core_attention
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
+
+
+def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:
+    """The first half of a Megatron transformer layer: `[T, 1, H]` to the same, attention and residual added."""
+    attended: Tensor = layer._forward_attention(
+        hidden_states=hidden, attention_mask=None, attention_bias=attention_bias
+    )[0]
+    return attended
+
+
+def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
+    """The second half of a Megatron transformer layer: MLP and residual added, row by row."""
+    output: Tensor = layer._forward_mlp(hidden)
+    return output

@@ -21,13 +21,14 @@ from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult, Task
-from megatron_mux.errors import UserError
+from megatron_mux.engine.together import first_problem, raise_together
+from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.execute import TimedAction
-from megatron_mux.preparation import prepare
-from megatron_mux.report import Reporter
-from megatron_mux.runtime import Parallel, initialize, shutdown
-from megatron_mux.tasks import TaskSpec, load_task_file
+from megatron_mux.preparation import joinable, prepare, with_saved
+from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.runtime import Parallel, initialize
+from megatron_mux.tasks import load_task_file
 from megatron_mux.watch import WatchedDirectory
 
 # The picture of the schedule shows one step, once the machine is warm.
@@ -37,6 +38,8 @@ _IDLE_SECONDS = 0.5
 
 def run(arguments: MuxArguments) -> None:
     """Fine-tune the tasks that `arguments` name.
+
+    It joins the world of processes; leaving it (`runtime.shutdown`) is for the caller, who first tells what was wrong.
 
     Raises:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
@@ -58,13 +61,11 @@ def run(arguments: MuxArguments) -> None:
         silent=not leader,
     )
     try:
-        manifest = checkpoint.load(resume, info.fingerprint) if resume is not None else None
+        manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        specs = _with_saved(specs, manifest)
-        resumed = (
-            {entry.name for entry in manifest.tasks if entry.checkpoint} if manifest is not None else set()
-        )
+        specs = with_saved(specs, manifest)
+        resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
         tasks = prepare(specs, info, tokenizer, reporter.say, resumed)
         parallel = initialize(
             arguments.tensor_model_parallel_size,
@@ -86,33 +87,6 @@ def run(arguments: MuxArguments) -> None:
         reporter.close()
     finally:
         reporter.release()
-        shutdown()
-
-
-def _with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
-    """The tasks to run: those saved, in their order, then new ones; a saved task may not have changed.
-
-    Raises:
-        UserError: A task's spec is not the one that was saved.
-    """
-    if manifest is None:
-        return list(specs)
-    given = {spec.name: spec for spec in specs}
-    saved = {entry.name: entry for entry in manifest.tasks}
-    problems = [_changed(saved[name], spec) for name, spec in given.items() if name in saved]
-    if any(problems):
-        raise UserError(*(problem for problem in problems if problem))
-    order = [name for name in saved if name in given] + [name for name in given if name not in saved]
-    return [given[name] for name in order]
-
-
-def _changed(entry: SavedTask, spec: TaskSpec) -> str:
-    """What is wrong with continuing `entry` as `spec`; empty if nothing. Files may have moved."""
-    differences = spec.differences(TaskSpec.model_validate(entry.spec))
-    if not differences:
-        return ""
-    what = "; ".join(differences)
-    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
 
 
 @dataclass
@@ -148,13 +122,16 @@ class Loop:
         if directory is None:
             return
         if directory == self.arguments.save and self.parallel.rank == 0:
-            checkpoint.cut_metrics(directory, self.manifest)
+            cut_metrics(directory, self.manifest)
         if self.manifest is None:
             return
         for entry in self.manifest.tasks:
-            if entry.checkpoint and directory != self.arguments.save:
+            if directory != self.arguments.save:
                 # A run continued into another directory goes on naming the old one's checkpoints until it saves.
-                entry = replace(entry, checkpoint=str((directory / entry.checkpoint).resolve()))
+                theirs = [
+                    path and str((directory / path).resolve()) for path in (entry.checkpoint, entry.good)
+                ]
+                entry = replace(entry, checkpoint=theirs[0], good=theirs[1])
             self._entries[entry.name] = entry
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
@@ -210,14 +187,12 @@ class Loop:
                 continue
             self._step()
         else:
-            saving = (
-                "saving where every task stands" if self.arguments.save is not None else "nothing is saved"
-            )
-            self.reporter.say(f"stopping: {saving}")
+            saved = "nothing" if self.arguments.save is None else "where every task stands"
+            self.reporter.say(f"stopping: {saved} is saved")
         if self._steps or self.manifest is None:
             self._save()
             self._draw()
-        self._raise_together()
+        raise_together(self.reporter.problem, self.parallel)
 
     def _step(self) -> None:
         self._steps += 1
@@ -238,6 +213,8 @@ class Loop:
         if due:
             self._save()
         for name, result in results.items():
+            if result.status == "failed":
+                self._tell_what_is_kept(name)
             if result.status != "running":
                 self.engine.remove_task(name)
 
@@ -255,6 +232,16 @@ class Loop:
     def _note(self, name: str, result: StepResult) -> None:
         entry = self._entries[name]
         entry.status, entry.reason = result.status, result.reason
+        if result.diverged:
+            entry.health.good = False
+        elif result.status != "failed":
+            entry.health.note(result.loss)
+
+    def _tell_what_is_kept(self, name: str) -> None:
+        entry = self._entries[name]
+        if self.arguments.save is not None:
+            what = "last good" if entry.checkpoint == entry.good else "last (none was good)"
+            self.reporter.say(f"{name}: its {what} adapter is kept: {self.arguments.save / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
         try:
@@ -276,9 +263,9 @@ class Loop:
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
                 entry.status = "removed" if name in leaving else status
-                # What made a loss diverge is most likely in the last updates: of a failed task, keep what was saved.
-                kept = status == "failed" and entry.checkpoint
-                if not kept and not (entry.checkpoint and entry.step == step):
+                if status == "failed" and not entry.health.good and entry.checkpoint:
+                    entry.fall_back()  # what made its loss diverge is in the last updates
+                elif not (entry.checkpoint and entry.step == step):
                     state.snapshot = self.engine.snapshot(name)
                     state.config = self.engine.adapter_config(name)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
@@ -294,13 +281,13 @@ class Loop:
             except UserError as error:
                 problems = [str(error)]
         if self.parallel.world_size > 1:
-            written = [[state.entry.checkpoint for state in states]]
+            written = [[(state.entry.checkpoint, state.entry.good) for state in states]]
             dist.broadcast_object_list(problems, src=0)
             dist.broadcast_object_list(written, src=0)
-            for state, path in zip(states, written[0], strict=True):
-                state.entry.checkpoint = path
+            for state, paths in zip(states, written[0], strict=True):
+                state.entry.checkpoint, state.entry.good = paths
         if problems[0] is not None:
-            raise UserError(problems[0])
+            raise SharedError(problems[0])
 
     def _draw(self) -> None:
         """Leave a picture of the last timed step, on the pipeline of the first data-parallel replica."""
@@ -337,19 +324,19 @@ class Loop:
         try:
             if path in self._files:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
-            specs = self._joinable(load_task_file(path, data_later=True))
+            specs = load_task_file(path, data_later=True)
+            joinable(specs, self._entries, self.engine.tasks, self.manifest is not None)
             tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
         except UserError as error:
             problem = str(error)
-        if not self.parallel.total([bool(problem)])[0]:
+        problem = first_problem(problem, self.parallel)
+        if not problem:
             try:
                 self.register(tasks)
             except (
                 UserError
             ) as error:  # the same on every rank: it depends on the file and the backbone alone
                 problem = str(error)
-        elif not problem:
-            problem = "another process could not read it"
         if problem:
             self.reporter.say(f"{path.name} refused: {problem}")
             return
@@ -358,40 +345,10 @@ class Loop:
             if task.spec.name in self.engine.tasks:
                 self.reporter.say(f"{task.spec.name} joined from {path.name}")
 
-    def _joinable(self, specs: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
-        """Refuse names that this run has used for something else.
-
-        Raises:
-            UserError: A name is taken.
-        """
-        problems: list[str] = []
-        for spec in specs:
-            entry = self._entries.get(spec.name)
-            if entry is None:
-                continue
-            if spec.name in self.engine.tasks or entry.status == "removed" or self.manifest is None:
-                problems.append(
-                    f"task {spec.name!r}: this run has or had a task of that name: choose another"
-                )
-            elif changed := _changed(entry, spec):
-                problems.append(changed)
-        if problems:
-            raise UserError(*problems)
-        return specs
-
     def _agreed_to_stop(self) -> bool:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
-        self._raise_together()
+        raise_together(self.reporter.problem, self.parallel)
         return self.parallel.total([self.stopping])[0] > 0
-
-    def _raise_together(self) -> None:
-        """End the run on every rank when the one that writes cannot.
-
-        Raises:
-            UserError: Said by the rank that knows why.
-        """
-        if self.parallel.total([bool(self.reporter.problem)])[0]:
-            raise UserError(self.reporter.problem or "another process could not write its results")
 
 
 @contextmanager

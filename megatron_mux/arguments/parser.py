@@ -189,7 +189,10 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="parts a step is computed in (default: planned)",
     )
-    add("--mux-keep-checkpoints", type=at_least(1), metavar="N", help="saves to keep (default: all)")
+    add(
+        "--mux-keep-checkpoints", type=at_least(1), metavar="N",
+        help="saves to keep, with each task's last good checkpoint (default: all)",
+    )  # fmt: skip
     add("--mux-no-progress", action="store_true", help="no live display")
     return parser
 

@@ -14,10 +14,10 @@ from megatron_mux.errors import UserError
 _IGNORED = frozenset(
     # What a checkpoint says about its making, its use for other things, and sampling.
     """
-    _name_or_path _attn_implementation architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
-    classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
-    is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id prefix pretraining_tp
-    problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels
+    _name_or_path _num_labels num_labels _attn_implementation architectures attn_implementation auto_map bos_token_id
+    chunk_size_feed_forward classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label
+    initializer_range is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id prefix
+    pretraining_tp problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vocab_size tie_word_embeddings
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -30,6 +30,8 @@ _IGNORED = frozenset(
 _FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
+    # transformers lets tokens see later ones for whatever else stands here, null included.
+    "is_causal": (True,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "quantization_config": (None,),
@@ -43,6 +45,8 @@ _SIZES = frozenset(
     head_dim intermediate_size ffn_dim n_inner vocab_size max_position_embeddings n_positions window_size
     """.split()
 )
+# For these null says something: as many as there are heads, or a width that follows from the others.
+_SIZES_OR_NULL = frozenset({"num_key_value_heads", "head_dim", "intermediate_size", "n_inner"})
 
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "swish")
 
@@ -109,7 +113,8 @@ def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -
         if name in full and full[name] not in allowed:
             problems.append(problem(name, full[name], " or ".join(json.dumps(v) for v in allowed)))
     for name in _SIZES & full.keys():
-        if full[name] is not None and not (type(full[name]) is int and full[name] > 0):
+        required = name in fields.used - _SIZES_OR_NULL
+        if (required or full[name] is not None) and not _is_size(full[name]):
             problems.append(problem(name, full[name], "a positive whole number"))
     known = _IGNORED | fields.used | fields.ignored | set(fields.fixed) | set(_FIXED)
     for name, value in raw.items():
@@ -119,6 +124,10 @@ def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -
                 f"model_type {family.model_type}: if it changes nothing that is computed, remove it."
             )
     return problems
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def activation(field: str, value: Any) -> str:
@@ -151,9 +160,9 @@ def rope(full: Mapping[str, Any]) -> Rope:
         found = {"rope_theta": full.get("rope_theta", 10000.0), **scaling}
     kind = found.get("rope_type", found.get("type", "default"))
     partial = found.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
-    if float(partial) != 1.0:
+    if partial != 1.0:
         refuse("partial_rotary_factor", partial, "1.0")
-    keys = {"default": (), "linear": ("factor",), "llama3": tuple(_LLAMA3)}.get(kind)
+    keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
     if keys is None:
         refuse(field, found, "rope_type default, linear or llama3")
     allowed = {
@@ -169,8 +178,11 @@ def rope(full: Mapping[str, Any]) -> Rope:
     if extra or missing:
         said = f"{', '.join(extra)} unknown" if extra else f"{', '.join(missing)} missing"
         refuse(field, found, f"for rope_type {kind}: {', '.join(keys) or 'rope_theta alone'} ({said})")
+    theta = found.get("rope_theta", 10000.0)
+    if not all(type(number) in (int, float) and number > 0 for number in (theta, *map(found.get, keys))):
+        refuse(field, found, f"a positive number for {', '.join(('rope_theta', *keys))}")
     values = {_LLAMA3[name]: found[name] for name in keys}
-    return Rope(theta=float(found.get("rope_theta", 10000.0)), kind=kind, **values)
+    return Rope(theta=float(theta), kind=kind, **values)
 
 
 _LLAMA3 = {
@@ -179,6 +191,7 @@ _LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_positions",
 }
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": tuple(_LLAMA3)}
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -188,13 +201,21 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
+def window(full: Mapping[str, Any]) -> int | None:
+    """How many of the latest positions a token sees, itself included; None for all."""
+    value = full.get("sliding_window")
+    if value is not None and not _is_size(value):
+        refuse("sliding_window", value, "a positive whole number or null")
+    return value
+
+
 def windows_by_layer_type(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Windows of configs with `layer_types` (Qwen2, Qwen3)."""
-    window = full.get("sliding_window") if full.get("use_sliding_window") else None
+    size = window(full) if full.get("use_sliding_window") else None
     types = full.get("layer_types") or ["full_attention"] * layers
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != layers:
         refuse("layer_types", types, f"full_attention or sliding_attention for each of {layers} layers")
-    if window is None and "sliding_attention" in types:
+    if size is None and "sliding_attention" in types:
         refuse("layer_types", types, "sliding_attention only with use_sliding_window and a sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(size if kind == "sliding_attention" else None for kind in types)

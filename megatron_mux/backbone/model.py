@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_mux import layout, runtime
 from megatron_mux.backbone import columns, rotary, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
@@ -120,16 +121,20 @@ class Backbone:
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, hidden: Tensor | None = None, labelled_only: bool = False) -> Tensor:
         """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
 
         Args:
             batch: The micro-batch, on this device.
             hidden: What the stage before sent; None on the first stage.
+            labelled_only: Leave out of the last stage what only rows without a label would need: above the last
+                layer's attention no row looks at another. Not done where the rows are divided (sequence
+                parallelism).
 
         Returns:
-            Hidden states of `hidden_shape(batch)`, after the final norm on the last stage. They require a gradient
-            only if `hidden` does or an adapter lies below.
+            Hidden states of `hidden_shape(batch)`, after the final norm on the last stage, or `[N, 1, H]` where the
+            others were left out; `loss` and `predict` take either. They require a gradient only if `hidden` does or
+            an adapter lies below.
         """
         if hidden is None:
             hidden = self._embed(batch)
@@ -137,16 +142,19 @@ class Backbone:
         if self._frequencies is not None:
             turns = rotary.turns(batch.positions, self._frequencies, self.dtype)
         decoder: Any = self.model.decoder
-        for layer in decoder.layers:
+        trimmed = labelled_only and self.parallel.is_last_stage and not self.parallel.sequence_parallel
+        for i, layer in enumerate(decoder.layers):
+            compute = _labelled_layer if trimmed and i == len(decoder.layers) - 1 else _layer
             if self.recompute == "full" and torch.is_grad_enabled():
                 # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
                 hidden = checkpoint(
-                    _layer, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
+                    compute, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = _layer(layer, hidden, turns)
+                hidden = compute(layer, hidden, turns)
         if self.parallel.is_last_stage:
-            hidden = decoder.final_layernorm(hidden)
+            with layout.activate(batch.labelled if trimmed else batch):
+                hidden = decoder.final_layernorm(hidden)
         return hidden
 
     def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -244,7 +252,9 @@ class Backbone:
         return hidden.squeeze(1)
 
     def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        return self._all_rows(hidden).index_select(0, batch.label_rows)
+        """`[N, H]`. There are fewer labels than rows, so their number tells whether the others are gone already."""
+        rows = self._all_rows(hidden)
+        return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
 
     def _output_weight(self) -> Tensor:
         output: Any = self.model.output_layer
@@ -265,3 +275,11 @@ class Backbone:
 def _layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
     output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=turns)
     return output  # type: ignore[no-any-return]
+
+
+def _labelled_layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
+    batch = layout.active()
+    attended = runtime.attention_half(layer, hidden, turns).index_select(0, batch.label_rows)
+    with layout.activate(batch.labelled):
+        return runtime.mlp_half(layer, attended)

@@ -121,6 +121,8 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
     if misshapen:
         more = f" ({len(misshapen) - 1} more tensors like it)" if len(misshapen) > 1 else ""
         problems.append(f"{misshapen[0]}{more}.")
+    if shape.tied and not misshapen:
+        problems += _untied(names, found, checkpoint)
     ignorable = [re.compile(pattern) for pattern in names.ignorable]
     ignorable += [re.compile(re.escape(f"{names.head}.weight"))] * shape.tied
     left = sorted(set(checkpoint.tensors) - set(found.values()))
@@ -137,6 +139,31 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
     if problems:
         raise UserError(*problems)
     return found
+
+
+def _untied(names: Names, found: dict[str, str], checkpoint: Checkpoint) -> list[str]:
+    """What is wrong if config.json ties the output layer to the embedding, yet another one is stored.
+
+    `transformers` warns and computes with the stored one: neither reading is safe to take for granted.
+    """
+    head, embedding = f"{names.head}.weight", found.get(f"{names.embedding}.weight")
+    if head not in checkpoint.tensors or embedding is None:
+        return []
+    theirs, ours = checkpoint.tensors[head], checkpoint.tensors[embedding]
+    if theirs.shape == ours.shape and checkpoint.check_dtype(head) is None:
+        everything = (slice(0, ours.shape[0]), slice(0, ours.shape[1]), _CHUNK_BYTES)
+        pairs = zip(
+            checkpoint.read_chunks(head, *everything),
+            checkpoint.read_chunks(embedding, *everything),
+            strict=True,
+        )
+        if all(torch.equal(a, b) for (_, a), (_, b) in pairs):
+            return []
+    problem = (
+        f"{theirs.file} holds {head} and it differs from {embedding}, but config.json ties the two: set its "
+        f"tie_word_embeddings to false to use {head}, or remove the tensor."
+    )
+    return [problem]
 
 
 def _some(names: list[str]) -> str:

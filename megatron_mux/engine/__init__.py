@@ -2,6 +2,7 @@
 
 from megatron_mux.engine.engine import Engine, StepResult, Task
 from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.health import Health
 from megatron_mux.engine.snapshot import Snapshot
 
-__all__ = ["Engine", "EvalResult", "Snapshot", "StepResult", "Task"]
+__all__ = ["Engine", "EvalResult", "Health", "Snapshot", "StepResult", "Task"]

@@ -42,7 +42,7 @@ class TrainingCompute:
         """Hidden states, or the step's share of the loss on the last stage."""
         batch = self._batch(action)
         with layout.activate(batch):
-            output = self.backbone.forward(batch, hidden)
+            output = self.backbone.forward(batch, hidden, labelled_only=True)
             if not self.last:
                 return output
             loss, nll = self.backbone.loss(output, batch)
@@ -94,7 +94,7 @@ class EvaluationCompute:
         """Hidden states; on the last stage the sums are kept too."""
         batch = self.batches[action.micro_batch]
         with layout.activate(batch):
-            output = self.backbone.forward(batch, hidden)
+            output = self.backbone.forward(batch, hidden, labelled_only=True)
             if not self.last:
                 return output
             nll, best = self.backbone.predict(output, batch)

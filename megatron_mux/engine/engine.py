@@ -7,7 +7,7 @@ clipping, accumulation, data order and fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,20 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.compute import BatchKey, TrainingCompute
-from megatron_mux.engine.evaluate import EvalResult, evaluate, tensors
+from megatron_mux.engine.batches import micro_batches, read_together, weighted
+from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.optimize import TaskOptimizer, reduce_gradients, squared_norm
-from megatron_mux.engine.snapshot import Snapshot, gather
+from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import share_out
 from megatron_mux.fusion.plan import Plan, Policy, plan_for
-from megatron_mux.layout import MicroBatch, PackedSequence
+from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import TimedAction, execute
 from megatron_mux.pipeline.template import one_f_one_b
@@ -68,8 +67,9 @@ class StepResult:
         grad_norm: Norm of the adapter's gradient before clipping, over all ranks.
         learning_rate: The rate this step used.
         tokens: Tokens of the batch, none of them padding.
-        status: `failed` if the loss or the gradient was not finite: the adapter is as before the step.
+        status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
         reason: Why it failed, else empty.
+        diverged: Whether it failed for its loss or gradient, not for data that could not be read.
     """
 
     step: int
@@ -80,6 +80,7 @@ class StepResult:
     tokens: int
     status: Status
     reason: str = ""
+    diverged: bool = False
 
 
 @dataclass
@@ -237,7 +238,9 @@ class Engine:
         names = plan.tasks
         if not names or any(name not in sequences for name in names):
             return failed  # nothing left; or a serial run's next task, whose turn is the next step
-        batches, tokens = self._micro_batches(plan, sequences)
+        steps = {name: self._running[name].step for name in names}
+        offsets = {name: self._running[name].position_offset for name in names}
+        batches, tokens = micro_batches(plan, sequences, steps, offsets, self.parallel)
         compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
         counts = [sum(1 for b, _ in batches if b == i) for i in range(len(plan.buckets))]
         actions = one_f_one_b(self.parallel.pp_rank, self.parallel.pp_size, counts)
@@ -248,24 +251,20 @@ class Engine:
 
     def _fetch(self, names: Sequence[str]) -> tuple[dict[str, list[PackedSequence]], dict[str, StepResult]]:
         """Read the next batch of each task; a task whose data cannot be read on some rank fails on all of them."""
-        sequences: dict[str, list[PackedSequence]] = {}
-        problems: dict[str, str] = {}
-        for name in names:
-            try:
-                sequences[name] = self._sequences(name)
-            except UserError as error:
-                problems[name] = str(error)
+
+        def read(name: str) -> list[PackedSequence]:
+            running = self._running[name]
+            return weighted(name, running.task.data, running.sampler.batch(running.step))
+
+        sequences, problems = read_together(names, read, self.parallel)
         failed: dict[str, StepResult] = {}
-        for name, count in zip(names, self.parallel.total([name in problems for name in names]), strict=True):
-            if count:
-                running = self._running[name]
-                running.status = "failed"
-                sequences.pop(name, None)
-                reason = problems.get(name, "another process could not read its data")
-                nothing = float("nan")
-                failed[name] = StepResult(
-                    running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
-                )
+        nothing = float("nan")
+        for name, reason in problems.items():
+            running = self._running[name]
+            running.status = "failed"
+            failed[name] = StepResult(
+                running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
+            )
         return sequences, failed
 
     def _finish(self, name: str, loss: float, norm: float, tokens: int) -> StepResult:
@@ -287,37 +286,9 @@ class Engine:
             running.adapter.after_step(running.step)
             if running.step >= running.total_steps:
                 running.status = "finished"
-        return StepResult(running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason)
-
-    def _micro_batches(
-        self, plan: Plan, fetched: Mapping[str, list[PackedSequence]]
-    ) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
-        """This pipeline's micro-batches of the step, and the tokens of each task over all pipelines."""
-        names = plan.tasks
-        steps = {name: self._running[name].step for name in names}
-        offsets = {name: self._running[name].position_offset for name in names}
-        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        batches: dict[BatchKey, MicroBatch] = {}
-        tokens: dict[str, int] = {}
-        for b, bucket in enumerate(plan.buckets):
-            sequences: list[PackedSequence] = []
-            for name in bucket.tasks:
-                tokens[name] = sum(int(s[2].shape[0]) for s in fetched[name])
-                sequences += fetched[name]
-            mine = _shares(sequences, self.parallel.dp_size)[self.parallel.dp_rank]
-            filled = [part for part in _shares(mine, bucket.micro_batches) if part]
-            for m, part in enumerate(filled):
-                batches[b, m] = layout.pack(
-                    part, names, steps, offsets, multiple, training=True, device=self.parallel.device
-                )
-        return batches, tokens
-
-    def _sequences(self, name: str) -> list[PackedSequence]:
-        """The sequences of a task's next step, weighted so that its loss is the mean over their labels."""
-        running = self._running[name]
-        examples = [tensors(running.task.data[i]) for i in running.sampler.batch(running.step)]
-        labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
-        return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(examples)]
+        return StepResult(
+            running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason, bool(reason)
+        )
 
     def _statistics(self, names: Sequence[str], losses: Tensor) -> tuple[list[float], list[float]]:
         """Each task's loss and gradient norm over all ranks; gradients are whole afterwards. One host sync."""
@@ -363,24 +334,7 @@ class Engine:
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
         running = self._running[name]
-        moments = running.optimizer.state()
-        local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in running.adapter.parameters}
-        extra = running.adapter.state()
-        for key, tensor in extra.items():
-            local[key]["extra"] = tensor
-        full = gather(running.adapter.parameters, local, self.parallel)
-        if full is None:
-            return None
-        return Snapshot(
-            step=running.step,
-            adapter={key: named["value"] for key, named in full.items()},
-            moments={
-                key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
-                for key, named in full.items()
-                if "exp_avg" in named
-            },
-            extra={key: named["extra"] for key, named in full.items() if "extra" in named},
-        )
+        return take(running.adapter, running.optimizer, running.step, self.parallel)
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:
         """A task's adapter as full tensors by key on rank 0, None elsewhere. Every rank calls it."""
@@ -390,13 +344,3 @@ class Engine:
     def adapter_config(self, name: str) -> dict[str, Any]:
         """The content of a task's `adapter_config.json`."""
         return self._running[name].adapter.config_dict()
-
-
-def _shares(sequences: list[PackedSequence], parts: int) -> list[list[PackedSequence]]:
-    """Sequences shared out by tokens, each task evenly."""
-    if parts == 1:
-        return [sequences]
-    groups = {name: i for i, name in enumerate(dict.fromkeys(s[0] for s in sequences))}
-    return share_out(
-        sequences, [int(s[2].shape[0]) for s in sequences], [groups[s[0]] for s in sequences], parts
-    )

@@ -1,19 +1,21 @@
-"""Held-out loss and accuracy of one task, over the same pipeline that trains it."""
+"""Held-out loss and accuracy of one task, over the same pipeline that trains it, a group of records at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute
-from megatron_mux.errors import UserError
+from megatron_mux.engine.together import first_problem
+from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
@@ -22,6 +24,8 @@ from megatron_mux.runtime import Parallel
 
 # Tokens of one forward pass: large enough to use the processor well, small enough to bound activations.
 TOKENS_PER_PASS = 2048
+# Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
+PASSES_PER_STAGE = 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate `task` on `dataset`; every rank calls it and every rank gets the answer.
 
+    Only a group of records is in memory at a time, however long the file is.
+
     Args:
         backbone: This stage, with the task's adapter attached.
         parallel: Where this rank stands; records are shared out over data-parallel ranks.
@@ -64,89 +70,134 @@ def evaluate(
 
     Returns:
         Loss and accuracy.
+
+    Raises:
+        UserError: Some rank could not read the data; on every rank, so none waits for another.
     """
-    choices = dataset.distinct_completions
-    candidates = len(choices) if choices else 1
-    count = len(dataset)
-    mine = range(parallel.dp_rank, count, parallel.dp_size)
-    totals = torch.zeros(count * candidates, 4, dtype=torch.float64, device=parallel.device)
-    own = torch.zeros(count, dtype=torch.int64)
-    pending = _sequences(dataset, mine, choices, own)
-    multiple = parallel.tp_size if parallel.sequence_parallel else 1
+    stage = _Stage(backbone, parallel, communicator, task, position_offset, steps_done, batch_size)
+    mine = range(parallel.dp_rank, len(dataset), parallel.dp_size)
+    groups = _groups(_read(dataset, mine), PASSES_PER_STAGE * parallel.pp_size, batch_size)
+    sums = torch.zeros(5, dtype=torch.float64, device=parallel.device)
+    while (group := _next_together(groups, parallel)) is not None:
+        sums += stage.sums(group, dataset.end_of_sequence)
+    if parallel.world_size > 1:
+        dist.all_reduce(sums)
+    nll, labels, predicted, counted, likeliest = sums.tolist()
+    share = likeliest / len(dataset) if dataset.distinct_completions else predicted / max(counted, 1.0)
+    return EvalResult(nll / labels, share, len(dataset))
 
-    def pack(sequences: list[PackedSequence]) -> MicroBatch:
-        offset = {task: position_offset}
-        return layout.pack(
-            sequences, (task,), {task: steps_done}, offset, multiple, training=False, device=parallel.device
-        )
 
+@dataclass(frozen=True)
+class _Record:
+    """One record to evaluate.
+
+    Attributes:
+        candidates: Its sequence; where records are to be classified, one with every completion of the file.
+        own: Which of them has the record's own completion.
+    """
+
+    candidates: list[Example]
+    own: int = 0
+
+
+def _read(dataset: TaskDataset, numbers: range) -> Iterator[_Record]:
+    """The records of `numbers`, each read when it is asked for."""
+    for number in numbers:
+        if not dataset.distinct_completions:
+            yield _Record([dataset[number]])
+            continue
+        candidates = dataset.candidates(number)
+        own = next(i for i, (_, is_own) in enumerate(candidates) if is_own)
+        yield _Record([example for example, _ in candidates], own)
+
+
+def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> Iterator[list[_Record]]:
+    """Records in their order, as many at a time as fill about so many passes; a record is never divided."""
+    group: list[_Record] = []
+    tokens = sequences = 0
+    for record in records:
+        group.append(record)
+        tokens += sum(len(example.tokens) for example in record.candidates)
+        sequences += len(record.candidates)
+        if tokens >= passes * TOKENS_PER_PASS or (batch_size and sequences >= passes * batch_size):
+            yield group
+            group, tokens, sequences = [], 0, 0
+    if group:
+        yield group
+
+
+def _next_together(groups: Iterator[list[_Record]], parallel: Parallel) -> list[_Record] | None:
+    """This rank's next group, empty if only others have one left; None once nobody has. Every rank calls it.
+
+    Raises:
+        SharedError: Some rank could not read its records.
+    """
+    group: list[_Record] = []
     problem = ""
     try:
-        batches, ids = _batches(pending, task, pack, batch_size)
+        group = next(groups, [])
     except UserError as error:
         problem = str(error)
-    if parallel.total([bool(problem)])[0]:
-        raise UserError(problem or "another process could not read the evaluation data")
-    compute = EvaluationCompute(backbone, batches, len(ids), parallel.is_last_stage, dataset.end_of_sequence)
-    execute(forward_only(parallel.pp_rank, len(batches)), compute, communicator, backbone.dtype)
-    if ids and parallel.is_last_stage and parallel.tp_rank == 0:
-        totals[torch.tensor(ids, device=parallel.device)] = compute.sums
-    if parallel.world_size > 1:
-        dist.all_reduce(totals)
-        own = own.to(parallel.device)
-        if parallel.dp_size > 1:
-            dist.all_reduce(own, group=parallel.dp_group)
-    table = totals.cpu().view(count, candidates, 4)
-    chosen = table[torch.arange(count), own.cpu()]
-    loss = float(chosen[:, 0].sum() / chosen[:, 1].sum())
-    if choices:
-        accuracy = float((table[:, :, 0].argmin(dim=1) == own.cpu()).double().mean())
-    else:
-        accuracy = float(chosen[:, 2].sum() / chosen[:, 3].sum().clamp(min=1))
-    return EvalResult(loss, accuracy, count)
+    problems, left = parallel.total([bool(problem), bool(group)])
+    if problems:
+        raise SharedError(first_problem(problem, parallel))
+    return group if left else None
 
 
-def _sequences(
-    dataset: TaskDataset, records: range, choices: list[str] | None, own: torch.Tensor
-) -> Iterator[tuple[int, Example]]:
-    """Each record's sequences with their place in the table: itself, or itself with every completion."""
-    for record in records:
-        if not choices:
-            yield record, dataset[record]
-            continue
-        for k, (example, is_own) in enumerate(dataset.candidates(record)):
-            if is_own:
-                own[record] = k
-            yield record * len(choices) + k, example
+@dataclass(frozen=True)
+class _Stage:
+    """What evaluates a group on this rank; the attributes are the arguments of `evaluate`."""
 
+    backbone: Backbone
+    parallel: Parallel
+    communicator: Communicator
+    task: str
+    position_offset: int
+    steps_done: int
+    batch_size: int | None
 
-def _batches(
-    sequences: Iterator[tuple[int, Example]],
-    task: str,
-    pack: Callable[[list[PackedSequence]], MicroBatch],
-    batch_size: int | None,
-) -> tuple[list[MicroBatch], list[int]]:
-    """Micro-batches of at most `TOKENS_PER_PASS` tokens, and the table place of each sequence id."""
-    ids: list[int] = []
-    batches: list[MicroBatch] = []
-    current: list[PackedSequence] = []
-    tokens = 0
-    for place, example in sequences:
-        length = len(example.tokens)
-        if current and (tokens + length > TOKENS_PER_PASS or len(current) == batch_size):
-            batches.append(pack(current))
-            current, tokens = [], 0
-        current.append((task, len(ids), *tensors(example), 1.0))
-        ids.append(place)
-        tokens += length
-    if current:
-        batches.append(pack(current))
-    return batches, ids
+    def sums(self, group: list[_Record], end_of_sequence: int) -> Tensor:
+        """Evaluate a group.
 
+        Returns:
+            `[5]` fp64: over the records' own sequences the negative log-likelihood, labels, labels predicted and labels
+            that are no end-of-sequence; and the records whose own candidate is the likeliest. Zeros on ranks that do
+            not speak for their pipeline, so that the sum over all ranks counts every record once.
+        """
+        nothing = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
+        if not group:
+            return nothing
+        batches = self._passes([example for record in group for example in record.candidates])
+        sequences = sum(len(record.candidates) for record in group)
+        last = self.parallel.is_last_stage
+        compute = EvaluationCompute(self.backbone, batches, sequences, last, end_of_sequence)
+        actions = forward_only(self.parallel.pp_rank, len(batches))
+        execute(actions, compute, self.communicator, self.backbone.dtype)
+        if not last or self.parallel.tp_rank != 0:
+            return nothing
+        table = compute.sums.view(len(group), -1, 4)  # [record, candidate, ...]
+        own = torch.tensor([record.own for record in group], device=table.device)
+        chosen = table[torch.arange(len(group), device=table.device), own].sum(dim=0)
+        likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)
+        return torch.cat([chosen, likeliest.double()])
 
-def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """An example's tokens `[L]` int64 and which of them are labels `[L]` bool."""
-    return (
-        torch.from_numpy(np.asarray(example.tokens, dtype=np.int64)),
-        torch.from_numpy(np.asarray(example.labelled, dtype=np.bool_)),
-    )
+    def _passes(self, examples: list[Example]) -> list[MicroBatch]:
+        """Micro-batches of at most `TOKENS_PER_PASS` tokens (a longer sequence has its own) and `batch_size`."""
+        batches: list[MicroBatch] = []
+        current: list[PackedSequence] = []
+        tokens = 0
+        for i, example in enumerate(examples):
+            length = len(example.tokens)
+            if current and (tokens + length > TOKENS_PER_PASS or len(current) == self.batch_size):
+                batches.append(self._pack(current))
+                current, tokens = [], 0
+            current.append((self.task, i, *tensors(example), 1.0))
+            tokens += length
+        return [*batches, self._pack(current)]
+
+    def _pack(self, sequences: list[PackedSequence]) -> MicroBatch:
+        steps, offsets = {self.task: self.steps_done}, {self.task: self.position_offset}
+        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        return layout.pack(
+            sequences, (self.task,), steps, offsets, multiple, training=False, device=self.parallel.device
+        )

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel
 
 
@@ -29,6 +30,34 @@ class Snapshot:
     adapter: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Parallel) -> Snapshot | None:
+    """A task's whole state on rank 0, None elsewhere. Every rank calls it.
+
+    Args:
+        adapter: This rank's part of the adapter.
+        optimizer: Steps it.
+        step: Optimizer steps done.
+        parallel: Where this rank stands.
+    """
+    moments = optimizer.state()
+    local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in adapter.parameters}
+    for key, tensor in adapter.state().items():
+        local[key]["extra"] = tensor
+    full = gather(adapter.parameters, local, parallel)
+    if full is None:
+        return None
+    return Snapshot(
+        step=step,
+        adapter={key: named["value"] for key, named in full.items()},
+        moments={
+            key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
+            for key, named in full.items()
+            if "exp_avg" in named
+        },
+        extra={key: named["extra"] for key, named in full.items() if "extra" in named},
+    )
 
 
 def gather(

@@ -1,4 +1,4 @@
-"""Tests that need several processes: `torchrun --nproc-per-node 4 -m pytest tests/distributed`.
+"""Tests that need several processes: `torchrun --nproc-per-node 4 -m pytest tests/distributed` (two: with 2).
 
 The world is joined once; `joined(tp, pp)` divides it anew where a test asks for other sizes (ranks left over become
 data parallel). Without torchrun these tests are skipped.
@@ -27,8 +27,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents and WORLD_SIZE != 4:
-            item.add_marker(pytest.mark.skip(reason="needs torchrun --nproc-per-node 4"))
+        wanted = 2 if here / "two" in item.path.parents else 4
+        if here in item.path.parents and wanted != WORLD_SIZE:
+            item.add_marker(pytest.mark.skip(reason=f"needs torchrun --nproc-per-node {wanted}"))
 
 
 @pytest.fixture(scope="session")

@@ -144,3 +144,53 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> N
     # A few records may still lie in the reader's buffer.
     assert tasks_left["broken"]["status"] == "failed" and 2 <= tasks_left["broken"]["step"] < 12
     assert "was changed" in tasks_left["broken"]["reason"]
+
+
+DIVERGING = """
+import math, sys
+from megatron_mux.engine import Engine
+import pretrain_mux
+
+real, steps = Engine._statistics, 0
+
+def statistics(self, names, losses):
+    global steps
+    steps += 1
+    found, norms = real(self, names, losses)
+    if "lora" in names and steps > 4:
+        found[list(names).index("lora")] = 60.0 if steps < 10 else math.nan
+    return found, norms
+
+Engine._statistics = statistics
+sys.exit(pretrain_mux.main(sys.argv[1:]))
+"""
+
+
+def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Its loss explodes after step 4, is saved at 6 and 8 all the same, and is not a number at step 10."""
+    workplace = furnish(tmp_path)
+    directory = workplace.root / "run"
+    tasks = workplace.write_tasks("two.yaml", {name: TASKS[name] for name in ("lora", "diff")})
+    flags = ["--save-interval", "2", "--mux-keep-checkpoints", "1"]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DIVERGING]
+        + workplace.arguments("--save", directory, *flags, tasks=tasks),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    kept = directory / "lora" / "checkpoint-4"
+    assert "lora stopped: its loss was nan at step 10" in run.stdout
+    assert f"its last good adapter is kept: {kept}" in run.stdout
+    assert [path.name for path in (directory / "lora").glob("checkpoint-*")] == [kept.name]
+    assert (kept / "adapter_model.safetensors").is_file()
+    (final,) = (directory / "manifests").iterdir()
+    left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}
+    assert (left["lora"]["status"], left["lora"]["step"]) == ("failed", 4)
+    assert left["lora"]["checkpoint"] == "lora/checkpoint-4"
+    assert (left["diff"]["status"], left["diff"]["step"]) == ("finished", 12)
+    assert [path.name for path in (directory / "diff").glob("checkpoint-*")] == ["checkpoint-12"]

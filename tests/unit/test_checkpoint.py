@@ -80,12 +80,36 @@ def test_a_checkpoint_without_a_manifest_is_replaced(tmp_path: Path) -> None:
     assert manifest is not None and checkpoint.load_task(tmp_path, manifest.tasks[0]).step == 2
 
 
-def test_a_broken_newest_manifest_falls_back_to_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"format": 1, "tasks": [{}]}'])
+def test_a_broken_newest_manifest_falls_back_to_the_one_before(tmp_path: Path, content: bytes) -> None:
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
-    (tmp_path / "manifests" / "manifest-00000009.json").write_text("{")
-    manifest = checkpoint.load(tmp_path, "backbone")
+    (tmp_path / "manifests" / "manifest-00000009.json").write_bytes(content)
+    said: list[str] = []
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
     assert manifest is not None and manifest.number == 1
-    assert checkpoint.save(tmp_path, [_state(2)], PLAN, "backbone").number == 10
+    (line,) = said
+    assert "going back to save 1" in line and "manifest-00000009.json is damaged" in line
+    for step in (2, 3):
+        assert checkpoint.save(tmp_path, [_state(step)], PLAN, "backbone", keep=2).number == 8 + step
+    said.clear()
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
+    assert manifest is not None and manifest.number == 11 and not said
+
+
+def test_a_save_whose_checkpoint_is_gone_is_passed_over_and_named(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, [_state(step)], PLAN, "backbone")
+    (tmp_path / "a/checkpoint-3/adapter_model.safetensors").unlink()
+    said: list[str] = []
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
+    assert manifest is not None and manifest.number == 2
+    (line,) = said
+    assert "going back to save 2" in line and "manifest-00000003.json" in line
+    assert "a/checkpoint-3/adapter_model.safetensors, which is not there" in line
+    for step in (1, 2):
+        (tmp_path / f"a/checkpoint-{step}/adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"manifest-00000003.json names a/checkpoint-3/adapter_model"):
+        checkpoint.load(tmp_path, "backbone")
 
 
 def test_another_backbone_is_refused(tmp_path: Path) -> None:
@@ -112,12 +136,43 @@ def test_keeping_few_prunes_old_checkpoints_but_not_named_ones(tmp_path: Path) -
     assert len(list((tmp_path / "manifests").iterdir())) == 1
 
 
-def test_metrics_beyond_the_save_are_cut(tmp_path: Path) -> None:
-    manifest = checkpoint.save(tmp_path, [_state(2)], PLAN, "backbone")
-    path = tmp_path / "a" / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in (0, 1, 2, 3)) + '{"step": 4, "lo')
-    checkpoint.cut_metrics(tmp_path, manifest)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+def test_keeping_few_keeps_what_was_good(tmp_path: Path) -> None:
+    """A loss that has exploded is still finite: what was saved before it did is not dropped for it."""
+    entry = _state(1).entry
+    for step, loss in enumerate([2.0, 1.9, 2.2, 9.0, 11.0, 30.0], start=1):
+        entry.health.note(loss)
+        state = _state(step)
+        state.entry = replace(entry, step=step)
+        entry = checkpoint.save(tmp_path, [state], PLAN, "backbone", keep=1).tasks[0]
+    assert (entry.checkpoint, entry.good) == ("a/checkpoint-6", "a/checkpoint-3")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None and manifest.tasks == [entry], "a continued run knows as much"
+    entry.fall_back()
+    checkpoint.save(tmp_path, [TaskState(entry)], PLAN, "backbone", keep=1)
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None
+    assert (manifest.tasks[0].checkpoint, manifest.tasks[0].step) == ("a/checkpoint-3", 3)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-3"]
+
+
+def test_an_adapter_that_is_not_finite_is_not_good(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone", keep=1)
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None
+    after = _state(2, value=float("inf"))
+    after.entry = replace(manifest.tasks[0], step=2)
+    entry = checkpoint.save(tmp_path, [after], PLAN, "backbone", keep=1).tasks[0]
+    assert (entry.checkpoint, entry.good) == ("a/checkpoint-2", "a/checkpoint-1")
+    checkpoint.load_task(tmp_path, replace(entry, checkpoint=entry.good))
+
+
+def test_without_a_good_checkpoint_the_newest_stays_named(tmp_path: Path) -> None:
+    state = _state(1)
+    state.entry.health.note(float("nan"))
+    entry = checkpoint.save(tmp_path, [state], PLAN, "backbone").tasks[0]
+    entry.fall_back()
+    assert (entry.checkpoint, entry.step, entry.good) == ("a/checkpoint-1", 1, "")
 
 
 def test_an_unreadable_checkpoint_is_named(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
     assert torch.equal(batch.tokens[batch.label_rows + 1], batch.labels)
     for task, row in zip(batch.label_tasks, batch.label_rows, strict=True):
         assert batch.task_names[task] == _task_of(batch, int(row))
+    few = batch.labelled
+    assert few.rows == expected < batch.rows
+    assert torch.equal(few.tokens[few.label_rows], batch.tokens[batch.label_rows])
+    assert torch.equal(few.token_index, batch.token_index[batch.label_rows])
+    assert torch.equal(few.sequence_ids, batch.sequence_ids[batch.label_rows])
+    assert list(few.task_rows) == list(batch.task_rows)
+    for row, before in enumerate(batch.label_rows.tolist()):
+        assert _task_of(few, row) == _task_of(batch, before)
 
 
 def _task_of(batch: layout.MicroBatch, row: int) -> str:

@@ -1,4 +1,4 @@
-"""What Llama, Mistral, Qwen2 and Qwen3 share: names of tensors and most of the shape."""
+"""What Llama, Mistral, Qwen2 and Qwen3 share: names of tensors, rotary positions, RMS norms, a gated MLP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.family import Module, Names
 from megatron_mux.backbone.shape import BackboneShape
 
@@ -18,11 +19,7 @@ NAMES = Names(
     input_norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     ops={
-        "linear_qkv": (
-            Module("self_attn.q_proj", ("q",)),
-            Module("self_attn.k_proj", ("k",)),
-            Module("self_attn.v_proj", ("v",)),
-        ),
+        "linear_qkv": decoder.separate_qkv("self_attn"),
         "linear_proj": (Module("self_attn.o_proj", ("out",)),),
         "linear_fc1": (Module("mlp.gate_proj", ("gate",)), Module("mlp.up_proj", ("up",))),
         "linear_fc2": (Module("mlp.down_proj", ("out",)),),
@@ -32,51 +29,27 @@ NAMES = Names(
 
 QK_NORM_NAMES = replace(NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
-USED = frozenset(
+USED = decoder.USED | frozenset(
     """
-    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    max_position_embeddings rms_norm_eps rope_parameters rope_theta rope_scaling partial_rotary_factor
+    intermediate_size num_key_value_heads head_dim hidden_act rms_norm_eps
+    rope_parameters rope_theta rope_scaling partial_rotary_factor
     """.split()
 )
+
+WINDOWS_USED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+"""What `config.windows_by_layer_type` reads, or transformers to fill in `layer_types`."""
 
 IGNORED = frozenset({"attention_dropout"})
 
 
 def shape(full: Mapping[str, Any]) -> BackboneShape:
-    """The shape that these families share; each file replaces what differs."""
-    hidden, heads, layers = (
-        int(full["hidden_size"]),
-        int(full["num_attention_heads"]),
-        int(full["num_hidden_layers"]),
-    )
-    kv_heads = int(full.get("num_key_value_heads") or heads)
-    read.divisible_heads(heads, kv_heads)
-    size = read.head_dim(full, hidden, heads)
-    return BackboneShape(
-        family=str(full["model_type"]),
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=size,
-        ffn=int(full["intermediate_size"]),
-        vocab=int(full["vocab_size"]),
-        padded_vocab=int(full["vocab_size"]),
-        max_positions=int(full["max_position_embeddings"]),
-        position_limit=None,
-        position_offset=0,
+    """The shape that these families share, without biases; each file replaces what differs."""
+    shape = decoder.shape(
+        full,
+        ffn=full["intermediate_size"],
+        activation_field="hidden_act",
         norm="RMSNorm",
-        norm_eps=float(full["rms_norm_eps"]),
-        activation=read.activation("hidden_act", full["hidden_act"]),
-        gated=True,
-        tied=bool(full.get("tie_word_embeddings")),
-        biases={"linear_qkv": False, "linear_proj": False, "linear_fc1": False, "linear_fc2": False},
-        qk_norm=False,
-        rope=read.rope(full),
-        windows=(None,) * layers,
-        scales=(size**-0.5,) * layers,
-        eos_ids=read.token_ids(full.get("eos_token_id")),
-        bos_id=full.get("bos_token_id"),
-        pad_id=full.get("pad_token_id"),
-        config=full,
+        norm_eps=full["rms_norm_eps"],
+        biases=decoder.biases(qkv=False, proj=False, mlp=False),
     )
+    return replace(shape, gated=True, position_limit=None, rope=read.rope(full))

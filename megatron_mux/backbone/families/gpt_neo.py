@@ -1,32 +1,25 @@
-"""GPT-Neo: unscaled attention, every other layer over a local window, no bias on q, k and v."""
+"""GPT-Neo: GPT-2 with unscaled attention, every other layer over a local window, no bias on q, k and v."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone import config as read
-from megatron_mux.backbone.family import Family, Fields, Module, Names
+from megatron_mux.backbone.families import _decoder as decoder
+from megatron_mux.backbone.families import gpt2
+from megatron_mux.backbone.family import Family, Fields, Module
 from megatron_mux.backbone.shape import BackboneShape
 
-_NAMES = Names(
-    base="transformer.",
-    layer="transformer.h.{}",
-    embedding="transformer.wte",
-    positions="transformer.wpe",
-    final_norm="transformer.ln_f",
-    input_norm="ln_1",
-    mlp_norm="ln_2",
+_NAMES = replace(
+    gpt2.NAMES,
     ops={
-        "linear_qkv": (
-            Module("attn.attention.q_proj", ("q",)),
-            Module("attn.attention.k_proj", ("k",)),
-            Module("attn.attention.v_proj", ("v",)),
-        ),
+        **gpt2.NAMES.ops,
+        "linear_qkv": decoder.separate_qkv("attn.attention"),
         "linear_proj": (Module("attn.attention.out_proj", ("out",)),),
-        "linear_fc1": (Module("mlp.c_fc", ("fc",)),),
-        "linear_fc2": (Module("mlp.c_proj", ("out",)),),
     },
+    transposed=False,
     # Causal masks that old checkpoints carry.
     ignorable=(r".*\.attn\.attention\.(bias|masked_bias)",),
 )
@@ -40,49 +33,35 @@ def _windows(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         kinds = []
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
         read.refuse("attention_types", full.get("attention_types"), f"global and local for {layers} layers")
+    # Checkpoints carry the list counted out as well, and transformers computes by it where the two differ.
+    if full["attention_layers"] != kinds:
+        read.refuse(
+            "attention_layers", full["attention_layers"], f"what attention_types says: {', '.join(kinds)}"
+        )
     return tuple(int(full["window_size"]) if kind == "local" else None for kind in kinds)
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
-    hidden, heads, layers = int(full["hidden_size"]), int(full["num_heads"]), int(full["num_layers"])
-    return BackboneShape(
-        family="gpt_neo",
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=read.head_dim({}, hidden, heads),
-        ffn=int(full.get("intermediate_size") or 4 * hidden),
-        vocab=int(full["vocab_size"]),
-        padded_vocab=int(full["vocab_size"]),
-        max_positions=int(full["max_position_embeddings"]),
-        position_limit=int(full["max_position_embeddings"]),
-        position_offset=0,
+    shape = decoder.shape(
+        full,
+        ffn=full["intermediate_size"] or 4 * full["hidden_size"],
+        activation_field="activation_function",
         norm="LayerNorm",
-        norm_eps=float(full["layer_norm_epsilon"]),
-        activation=read.activation("activation_function", full["activation_function"]),
-        gated=False,
-        tied=bool(full.get("tie_word_embeddings", True)),
-        biases={"linear_qkv": False, "linear_proj": True, "linear_fc1": True, "linear_fc2": True},
-        qk_norm=False,
-        rope=None,
-        windows=_windows(full, layers),
-        scales=(1.0,) * layers,
-        eos_ids=read.token_ids(full.get("eos_token_id")),
-        bos_id=full.get("bos_token_id"),
-        pad_id=full.get("pad_token_id"),
-        config=full,
+        norm_eps=full["layer_norm_epsilon"],
+        biases=decoder.biases(qkv=False, proj=True, mlp=True),
     )
+    return replace(shape, windows=_windows(full, shape.layers), scales=(1.0,) * shape.layers)
 
 
 FAMILY = Family(
     model_type="gpt_neo",
     names=_NAMES,
     fields=Fields(
-        used=frozenset(
+        used=decoder.USED
+        | frozenset(
             """
-            hidden_size num_layers num_heads intermediate_size max_position_embeddings layer_norm_epsilon window_size
-            activation_function attention_types attention_layers num_attention_heads num_hidden_layers
+            num_layers num_heads intermediate_size layer_norm_epsilon window_size activation_function attention_types
+            attention_layers
             """.split()
         ),
         ignored=frozenset({"resid_dropout", "embed_dropout", "attention_dropout"}),

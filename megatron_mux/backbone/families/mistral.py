@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.family import Family, Fields
 from megatron_mux.backbone.shape import BackboneShape
@@ -13,8 +14,7 @@ from megatron_mux.backbone.shape import BackboneShape
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
     shape = like.shape(full)
-    window = full.get("sliding_window")
-    return replace(shape, windows=(window or None,) * shape.layers)
+    return replace(shape, windows=(read.window(full),) * shape.layers)
 
 
 FAMILY = Family(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.family import Family, Fields, Module, Names
 from megatron_mux.backbone.shape import BackboneShape
 
@@ -18,11 +20,7 @@ _NAMES = Names(
     input_norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
     ops={
-        "linear_qkv": (
-            Module("self_attn.q_proj", ("q",)),
-            Module("self_attn.k_proj", ("k",)),
-            Module("self_attn.v_proj", ("v",)),
-        ),
+        "linear_qkv": decoder.separate_qkv("self_attn"),
         "linear_proj": (Module("self_attn.out_proj", ("out",)),),
         "linear_fc1": (Module("fc1", ("fc",)),),
         "linear_fc2": (Module("fc2", ("out",)),),
@@ -31,57 +29,26 @@ _NAMES = Names(
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
-    hidden, heads, layers = (
-        int(full["hidden_size"]),
-        int(full["num_attention_heads"]),
-        int(full["num_hidden_layers"]),
-    )
-    size = read.head_dim({}, hidden, heads)
-    if full.get("word_embed_proj_dim", hidden) != hidden:
-        read.refuse(
-            "word_embed_proj_dim", full["word_embed_proj_dim"], f"hidden_size {hidden} (no projections)"
-        )
-    bias = bool(full.get("enable_bias", True))
-    return BackboneShape(
-        family="opt",
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=size,
-        ffn=int(full["ffn_dim"]),
-        vocab=int(full["vocab_size"]),
-        padded_vocab=int(full["vocab_size"]),
-        max_positions=int(full["max_position_embeddings"]),
-        position_limit=int(full["max_position_embeddings"]),
-        position_offset=2,
+    bias = bool(full["enable_bias"])
+    shape = decoder.shape(
+        full,
+        ffn=full["ffn_dim"],
+        activation_field="activation_function",
         norm="LayerNorm",
-        norm_eps=1e-5,
-        activation=read.activation("activation_function", full["activation_function"]),
-        gated=False,
-        tied=bool(full.get("tie_word_embeddings", True)),
-        biases={"linear_qkv": bias, "linear_proj": bias, "linear_fc1": bias, "linear_fc2": bias},
-        qk_norm=False,
-        rope=None,
-        windows=(None,) * layers,
-        scales=(size**-0.5,) * layers,
-        eos_ids=read.token_ids(full.get("eos_token_id")),
-        bos_id=full.get("bos_token_id"),
-        pad_id=full.get("pad_token_id"),
-        config=full,
+        norm_eps=1e-5,  # no field: torch's default
+        biases=decoder.biases(qkv=bias, proj=bias, mlp=bias),
     )
+    width = full["word_embed_proj_dim"]
+    if width != shape.hidden:
+        read.refuse("word_embed_proj_dim", width, f"hidden_size {shape.hidden} (no projections)")
+    return replace(shape, position_offset=2)
 
 
 FAMILY = Family(
     model_type="opt",
     names=_NAMES,
     fields=Fields(
-        used=frozenset(
-            """
-            hidden_size num_attention_heads num_hidden_layers ffn_dim max_position_embeddings activation_function
-            word_embed_proj_dim enable_bias
-            """.split()
-        ),
+        used=decoder.USED | {"ffn_dim", "activation_function", "word_embed_proj_dim", "enable_bias"},
         ignored=frozenset({"dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std"}),
         fixed={
             "do_layer_norm_before": (True,),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.family import Family, Fields
 from megatron_mux.backbone.shape import BackboneShape
@@ -16,7 +17,7 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
     shape = like.shape(full)
     return replace(
         shape,
-        biases={**shape.biases, "linear_qkv": True},
+        biases=decoder.biases(qkv=True, proj=False, mlp=False),
         windows=read.windows_by_layer_type(full, shape.layers),
     )
 
@@ -25,7 +26,7 @@ FAMILY = Family(
     model_type="qwen2",
     names=like.NAMES,
     fields=Fields(
-        used=like.USED | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+        used=like.USED | like.WINDOWS_USED,
         ignored=like.IGNORED,
         fixed={"use_mrope": (False,)},
     ),

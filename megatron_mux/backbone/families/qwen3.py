@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.family import Family, Fields
 from megatron_mux.backbone.shape import BackboneShape
@@ -17,7 +18,7 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
     attention = bool(full.get("attention_bias"))
     return replace(
         shape,
-        biases={**shape.biases, "linear_qkv": attention, "linear_proj": attention},
+        biases=decoder.biases(qkv=attention, proj=attention, mlp=False),
         qk_norm=True,
         windows=read.windows_by_layer_type(full, shape.layers),
     )
@@ -27,8 +28,7 @@ FAMILY = Family(
     model_type="qwen3",
     names=like.QK_NORM_NAMES,
     fields=Fields(
-        used=like.USED
-        | {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+        used=like.USED | like.WINDOWS_USED | {"attention_bias"},
         ignored=like.IGNORED,
     ),
     shape=_shape,

@@ -79,6 +79,15 @@ def test_agrees_with_transformers(
     assert (nll - wanted).abs().max() <= max(tolerance, 1e-5)
     assert embedded.grad is not None
     assert (embedded.grad.squeeze(1) - gradient).norm() <= max(tolerance, 1e-6) * gradient.norm()
+    with layout.activate(batch):
+        again = embedded.detach().requires_grad_(True)
+        few = backbone.forward(batch, again, labelled_only=True)
+        assert few.shape == (batch.label_rows.shape[0], 1, backbone.shape.hidden)
+        backbone.loss(few, batch)[0].backward()
+    exact = 1e-5 if dtype == torch.float32 else 1e-12
+    assert (few.squeeze(1) - hidden.squeeze(1)[batch.label_rows]).abs().max() <= exact * hidden.abs().max()
+    assert again.grad is not None
+    assert (again.grad - embedded.grad).norm() <= exact * embedded.grad.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])

@@ -49,11 +49,22 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("llama", "partial_rotary_factor", 0.5, "1.0"),
         ("llama", "residual_multiplier", 0.22, "not known"),
         ("llama", "rope_interleaved", True, "false"),
+        ("llama", "is_causal", False, "true"),
+        ("llama", "is_causal", None, "true"),
+        ("llama", "partial_rotary_factor", "half", "1.0"),
+        ("llama", "rope_parameters", {"rope_type": ["linear"], "rope_theta": 1e4, "factor": 2.0}, "llama3"),
+        ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, "positive"),
+        ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}, "positive"),
+        ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": None}, "positive"),
+        ("mistral", "sliding_window", 0, "positive"),
         ("qwen2", "layer_types", ["linear_attention"] * 4, "full_attention"),
+        ("qwen2", "sliding_window", -1, "positive"),
         ("qwen2", "use_mrope", True, "false"),
         ("gpt2", "add_cross_attention", True, "false"),
         ("gpt2", "activation_function", "snake", "gelu"),
+        ("gpt2", "hidden_size", None, "positive"),
         ("gpt_neo", "attention_types", [[["global", "strided"], 2]], "global"),
+        ("gpt_neo", "attention_layers", ["local"] * 4, "global, local, global, local"),
         ("opt", "do_layer_norm_before", False, "true"),
         ("opt", "word_embed_proj_dim", 16, "hidden_size 32"),
         ("opt", "_remove_final_layer_norm", True, "false"),
@@ -193,13 +204,33 @@ def test_what_old_checkpoints_carry_is_let_through(copied: Made) -> None:
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
         tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
 
-    read_backbone_info(rewrite(copied("gpt2"), add))
+    path = rewrite(copied("gpt2"), add)
+    read_backbone_info(change(path, predict_special_tokens=True, output_past=True, _num_labels=1))
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
     read_backbone_info(rewrite(copied("llama-tied"), tie))
+
+
+def test_a_tied_output_layer_may_not_differ_from_the_embedding(copied: Made) -> None:
+    def differ(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    path = rewrite(copied("llama-tied"), differ)
+    refused(path, "lm_head.weight", "tie_word_embeddings to false")
+    read_backbone_info(change(path, tie_word_embeddings=False))
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
+
+    refused(
+        rewrite(change(path, tie_word_embeddings=True), shrink),
+        "lm_head.weight",
+        "tie_word_embeddings to false",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""Backbone, records and specs of one measurement, the same in every process that takes part."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import mux_side
+import peft_side
+import torch
+from torch import Tensor
+from workload import LEARNING_RATE, RANK, Pair, TaskShape, made_up_records, mix_of
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.tokenise import load_tokenizer
+from megatron_mux.runtime import Parallel, initialize
+
+
+class Bench:
+    """Backbone, records and specs of one measurement.
+
+    Args:
+        arguments: The script's flags.
+        steps: Steps each task could take: length of its schedule.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, steps: int) -> None:
+        torch.set_num_threads(arguments.threads)
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+        self.steps = steps
+        self.mix = mix_of(arguments.backbone_shape, arguments.device)
+        self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
+        self.records = [self._records(i, shape) for i, shape in enumerate(self.mix)]
+
+    def _records(self, i: int, shape: TaskShape) -> mux_side.Records:
+        if self.arguments.data is not None and shape.records:
+            tokenizer = load_tokenizer(self.arguments.backbone)
+            return TaskDataset(self.arguments.data / shape.records, tokenizer, shape.max_length)
+        vocab = _vocabulary(self.arguments.backbone)
+        return mux_side.InMemory(made_up_records(shape, shape.batch * self.steps, vocab, seed=i))
+
+    def parallel(self) -> Parallel:
+        """This process alone."""
+        return initialize(device=self.device)
+
+    def backbone(self, parallel: Parallel) -> Backbone:
+        """A backbone of ours."""
+        return Backbone.load(self.arguments.backbone, parallel, self.dtype)
+
+    def examples(self, i: int) -> list[list[Pair]]:
+        """What task `i` trains on, step by step."""
+        return mux_side.examples(self.specs[i], self.records[i], self.steps)
+
+    def peft_task(
+        self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None
+    ) -> peft_side.PeftTask:
+        """Task `i` for PEFT."""
+        return peft_side.PeftTask(model, RANK, self.arguments.targets, LEARNING_RATE, self.steps, initial)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _vocabulary(backbone: Path) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(backbone, local_files_only=True).vocab_size)

@@ -1,0 +1,70 @@
+"""However two processes share an evaluation, it comes to the same; what one of them cannot read ends it on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import evaluate as evaluate_module
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import Parallel
+from tests import tiny_models
+from tests.end_to_end.held_out import COUNT, Watched, classified, evaluated, make_case, plain
+
+DATA, TENSOR, SEQUENCE, PIPELINE = (1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)
+
+
+@pytest.fixture
+def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    return once("models", lambda directory: tiny_models.make(directory, "llama")) / "llama"
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
+
+
+def _uneven(records: Watched) -> Watched:
+    """Short records for the second data-parallel rank, so that it has fewer groups than the first."""
+    records.pairs = [
+        pair if i % 2 == 0 else (pair[0][:4], pair[1][:4]) for i, pair in enumerate(records.pairs)
+    ]
+    for _, labelled in records.pairs:
+        labelled[-1] = True
+    return records
+
+
+@pytest.mark.parametrize("choices", [0, 3])
+def test_every_layout_finds_the_same(choices: int, path: Path, joined: Callable[..., Parallel]) -> None:
+    found = []
+    for layout in (DATA, TENSOR, SEQUENCE, PIPELINE):
+        parallel = joined(*layout)
+        backbone = Backbone.load(path, parallel, torch.float64)
+        records = classified(choices) if choices else _uneven(plain())
+        found.append(evaluated(backbone, parallel, make_case("lora", path), records))
+    for result in found[1:]:
+        assert result.loss == pytest.approx(found[0].loss, rel=1e-9)
+        assert (result.accuracy, result.records) == (found[0].accuracy, COUNT)
+    everyone: list[float] = [0.0, 0.0]
+    dist.all_gather_object(everyone, found[0].loss)
+    assert everyone[0] == everyone[1], "every rank gets the answer"
+
+
+@pytest.mark.parametrize("layout", [DATA, PIPELINE])
+def test_what_one_rank_cannot_read_ends_it_on_both(
+    layout: tuple[int, int, bool], path: Path, joined: Callable[..., Parallel]
+) -> None:
+    parallel = joined(*layout)
+    backbone = Backbone.load(path, parallel, torch.float64)
+    records = plain()
+    records.unreadable = 41 if parallel.rank == 1 else -1
+    with pytest.raises(UserError, match="rank 1: was changed while in use"):
+        evaluated(backbone, parallel, make_case("lora", path), records)
+    records.unreadable = -1
+    assert evaluated(backbone, parallel, make_case("lora", path), records).records == COUNT

@@ -1,0 +1,106 @@
+"""An evaluation holds a few records at a time and comes to what it would with all of them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron_mux.engine import Engine
+from megatron_mux.engine import evaluate as evaluate_module
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import Parallel
+from tests.end_to_end.conftest import BackboneOf, PathOf
+from tests.end_to_end.harness import engine_logits
+from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("choices", [0, 3])
+def test_a_few_records_at_a_time_give_the_same(
+    kind: str,
+    choices: int,
+    backbone_of: BackboneOf,
+    path_of: PathOf,
+    parallel: Parallel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backbone, case = backbone_of("llama", torch.float64), make_case(kind, path_of("llama"))
+    records = classified(choices) if choices else plain()
+    at_once = evaluated(backbone, parallel, case, records)
+    sequences = COUNT * max(choices, 1)
+    assert records.most == sequences, "one group of them all"
+    records.most = 0
+    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
+    in_groups = evaluated(backbone, parallel, case, records)
+    assert records.most <= sequences / 3, f"{records.most} sequences were in use at once"
+    assert in_groups.records == at_once.records == COUNT
+    assert in_groups.loss == pytest.approx(at_once.loss, rel=1e-12)
+    assert in_groups.accuracy == at_once.accuracy
+    order = list(reversed(range(COUNT)))
+    records.pairs = [records.pairs[i] for i in order]
+    if not choices:  # the place of a record decides which candidate is its own
+        assert evaluated(backbone, parallel, case, records).loss == pytest.approx(at_once.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("choices", [0, 3])
+def test_loss_and_accuracy_are_what_they_are_said_to_be(
+    choices: int, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    records = classified(choices) if choices else plain()
+    found = evaluated(backbone, parallel, case, records)
+    engine = Engine(backbone, parallel)
+    engine.register_tasks([case.task])
+    nll = labels = right = counted = 0.0
+    for index in range(COUNT):
+        pairs = records.candidates_of[index] if choices else [records.pairs[index]]
+        own = index % len(pairs)
+        sums = []
+        for i, (logits, (tokens, labelled)) in enumerate(
+            zip(engine_logits(backbone, case, pairs), pairs, strict=True)
+        ):
+            rows, wanted = logits[:-1][labelled[1:]].double(), tokens[1:][labelled[1:]]
+            sums.append(float(F.cross_entropy(rows, wanted, reduction="sum")))
+            if i == own:
+                nll, labels = nll + sums[-1], labels + len(wanted)
+                right += 0 if choices else int(((rows.argmax(1) == wanted) & (wanted != 7)).sum())
+                counted += 1 if choices else int((wanted != 7).sum())
+        right += choices > 0 and sums.index(min(sums)) == own
+    engine.remove_task("task")
+    assert found.loss == pytest.approx(nll / labels, rel=1e-7)
+    assert found.accuracy == pytest.approx(right / counted)
+    assert not choices or 0 < right < COUNT
+
+
+def test_a_record_that_cannot_be_read_ends_the_evaluation_alone(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 1)
+    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    records = plain()
+    records.unreadable = 50
+    with pytest.raises(UserError, match="was changed while in use"):
+        evaluated(backbone, parallel, case, records)
+    records.unreadable = -1
+    assert evaluated(backbone, parallel, case, records).records == COUNT
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_batch_size_bounds_a_pass_and_a_group(
+    batch_size: int, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    records = plain()
+    wanted = evaluated(backbone, parallel, case, records)
+    records.most = 0
+    engine = Engine(backbone, parallel)
+    engine.register_tasks([case.task])
+    found = evaluate_module.evaluate(
+        backbone, parallel, engine.communicator, "task", records.as_dataset(), 0, 0, batch_size
+    )
+    engine.remove_task("task")
+    assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-12) and found.accuracy == wanted.accuracy
