@@ -1,4 +1,4 @@
-"""Peak of this process's own memory (anonymous pages: not the mapped files) while something runs."""
+"""Peak of what is resident of this process (its own pages and mapped files' alike) while something runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 
 
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
+def resident_bytes() -> int:
+    """VmRSS of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not tell RssAnon")
+    raise RuntimeError("this system does not tell VmRSS")
 
 
 class Peak:
@@ -25,7 +25,7 @@ class Peak:
         # What was freed but is still held would hide what is taken now.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        self._start = self._top = anonymous_bytes()
+        self._start = self._top = resident_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -33,7 +33,7 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            self._top = max(self._top, anonymous_bytes())
+            self._top = max(self._top, resident_bytes())
             time.sleep(0.0005)
 
     def __exit__(
@@ -41,7 +41,7 @@ class Peak:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self._top = max(self._top, anonymous_bytes())
+        self._top = max(self._top, resident_bytes())
 
     @property
     def grown(self) -> int:

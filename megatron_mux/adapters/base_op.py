@@ -100,9 +100,13 @@ class AttachedBaseOp:
         y, bias = y3.view(-1, y3.shape[-1]), module.bias
         if bias is not None and not module.skip_bias_add:
             y, bias = y + bias, None
+        trained = any("after" in adapter.stages for adapter in present.values())
         if self.parallel.sequence_parallel:
             present = _within(present, self.parallel.tp_rank * y.shape[0], y.shape[0])
         y, bias = _finish(y, bias, present)
+        if trained and torch.is_grad_enabled() and not y.requires_grad:
+            # The rows in question are another rank's; what follows has collectives in its backward, for all ranks.
+            y = y.detach().requires_grad_()
         return y.view(*y3.shape), bias
 
     def _product(

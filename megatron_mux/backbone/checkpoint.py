@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from megatron_mux.backbone.config import read_json
 from megatron_mux.errors import UserError
 
 _INDEX = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _LARGEST_HEADER = 100_000_000
@@ -26,11 +27,12 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint: its file, safetensors dtype and shape."""
+    """A tensor of the checkpoint: its file, safetensors dtype, shape, and the byte of the file where it begins."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
 
 def refuse_megatron(path: Path) -> None:
@@ -112,7 +114,7 @@ class Checkpoint:
                 entries = json.loads(header)
                 self._digest.update(header)
                 self._sample(stream, 8 + length, size)
-            self._add(file, entries, size - 8 - length)
+            self._add(file, entries, 8 + length, size)
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,15 +125,20 @@ class Checkpoint:
             stream.seek(start + (stop - start) * i // _SAMPLES)
             self._digest.update(stream.read(_SAMPLE_BYTES))
 
-    def _add(self, file: Path, entries: dict[str, Any], size: int) -> None:
+    def _add(self, file: Path, entries: dict[str, Any], data: int, size: int) -> None:
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if end != size:
-            raise ValueError(f"its tensors take {end} bytes, but it has {size}")
+        if data + end != size:
+            raise ValueError(f"its tensors take {end} bytes, but it has {size - data}")
         for name, entry in entries.items():
             if name in self.tensors:
                 raise ValueError(f"{name} is also in {self.tensors[name].file.name}")
-            self.tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]))
+            start, stop = entry["data_offsets"]
+            stored = Stored(file, entry["dtype"], tuple(entry["shape"]), data + start)
+            known = _DTYPES.get(stored.dtype)
+            if known is not None and stop - start != math.prod(stored.shape) * known.itemsize:
+                raise ValueError(f"{name} of shape {list(stored.shape)} takes {stop - start} bytes")
+            self.tensors[name] = stored
 
     @property
     def digest(self) -> str:
@@ -154,20 +161,37 @@ class Checkpoint:
             columns: Along its second, where it has one.
         """
         stored = self.tensors[name]
+        dtype = _DTYPES[stored.dtype]
+        start, stop, _ = rows.indices(stored.shape[0])
+        shape = (max(0, stop - start), *stored.shape[1:])
+        row = math.prod(shape[1:]) * dtype.itemsize
+        # Read, not mapped: the pages of a mapped file would count as this process's memory.
+        place = bytearray(shape[0] * row)
         try:
             if stored.file not in self._open:
-                self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
-            part = self._open[stored.file].get_slice(name)
-            found: Tensor = part[rows] if columns is None else part[rows, columns]
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{stored.file} cannot be read: {error}.") from None
-        return found
+                self._open[stored.file] = self._stack.enter_context(stored.file.open("rb", buffering=0))
+            file = self._open[stored.file]
+            file.seek(stored.start + start * row)
+            _read_all(file, place)
+        except OSError as error:
+            raise UserError(f"{stored.file} cannot be read: {error.strerror or error}.") from None
+        found = torch.frombuffer(place, dtype=dtype).view(shape) if place else torch.empty(shape, dtype=dtype)
+        return found if columns is None else found[:, columns]
 
     def read_chunks(
         self, name: str, rows: slice, columns: slice, chunk_bytes: int
     ) -> Iterator[tuple[int, Tensor]]:
         """A part of a matrix, some rows at a time: `(rows before it, chunk)`."""
-        width = max(1, columns.stop - columns.start) * 8
-        step = max(1, chunk_bytes // width)
+        step = max(1, chunk_bytes // (max(1, self.tensors[name].shape[1]) * 8))
         for start in range(rows.start, rows.stop, step):
             yield start - rows.start, self.read(name, slice(start, min(start + step, rows.stop)), columns)
+
+
+def _read_all(file: Any, place: bytearray) -> None:
+    """Fill `place` from where `file` stands."""
+    view = memoryview(place)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise OSError("it ends too early")
+        view = view[count:]

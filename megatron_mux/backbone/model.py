@@ -148,7 +148,7 @@ class Backbone:
             if self.recompute == "full" and torch.is_grad_enabled():
                 # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
                 hidden = checkpoint(
-                    compute, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
+                    _entered_first, compute, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
                 )
             else:
                 hidden = compute(layer, hidden, turns)
@@ -270,6 +270,31 @@ class Backbone:
             group=self.parallel.tp_group if self.parallel.tp_size > 1 else None,
             reduce_gradient=share and not self.parallel.sequence_parallel,
         )
+
+
+class _Last(torch.autograd.Function):
+    """Identity whose backward, the first of its layer, asks for a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return gradient
+
+
+def _entered_first(compute: Any, *arguments: Any) -> Tensor:
+    """A layer to recompute, all of it before its backward begins.
+
+    Else recomputation would begin where a saved tensor is first asked for. With sequence parallelism that may be an
+    adapter that only this rank has rows for, and another rank would begin after a collective of the layer's backward:
+    each would wait for the other.
+    """
+    output: Tensor = _Last.apply(compute(*arguments))  # type: ignore[no-untyped-call]
+    return output
 
 
 def _layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:

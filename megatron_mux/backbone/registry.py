@@ -77,6 +77,8 @@ def read_shape(path: str | Path) -> BackboneShape:
 def read_backbone_info(path: str | Path) -> BackboneInfo:
     """Read config.json and the headers of the safetensors: milliseconds, whatever the size.
 
+    (Seconds for a checkpoint that stores an output layer though its config ties it: the two are compared.)
+
     Raises:
         UserError: As `read_shape`; or tensors are missing, unreadable, superfluous, or contradict the config.
     """

@@ -1,6 +1,6 @@
 """Which part of which stored tensor fills which parameter of this rank, and the filling itself.
 
-The plan is made of names and ranges alone; filling reads nothing but what the plan says, a few MiB at a time, so a
+The plan is made of names and ranges alone; filling reads nothing but what the plan says, a MiB at a time, so a
 rank never holds more than its own shard and one chunk.
 """
 
@@ -20,7 +20,7 @@ from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.errors import UserError
 from megatron_mux.layout import BaseOpName
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _MODULE_PATHS: dict[BaseOpName, str] = {
     "linear_qkv": "self_attention.linear_qkv",
     "linear_proj": "self_attention.linear_proj",

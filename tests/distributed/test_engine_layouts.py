@@ -31,7 +31,7 @@ Results = list[dict[str, tuple[float, float, int]]]
 Tensors = dict[str, dict[str, Tensor] | None]
 
 
-def _cases(family: str, vocab: int) -> list[Case]:
+def cases_of(family: str, vocab: int) -> list[Case]:
     qv = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
     proj = ["attn.c_proj", "mlp.c_proj"] if family == "gpt2" else ["o_proj", "down_proj"]
     scales = ["c_attn", "mlp.c_proj"] if family == "gpt2" else ["k_proj", "v_proj", "down_proj"]
@@ -91,7 +91,7 @@ def test_every_layout_gives_the_same_adapters(
     if dist.get_rank() == 0:
         tiny_models.make(path, family)
     dist.barrier()
-    cases = _cases(family, 96)
+    cases = cases_of(family, 96)
     wanted_results, wanted = _train(joined, path / family, cases, LAYOUTS[0], policy)
     problems: list[str] = []
     for layout in LAYOUTS[1:]:
