@@ -5,6 +5,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench gpu-check gpu-bench clean
 
+# PY for commands that run in another folder: a path is made absolute, a bare name is found on PATH anyway.
+PY_ANYWHERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+
 PYTHON ?=
 PYTEST_ARGS ?=
 BOOTSTRAP := $(shell command -v python3 || command -v python)
@@ -45,7 +48,7 @@ lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy megatron_mux $(PYTHON_FILES)
-	cd examples/quickstart && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
+	cd examples/quickstart && $(PY_ANYWHERE) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
 
 format: $(VENV_TARGET)  ## let ruff lay out and mend what it can

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from megatron_mux.arguments import parse_args
-from megatron_mux.errors import UserError, tell
+from megatron_mux.errors import UserError, tell, told_elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, compose, run.
 
     Returns:
-        Exit status: 0, or 2 when the input was wrong (said on standard error, by one process only).
+        Exit status: 0, or 2 when the input was wrong (said on standard error, by one process only; the others leave
+        quietly).
     """
     with ExitStack() as at_the_end:
         try:
@@ -31,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UserError as error:
             tell(error, "pretrain_mux.py")
             return 2
+        except RuntimeError as error:
+            if told_elsewhere(error):
+                return 2
+            raise
     return 0
 
 

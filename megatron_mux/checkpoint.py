@@ -3,15 +3,17 @@
 A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
 So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
 
-A checkpoint is good if every value of its adapter is finite and the task's loss was in its usual range when it was
-written (see `engine.health`). A manifest names each task's newest checkpoint, from which a run continues, and its last
-good one, which stays for as long as a manifest names it: it is what is kept of the task should it fail.
+What a checkpoint is worth shows one step later: the loss of step s + 1 is the first that is measured on what update s
+left, and `checkpoint-s` holds just that. It is good once that loss and its gradient were finite and the loss in its
+usual range (see `engine.health`). A manifest names each task's newest checkpoint, from which a run continues, and its
+last good one, which stays for as long as a manifest names it: it is what is kept of the task should it diverge.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,7 +30,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINING_STATE = "training_state.safetensors"
 _MANIFESTS = "manifests"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -43,7 +45,7 @@ class SavedTask:
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
         data: Fingerprint of its training records.
-        good: Directory of its last good checkpoint, mostly the same as `checkpoint`; empty if it has none.
+        good: Directory of its last good checkpoint: `checkpoint` or one before it; empty if none is known to be good.
         health: Whether its loss goes its usual way.
     """
 
@@ -56,6 +58,12 @@ class SavedTask:
     data: str
     good: str = ""
     health: Health = field(default_factory=Health)
+
+    def note(self, step: int, loss: float) -> None:
+        """Step `step` had this loss, and a finite gradient; both tell of the adapter that the step before it left."""
+        self.health.note(loss)
+        if self.health.good and self.checkpoint and self.step == step - 1:
+            self.good = self.checkpoint
 
     def fall_back(self) -> None:
         """Name the last good checkpoint instead of the newest, if there is one."""
@@ -120,12 +128,10 @@ def save(
         for state in states:
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous)
-                if state.entry.health.good and _is_finite(state.snapshot):
-                    state.entry.good = state.entry.checkpoint
         number = 1 + max((m for m, _ in _manifests(directory)), default=0)
         manifest = Manifest(number, backbone, [state.entry for state in states], plan.to_json())
         text = json.dumps(asdict(manifest), indent=1)
-        write_atomically(directory / _MANIFESTS / f"manifest-{number:08d}.json", text)
+        write_atomically(directory / _MANIFESTS / _manifest_name(number), text)
         write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         if keep is not None:
             _prune(directory, keep)
@@ -169,10 +175,6 @@ def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | No
     return relative
 
 
-def _is_finite(snapshot: Snapshot) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in snapshot.adapter.values())
-
-
 def _save_tensors(
     save_file: Any, tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -211,8 +213,8 @@ def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda tex
     if manifest is None and problems:
         others = f" (nor can the {len(problems) - 1} before it)" if len(problems) > 1 else ""
         raise UserError(
-            f"--load {directory}: the newest save cannot be continued{others}: {problems[0]}: put back what is "
-            "missing, or start anew with another --save"
+            f"--load {directory}: the newest save cannot be continued{others}: {problems[0]}: put the file back as "
+            "it was, or start anew with another --save"
         )
     if manifest is not None and manifest.backbone != backbone:
         raise UserError(
@@ -252,12 +254,27 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise _IncompleteError(f"{path.name} is damaged ({error})") from error
     for task in manifest.tasks:
-        weights = f"{task.checkpoint}/{ADAPTER_WEIGHTS}"
-        if task.checkpoint and not (directory / weights).exists():
-            raise _IncompleteError(f"{path.name} names {weights}, which is not there")
-        if task.good and not (directory / task.good / ADAPTER_WEIGHTS).exists():
+        # Of a task that is over nothing but the adapter is ever read.
+        over = task.status in ("finished", "failed")
+        for name in (ADAPTER_WEIGHTS,) if over else (ADAPTER_WEIGHTS, TRAINING_STATE):
+            if task.checkpoint and (wrong := _what_is_wrong(directory / task.checkpoint / name)):
+                raise _IncompleteError(f"{path.name} names {task.checkpoint}/{name}, which {wrong}")
+        if task.good and _what_is_wrong(directory / task.good / ADAPTER_WEIGHTS):
             task.good = ""
     return manifest
+
+
+def _what_is_wrong(path: Path) -> str:
+    """Whether a file of tensors is whole, by its header and its size: no tensor is read. Empty if it is."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return "is not there"
+    try:
+        with safe_open(path, framework="pt"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"cannot be read ({error})"
 
 
 def load_task(directory: Path, entry: SavedTask) -> Snapshot:
@@ -328,9 +345,17 @@ def _sync_directory(path: Path) -> None:
 
 
 def _manifests(directory: Path) -> list[tuple[int, Path]]:
-    return [
-        (int(path.stem.split("-")[1]), path) for path in (directory / _MANIFESTS).glob("manifest-[0-9]*.json")
-    ]
+    """Every manifest with its number; a file with any other name is not ours, and does not count."""
+    found = []
+    for path in (directory / _MANIFESTS).glob("manifest-*.json"):
+        match = re.fullmatch(r"manifest-([0-9]{8,})\.json", path.name)
+        if match is not None and path.name == _manifest_name(int(match[1])):
+            found.append((int(match[1]), path))
+    return found
+
+
+def _manifest_name(number: int) -> str:
+    return f"manifest-{number:08d}.json"
 
 
 def _prune(directory: Path, keep: int) -> None:

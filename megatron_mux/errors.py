@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from datetime import timedelta
+from typing import Any
 
 _SECONDS_TO_ASK = 10
+# A connection is lost when its other end leaves, having told why; what comes between is a moment.
+_SECONDS_TO_BE_TOLD = 3
 
 
 class UserError(Exception):
@@ -52,6 +56,33 @@ def tell(error: UserError, program: str) -> None:
             print(f"{program}: {who}{problem}", file=sys.stderr, flush=True)
 
 
+def told_elsewhere(error: RuntimeError) -> bool:
+    """Whether an error is only the echo of a mistake that another process has told, and that made it leave.
+
+    Who waits for a process that is gone meets a lost connection, of which nothing is to be learned. Without torchrun's
+    store nobody knows, so that nothing is held back.
+
+    Args:
+        error: What this process met.
+    """
+    import torch
+
+    if os.environ.get("WORLD_SIZE", "1") == "1" or isinstance(error, torch.OutOfMemoryError):
+        return False
+    try:
+        store = _launchers_store()
+        until = time.monotonic() + _SECONDS_TO_BE_TOLD
+        while store is not None:
+            if store.check([_key("told")]):
+                return True
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+    except (KeyError, ValueError, RuntimeError):
+        pass
+    return False
+
+
 def _has_joined() -> bool:
     """Whether this process is one of several that are connected."""
     if "torch" not in sys.modules:
@@ -63,16 +94,32 @@ def _has_joined() -> bool:
 
 def _is_first(error: UserError) -> bool | None:
     """Whether no other process has said the same, by the store that torchrun keeps; None where there is none."""
+    said = hashlib.sha256(str(error).encode()).hexdigest()
+    try:
+        store = _launchers_store()
+        if store is None:
+            return None
+        store.add(_key("told"), 1)
+        return int(store.add(_key(f"said/{said}"), 1)) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return None
+
+
+def _key(what: str) -> str:
+    """Where the launcher's store keeps something of this attempt: torchrun may start the processes again."""
+    return f"megatron_mux/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
+
+
+def _launchers_store() -> Any:
+    """The store that torchrun keeps; None where there is none.
+
+    Raises:
+        KeyError, ValueError, RuntimeError: It cannot be reached.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     import torch.distributed as dist  # seconds, if all that is wrong is a flag
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    said = hashlib.sha256(str(error).encode()).hexdigest()
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = timedelta(seconds=_SECONDS_TO_ASK)
-        store = dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        return int(store.add(f"megatron_mux/said/{attempt}/{said}", 1)) == 1
-    except (KeyError, ValueError, RuntimeError):
-        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=_SECONDS_TO_ASK)
+    return dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]

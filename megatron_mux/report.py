@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -74,14 +77,7 @@ class Reporter:
         self.history: dict[str, TaskHistory] = {}
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
-        self._writer: Any = None
-        if tensorboard is not None and not silent:
-            from torch.utils.tensorboard import SummaryWriter
-
-            try:
-                self._writer = SummaryWriter(str(tensorboard))
-            except OSError as error:
-                raise UserError(f"--tensorboard-dir {tensorboard}: {error.strerror or error}") from error
+        self._events = None if tensorboard is None or silent else EventFile(tensorboard)
         self._live: Live | None = None
         if live and not silent and self.console.is_terminal:
             self._live = Live(self._table(), console=self.console, refresh_per_second=4)
@@ -147,31 +143,42 @@ class Reporter:
             self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 
     def close(self) -> None:
-        """End the live picture and print the closing table."""
+        """End the live picture and print the closing table.
+
+        Raises:
+            UserError: What was written last did not reach its file.
+        """
         if self._live is not None:
             self._live.update(self._table())
             self._live.stop()
         elif self.history:
             self.console.print(self._table())
         self.release()
+        if self.problem:
+            raise UserError(self.problem)
 
     def release(self) -> None:
-        """Close files; nothing more is said."""
+        """Close files; nothing more is said. A file that cannot be closed is a `problem`."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        while self._files:
+            _, file = self._files.popitem()
+            try:
+                file.close()
+            except OSError as error:  # it still holds what it could not write before
+                self._note(f"--save {self.directory}: could not write metrics", error)
+        if self._events is not None:
+            self._close_events(self._events)
 
     def _metrics(self, name: str, line: dict[str, float | int]) -> None:
-        if self._writer is not None:
-            for key, value in line.items():
-                if key not in ("step", "wall_s"):
-                    self._writer.add_scalar(f"{name}/{key}", value, line["step"])
+        if self._events is not None:
+            values = {f"{name}/{key}": value for key, value in line.items() if key not in ("step", "wall_s")}
+            try:
+                self._events.write(int(line["step"]), values)
+            except OSError as error:
+                self._note(f"--tensorboard-dir {self._events.directory}: could not write", error)
+                self._close_events(self._events)
         if self.directory is None:
             return
         try:
@@ -179,14 +186,24 @@ class Reporter:
                 path = self.directory / name / "metrics.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files[name] = open(path, "a")  # noqa: SIM115 (kept open for the run)
-            self._files[name].write(json.dumps(line) + "\n")
+            self._files[name].write(json.dumps({key: _or_null(value) for key, value in line.items()}) + "\n")
             self._files[name].flush()
         except OSError as error:
-            # Raised by the loop, on all ranks at once: only this one knows.
-            self.problem = (
-                f"--save {self.directory}: could not write metrics: {error.strerror or error}. Make room or choose "
-                "another directory, and go on with --load."
-            )
+            self._note(f"--save {self.directory}: could not write metrics", error)
+
+    def _close_events(self, events: EventFile) -> None:
+        self._events = None
+        try:
+            events.close()
+        except OSError as error:
+            self._note(f"--tensorboard-dir {events.directory}: could not write", error)
+
+    def _note(self, what: str, error: OSError) -> None:
+        """Keep the first problem for the loop, which raises it on all ranks at once: only this one knows."""
+        advice = "Make room or choose another directory"
+        if self.directory is not None:
+            advice += ", and go on with --load"
+        self.problem = self.problem or f"{what}: {error.strerror or error}. {advice}."
 
     def _refresh(self) -> None:
         if self._live is not None:
@@ -210,6 +227,59 @@ class Reporter:
                 task.status,
             )
         return table
+
+
+class EventFile:
+    """A file of numbers for TensorBoard, written at once.
+
+    PyTorch's `SummaryWriter` writes in a thread of its own: that a disk is full would show there, with a stack trace,
+    and here minutes later.
+
+    Args:
+        directory: Where TensorBoard looks; made if need be.
+
+    Raises:
+        UserError: The file cannot be made, or the package `tensorboard` is missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
+            directory.mkdir(parents=True, exist_ok=True)
+            self._event = Event
+            self._records: Any = RecordWriter(open(directory / name, "wb"))  # noqa: SIM115 (kept open for the run)
+            self._write(file_version="brain.Event:2")
+        except ImportError as error:
+            raise UserError(
+                f"--tensorboard-dir {directory}: needs the package tensorboard: install it, or leave the flag out"
+            ) from error
+        except OSError as error:
+            raise UserError(f"--tensorboard-dir {directory}: {error.strerror or error}") from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step, each under its own heading.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        summary = {"value": [{"tag": tag, "simple_value": value} for tag, value in values.items()]}
+        self._write(step=step, summary=summary)
+
+    def close(self) -> None:
+        """Nothing more is written.
+
+        Raises:
+            OSError: What was written last did not reach the file.
+        """
+        self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._records.flush()
 
 
 def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
@@ -237,6 +307,11 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")  # a line that a kill left unfinished
+
+
+def _or_null(value: float) -> float | None:
+    """A number as JSON can hold it: it knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _of(result: EvalResult | None, field: str) -> float | None:

@@ -235,13 +235,19 @@ class Loop:
         if result.diverged:
             entry.health.good = False
         elif result.status != "failed":
-            entry.health.note(result.loss)
+            entry.note(result.step, result.loss)
 
     def _tell_what_is_kept(self, name: str) -> None:
         entry = self._entries[name]
-        if self.arguments.save is not None:
-            what = "last good" if entry.checkpoint == entry.good else "last (none was good)"
-            self.reporter.say(f"{name}: its {what} adapter is kept: {self.arguments.save / entry.checkpoint}")
+        if self.arguments.save is None:
+            return
+        if entry.checkpoint == entry.good:
+            what = "its last good adapter is kept"
+        elif entry.health.good:  # it lacks data: nothing is known against what it had learned
+            what = "its last adapter is kept"
+        else:
+            what = "its adapter before the failing step is kept (no earlier save is known to be good)"
+        self.reporter.say(f"{name}: {what}: {self.arguments.save / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
         try:
@@ -263,8 +269,8 @@ class Loop:
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
                 entry.status = "removed" if name in leaving else status
-                if status == "failed" and not entry.health.good and entry.checkpoint:
-                    entry.fall_back()  # what made its loss diverge is in the last updates
+                if status == "failed" and not entry.health.good and entry.good:
+                    entry.fall_back()  # what made its loss diverge is in the updates since
                 elif not (entry.checkpoint and entry.step == step):
                     state.snapshot = self.engine.snapshot(name)
                     state.config = self.engine.adapter_config(name)
@@ -281,11 +287,11 @@ class Loop:
             except UserError as error:
                 problems = [str(error)]
         if self.parallel.world_size > 1:
-            written = [[(state.entry.checkpoint, state.entry.good) for state in states]]
+            written = [[state.entry.checkpoint for state in states]]
             dist.broadcast_object_list(problems, src=0)
             dist.broadcast_object_list(written, src=0)
-            for state, paths in zip(states, written[0], strict=True):
-                state.entry.checkpoint, state.entry.good = paths
+            for state, path in zip(states, written[0], strict=True):
+                state.entry.checkpoint = path
         if problems[0] is not None:
             raise SharedError(problems[0])
 

@@ -148,7 +148,13 @@ class Backbone:
             if self.recompute == "full" and torch.is_grad_enabled():
                 # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
                 hidden = checkpoint(
-                    _entered_first, compute, layer, hidden, turns, use_reentrant=False, preserve_rng_state=False
+                    _entered_first,
+                    compute,
+                    layer,
+                    hidden,
+                    turns,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
                 hidden = compute(layer, hidden, turns)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megatron_mux.tasks.section import (
+    LARGEST_SIZE,
     FilePath,
     Modules,
     Number,
@@ -65,7 +66,7 @@ class LoraSpec(AdapterBase):
 
     peft_type: Literal["LORA"]
     """The method."""
-    r: int = Field(default=8, ge=1)
+    r: int = Field(default=8, ge=1, le=LARGEST_SIZE)
     """Rank."""
     lora_alpha: TidyNumber = Field(default=8, gt=0)
     """The update is scaled by `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
@@ -124,7 +125,7 @@ class PrefixTuningSpec(AdapterBase):
 
     peft_type: Literal["PREFIX_TUNING"]
     """The method."""
-    num_virtual_tokens: int = Field(ge=1)
+    num_virtual_tokens: int = Field(ge=1, le=LARGEST_SIZE)
     """Length of the prefix."""
 
     from_weights: ClassVar[frozenset[str]] = frozenset(
@@ -155,7 +156,7 @@ class BottleneckSpec(AdapterBase):
 
     peft_type: Literal["BOTTLENECK"]
     """The method."""
-    bottleneck_size: int = Field(default=64, ge=1)
+    bottleneck_size: int = Field(default=64, ge=1, le=LARGEST_SIZE)
     """Width between the two projections."""
     non_linearity: Literal["relu", "gelu", "silu", "tanh"] = "relu"
     """What stands between the two projections."""

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.tasks.section import BASE_DIRECTORY, plain, shown
-from megatron_mux.tasks.spec import TaskSpec
+from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec
 from megatron_mux.tasks.start import with_stored_config
 from megatron_mux.tasks.wording import did_you_mean, sentences
 
@@ -88,7 +88,9 @@ def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool
 
 def _where(path: Path, item: Any, number: int | None) -> str:
     name = item.get("name") if isinstance(item, dict) else None
-    label = f"task {name!r}" if isinstance(name, str) else "task"
+    label = "task"
+    if isinstance(name, str):
+        label = f"task {name!r}" if len(name) <= LONGEST_NAME else f"task {shown(name)}"
     return f"{path}: {label}" if number is None else f"{path}: {label} (#{number})"
 
 

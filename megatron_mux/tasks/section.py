@@ -25,6 +25,14 @@ _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 _LONGEST_VALUE = 60
 
+# Beyond any real use: what is larger is a slip, and would fail where it can no longer be said in a sentence.
+LARGEST_SIZE = 65_536
+"""Of what becomes a dimension of an adapter's weights."""
+LARGEST_BATCH = 1_000_000
+"""Of sequences, or of parts of a batch."""
+LARGEST_COUNT = 1_000_000_000
+"""Of steps and tokens."""
+
 BASE_DIRECTORY = "base_directory"
 """Key of the validation context that holds the directory which relative paths start from."""
 
@@ -93,6 +101,8 @@ def shown(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         text = f"a nested {type(value).__name__}"
+    except ValueError:  # Python does not write out numbers of thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 

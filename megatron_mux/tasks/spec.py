@@ -11,22 +11,23 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from megatron_mux.tasks.adapters import AdapterSpec
-from megatron_mux.tasks.section import Section, problem
+from megatron_mux.tasks.section import Section, problem, shown
 from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
 
 # Names become directories in --save DIR, where the run keeps these of its own.
 _RESERVED = frozenset({"manifests", "plan.json", "schedule.json", "schedule.svg"})
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_LONGEST_NAME = 100
+LONGEST_NAME = 100
+"""Characters of a task's name."""
 
 
 def _name(value: Any) -> Any:
     if not isinstance(value, str):
-        raise problem(f"must be text, got {value!r}: put quotes around it")
-    if not _NAME.fullmatch(value) or len(value) > _LONGEST_NAME:
+        raise problem(f"must be text, got {shown(value)}: put quotes around it")
+    if not _NAME.fullmatch(value) or len(value) > LONGEST_NAME:
         raise problem(
             "must be made of letters, digits, '-', '_' and '.', begin with a letter, a digit or '_', and have at most "
-            f"{_LONGEST_NAME} characters, got {value!r}"
+            f"{LONGEST_NAME} characters, got {shown(value)}"
         )
     if value in _RESERVED:
         raise problem(f"{value!r} is what the run calls a file of its own: choose another name")

@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_mux.tasks.section import FilePath, Number, Refused, Section, TidyNumber, problem
+from megatron_mux.tasks.section import (
+    LARGEST_BATCH,
+    LARGEST_COUNT,
+    FilePath,
+    Number,
+    Refused,
+    Section,
+    TidyNumber,
+    problem,
+)
 
 
 class DataSpec(Section):
@@ -16,7 +25,7 @@ class DataSpec(Section):
 
     path: FilePath
     """JSON Lines file; see `megatron_mux.data.records` for the shapes of a record."""
-    max_length: int = Field(default=1024, ge=2)
+    max_length: int = Field(default=1024, ge=2, le=LARGEST_COUNT)
     """Tokens a sequence is cut to, on the right."""
     shuffle: bool = True
     """Each epoch in an order drawn from the task's seed; false keeps the file's order."""
@@ -27,9 +36,9 @@ class EvalSpec(Section):
 
     path: FilePath
     """JSON Lines file of held-out records."""
-    eval_steps: int = Field(default=500, ge=1)
+    eval_steps: int = Field(default=500, ge=1, le=LARGEST_COUNT)
     """Evaluate every so many of the task's steps, besides at its beginning and end."""
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=LARGEST_BATCH)
     """Most sequences evaluated together; None takes as many as fill a pass. It changes memory, never the result."""
 
 
@@ -94,16 +103,16 @@ _REFUSED: Mapping[str, Refused] = {
 class TrainingSpec(Section):
     """How a task is trained, in the spellings and with the defaults of `transformers.TrainingArguments`."""
 
-    per_device_train_batch_size: int = Field(default=8, ge=1)
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=LARGEST_BATCH)
     """Sequences of one accumulation step. One optimizer step uses this times `gradient_accumulation_steps`, whatever
     the number of ranks."""
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=LARGEST_BATCH)
     """Parts an optimizer step's sequences are computed in; it changes memory, never the result."""
     learning_rate: Number = Field(default=5e-5, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """How the learning rate runs after the warm-up."""
-    warmup_steps: TidyNumber = Field(default=0, ge=0)
+    warmup_steps: TidyNumber = Field(default=0, ge=0, le=LARGEST_COUNT)
     """Steps over which the rate rises from zero; below 1, the share of all steps."""
     warmup_ratio: Number = Field(default=0.0, ge=0, le=1)
     """The same as a share of all steps; give one of the two."""
@@ -119,9 +128,9 @@ class TrainingSpec(Section):
     """Decay of AdamW's second moment."""
     adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1, le=LARGEST_COUNT)
     """Optimizer steps; None (or -1) goes by `num_train_epochs`."""
-    num_train_epochs: Number | None = Field(default=None, gt=0)
+    num_train_epochs: Number | None = Field(default=None, gt=0, le=LARGEST_BATCH)
     """Passes over the data, fractions allowed; 3 when neither this nor `max_steps` is given."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds the adapter's initial values, the data's order and dropout."""

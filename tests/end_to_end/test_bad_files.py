@@ -201,7 +201,44 @@ def test_a_checkpoint_that_cannot_be_read_on_resume(
     cut(directory / "lora" / "checkpoint-3" / "training_state.safetensors", 0.5)
     run = server.run(workplace.arguments("--save", directory, "--load", directory))
     check_manners(run.status, run.errors)
-    assert len(run.errors.splitlines()) == 1 and str(directory / "lora" / "checkpoint-3") in run.errors
+    assert len(run.errors.splitlines()) == 1 and f"--load {directory}" in run.errors
+    assert "lora/checkpoint-3/training_state.safetensors, which cannot be read" in run.errors
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "training_state.safetensors"])
+def test_a_checkpoint_that_is_cut_off_with_an_older_save(
+    file: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "interrupted"
+    fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 26, "kill before")
+    flags: list[str | Path] = ["--save", directory, "--save-interval", "3"]
+    server.run(workplace.arguments(*flags), fault=fault)
+    newest = max((directory / "manifests").iterdir()).name
+    (damaged,) = {t["checkpoint"] for t in tasks_of(directory / "manifests" / newest) if t["name"] == "lora"}
+    cut(directory / damaged / file, 0.5)
+    run = server.run(workplace.arguments(*flags, "--load", directory))
+    assert run.status == 0, run.errors
+    assert f"since {newest} names {damaged}/{file}, which cannot be read" in run.output
+    for task, steps in (("lora", 14), ("diff", 12), ("prefix", 7)):
+        last = f"{task}/checkpoint-{steps}/adapter_model.safetensors"
+        assert (directory / last).read_bytes() == (finished / last).read_bytes()
+
+
+def tasks_of(manifest: Path) -> list[dict[str, Any]]:
+    tasks: list[dict[str, Any]] = json.loads(manifest.read_text())["tasks"]
+    return tasks
+
+
+def test_a_stranger_among_the_manifests(
+    workplace: Workplace, server: Server, finished: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "finished"
+    shutil.copytree(finished, directory)
+    newest = max((directory / "manifests").iterdir())
+    shutil.copy(newest, newest.with_name("manifest-00000001 (copy).json"))
+    run = server.run(workplace.arguments("--save", directory, "--load", directory))
+    assert run.status == 0, run.errors
+    assert "Traceback" not in run.errors
 
 
 FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
@@ -228,6 +265,37 @@ def test_a_full_disk(name: str, workplace: Workplace, server: Server, finished: 
     for task, steps in (("lora", 14), ("diff", 12), ("prefix", 7)):
         last = f"{task}/checkpoint-{steps}/adapter_model.safetensors"
         assert (directory / last).read_bytes() == (finished / last).read_bytes()
+
+
+@pytest.mark.parametrize("function", ["EventFile._write", "EventFile.close"])
+def test_a_full_disk_below_tensorboard(
+    function: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path
+) -> None:
+    nth = 20 if function == "EventFile._write" else 1
+    fault = Fault(f"megatron_mux.report:{function}", nth, "no space")
+    directory = tmp_path / "full"
+    flags: list[str | Path] = ["--save", directory, "--save-interval", "3"]
+    run = server.run(workplace.arguments(*flags, "--tensorboard-dir", tmp_path / "board"), fault=fault)
+    check_manners(run.status, run.errors)
+    (line,) = run.errors.splitlines()
+    assert (
+        f"--tensorboard-dir {tmp_path / 'board'}: could not write: No space left" in line and "--load" in line
+    )
+    again = server.run(workplace.arguments(*flags, "--load", directory))
+    assert again.status == 0, again.errors
+    for task, steps in (("lora", 14), ("diff", 12), ("prefix", 7)):
+        last = f"{task}/checkpoint-{steps}/adapter_model.safetensors"
+        assert (directory / last).read_bytes() == (finished / last).read_bytes()
+
+
+def test_a_file_of_tensorboard_that_may_not_grow(
+    workplace: Workplace, server: Server, tmp_path: Path
+) -> None:
+    flags = workplace.arguments("--tensorboard-dir", tmp_path / "board")
+    run = server.run(flags, largest_file=1500)
+    check_manners(run.status, run.errors)
+    (line,) = run.errors.splitlines()
+    assert f"--tensorboard-dir {tmp_path / 'board'}" in line and "--load" not in line, "nothing was saved"
 
 
 def test_a_place_that_cannot_be_written(workplace: Workplace, tmp_path: Path, server: Server) -> None:

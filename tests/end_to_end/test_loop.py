@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +146,10 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> N
     # A few records may still lie in the reader's buffer.
     assert tasks_left["broken"]["status"] == "failed" and 2 <= tasks_left["broken"]["step"] < 12
     assert "was changed" in tasks_left["broken"]["reason"]
+    # Nothing is known against what it had learned: all of it stays, though no step came after to call it good.
+    last = f"broken/checkpoint-{tasks_left['broken']['step']}"
+    assert tasks_left["broken"]["checkpoint"] == last != tasks_left["broken"]["good"]
+    assert f"broken: its last adapter is kept: {workplace.root / 'run' / last}" in run.stdout
 
 
 DIVERGING = """
@@ -166,15 +172,11 @@ sys.exit(pretrain_mux.main(sys.argv[1:]))
 """
 
 
-def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path) -> None:
-    """Its loss explodes after step 4, is saved at 6 and 8 all the same, and is not a number at step 10."""
-    workplace = furnish(tmp_path)
-    directory = workplace.root / "run"
+def _diverge(workplace: Workplace, *flags: str) -> subprocess.CompletedProcess[str]:
     tasks = workplace.write_tasks("two.yaml", {name: TASKS[name] for name in ("lora", "diff")})
-    flags = ["--save-interval", "2", "--mux-keep-checkpoints", "1"]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", DIVERGING]
-        + workplace.arguments("--save", directory, *flags, tasks=tasks),
+        + workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
@@ -183,14 +185,69 @@ def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path
         timeout=200,
     )
     assert run.returncode == 0, run.stderr
-    kept = directory / "lora" / "checkpoint-4"
     assert "lora stopped: its loss was nan at step 10" in run.stdout
+    return run
+
+
+def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Its loss explodes at step 5, it is saved at 6 and 8 all the same, and the loss is not a number at step 10.
+
+    The loss of step 5 is that of checkpoint-4, of step 3 that of checkpoint-2: the latter is the last good one.
+    """
+    workplace = furnish(tmp_path)
+    directory = workplace.root / "run"
+    run = _diverge(workplace, "--save-interval", "2", "--mux-keep-checkpoints", "1")
+    kept = directory / "lora" / "checkpoint-2"
     assert f"its last good adapter is kept: {kept}" in run.stdout
     assert [path.name for path in (directory / "lora").glob("checkpoint-*")] == [kept.name]
     assert (kept / "adapter_model.safetensors").is_file()
     (final,) = (directory / "manifests").iterdir()
     left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}
-    assert (left["lora"]["status"], left["lora"]["step"]) == ("failed", 4)
-    assert left["lora"]["checkpoint"] == "lora/checkpoint-4"
+    assert (left["lora"]["status"], left["lora"]["step"]) == ("failed", 2)
+    assert left["lora"]["checkpoint"] == left["lora"]["good"] == "lora/checkpoint-2"
     assert (left["diff"]["status"], left["diff"]["step"]) == ("finished", 12)
-    assert [path.name for path in (directory / "diff").glob("checkpoint-*")] == ["checkpoint-12"]
+    # No step came after its last one to tell what that left.
+    assert (left["diff"]["checkpoint"], left["diff"]["good"]) == ("diff/checkpoint-12", "diff/checkpoint-10")
+    saved = sorted(path.name for path in (directory / "diff").glob("checkpoint-*"))
+    assert saved == ["checkpoint-10", "checkpoint-12"]
+
+
+def test_of_a_task_that_was_never_saved_good_the_adapter_before_its_last_step_is_kept(tmp_path: Path) -> None:
+    """It is saved at 4 and 8, and steps 5 and 9 tell that neither is good."""
+    workplace = furnish(tmp_path)
+    run = _diverge(workplace, "--save-interval", "4")
+    said = "its adapter before the failing step is kept (no earlier save is known to be good)"
+    assert f"lora: {said}: {workplace.root / 'run' / 'lora' / 'checkpoint-9'}" in run.stdout
+    final = max((workplace.root / "run" / "manifests").iterdir())
+    left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}["lora"]
+    assert (left["checkpoint"], left["good"], left["step"]) == ("lora/checkpoint-9", "", 9)
+
+
+def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(tmp_path: Path) -> None:
+    """An ordinary loss and gradient, and a learning rate with which that very step ruins the adapter."""
+    workplace = furnish(tmp_path)
+    directory = workplace.root / "run"
+    task = {key: value for key, value in TASKS["lora"].items() if key != "eval"}
+    training = {**task["training"], "learning_rate": 1e25, "lr_scheduler_type": "constant", "max_steps": 6}
+    tasks = workplace.write_tasks("one.yaml", {"lora": {**task, "training": {**training, "warmup_steps": 0}}})
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "pretrain_mux.py"]
+        + workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    kept = directory / "lora" / "checkpoint-1"
+    weights = load_file(kept / "adapter_model.safetensors")
+    assert max(float(tensor.abs().max()) for tensor in weights.values()) > 1e20, "the step was not ruinous"
+    assert "at step 2" in run.stdout, run.stdout
+    assert "good adapter is kept" not in run.stdout
+    said = "its adapter before the failing step is kept (no earlier save is known to be good)"
+    assert f"lora: {said}: {kept}" in run.stdout
+    for path in (directory / "manifests").iterdir():
+        (saved,) = json.loads(path.read_text())["tasks"]
+        assert (saved["checkpoint"], saved["good"]) == ("lora/checkpoint-1", "")

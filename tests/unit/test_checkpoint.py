@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_a_checkpoint_without_a_manifest_is_replaced(tmp_path: Path) -> None:
     assert manifest is not None and checkpoint.load_task(tmp_path, manifest.tasks[0]).step == 2
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"format": 1, "tasks": [{}]}'])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"format": 2, "tasks": [{}]}'])
 def test_a_broken_newest_manifest_falls_back_to_the_one_before(tmp_path: Path, content: bytes) -> None:
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
     (tmp_path / "manifests" / "manifest-00000009.json").write_bytes(content)
@@ -112,6 +113,92 @@ def test_a_save_whose_checkpoint_is_gone_is_passed_over_and_named(tmp_path: Path
         checkpoint.load(tmp_path, "backbone")
 
 
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+SPOILT = {
+    "cut off": _cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "something else": lambda path: path.write_text("not safetensors"),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "training_state.safetensors"])
+def test_a_save_with_a_spoilt_file_is_passed_over_and_named(
+    file: str, spoil: Callable[[Path], object], tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, [_state(step)], PLAN, "backbone")
+    spoil(tmp_path / "a/checkpoint-2" / file)
+    said: list[str] = []
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
+    assert manifest is not None and manifest.number == 1
+    checkpoint.load_task(tmp_path, manifest.tasks[0])
+    (line,) = said
+    assert "going back to save 1" in line and f"manifest-00000002.json names a/checkpoint-2/{file}" in line
+    # Continued from there, the run comes by the spoilt checkpoint again and writes it anew.
+    checkpoint.save(tmp_path, [_state(2, value=5.0)], PLAN, "backbone")
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None and manifest.number == 3
+    assert (checkpoint.load_task(tmp_path, manifest.tasks[0]).adapter["k.lora_A.weight"] == 5.0).all()
+    for step in (1, 2):
+        spoil(tmp_path / f"a/checkpoint-{step}" / file)
+    with pytest.raises(UserError, match=rf"cannot be continued.*names a/checkpoint-2/{file}, which "):
+        checkpoint.load(tmp_path, "backbone")
+
+
+def test_of_a_task_that_is_over_the_adapter_alone_must_be_there(tmp_path: Path) -> None:
+    for step, status in ((1, "running"), (2, "finished")):
+        state = _state(step)
+        state.entry.status = status
+        checkpoint.save(tmp_path, [state], PLAN, "backbone")
+    (tmp_path / "a/checkpoint-2/training_state.safetensors").unlink()
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None and manifest.number == 2
+    _cut(tmp_path / "a/checkpoint-2/adapter_model.safetensors")
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None and manifest.number == 1
+
+
+def test_a_good_checkpoint_that_is_spoilt_is_good_no_more(tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = _state(step)
+        state.entry.good = "a/checkpoint-1"
+        checkpoint.save(tmp_path, [state], PLAN, "backbone")
+    _cut(tmp_path / "a/checkpoint-1/adapter_model.safetensors")
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None and manifest.number == 2
+    assert (manifest.tasks[0].checkpoint, manifest.tasks[0].good) == ("a/checkpoint-2", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["(copy)", "-00000001 (copy)", "-00000009.bak", "-9", "-000000009", "-00000009-1", "-0000000\u0669"],
+)
+def test_a_file_of_another_name_is_no_manifest(name: str, tmp_path: Path) -> None:
+    odd = tmp_path / "manifests" / f"manifest{name}.json"
+    odd.parent.mkdir()
+    odd.write_text("{")
+    checkpoint.refuse_used(tmp_path)
+    for step in (1, 2):
+        assert checkpoint.save(tmp_path, [_state(step)], PLAN, "backbone", keep=1).number == step
+    said: list[str] = []
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
+    assert manifest is not None and manifest.number == 2 and not said
+    assert odd.read_text() == "{"
+
+
+def test_a_save_of_another_layout_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
+    path = tmp_path / "manifests" / "manifest-00000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(UserError, match=r"another version of megatron-mux \(format 1\)"):
+        checkpoint.load(tmp_path, "backbone")
+
+
 def test_another_backbone_is_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
     with pytest.raises(UserError, match="another backbone"):
@@ -137,34 +224,45 @@ def test_keeping_few_prunes_old_checkpoints_but_not_named_ones(tmp_path: Path) -
 
 
 def test_keeping_few_keeps_what_was_good(tmp_path: Path) -> None:
-    """A loss that has exploded is still finite: what was saved before it did is not dropped for it."""
+    """A loss that has exploded is still finite: what was saved before it did is not dropped for it.
+
+    The fourth loss is measured on what the third step left: the third checkpoint is the first bad one.
+    """
     entry = _state(1).entry
+    known = []
     for step, loss in enumerate([2.0, 1.9, 2.2, 9.0, 11.0, 30.0], start=1):
-        entry.health.note(loss)
+        entry.note(step, loss)
+        known.append(entry.good)
         state = _state(step)
         state.entry = replace(entry, step=step)
         entry = checkpoint.save(tmp_path, [state], PLAN, "backbone", keep=1).tasks[0]
-    assert (entry.checkpoint, entry.good) == ("a/checkpoint-6", "a/checkpoint-3")
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    assert known == ["", "a/checkpoint-1", *["a/checkpoint-2"] * 4]
+    assert (entry.checkpoint, entry.good) == ("a/checkpoint-6", "a/checkpoint-2")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["checkpoint-2", "checkpoint-6"]
     manifest = checkpoint.load(tmp_path, "backbone")
     assert manifest is not None and manifest.tasks == [entry], "a continued run knows as much"
     entry.fall_back()
     checkpoint.save(tmp_path, [TaskState(entry)], PLAN, "backbone", keep=1)
     manifest = checkpoint.load(tmp_path, "backbone")
     assert manifest is not None
-    assert (manifest.tasks[0].checkpoint, manifest.tasks[0].step) == ("a/checkpoint-3", 3)
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-3"]
+    assert (manifest.tasks[0].checkpoint, manifest.tasks[0].step) == ("a/checkpoint-2", 2)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-2"]
 
 
-def test_an_adapter_that_is_not_finite_is_not_good(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone", keep=1)
+def test_a_checkpoint_is_good_by_the_next_step_alone(tmp_path: Path) -> None:
+    """Neither by the loss before it, nor by one of a later step, which tells of what came after it."""
+    entry = _state(3).entry
+    entry.note(3, 2.0)
+    entry = checkpoint.save(tmp_path, [replace(_state(3), entry=entry)], PLAN, "backbone").tasks[0]
+    assert entry.good == ""
+    for step, loss in ((4, 50.0), (5, 2.0)):
+        entry.note(step, loss)
+        assert entry.good == "", f"after step {step}"
     manifest = checkpoint.load(tmp_path, "backbone")
     assert manifest is not None
-    after = _state(2, value=float("inf"))
-    after.entry = replace(manifest.tasks[0], step=2)
-    entry = checkpoint.save(tmp_path, [after], PLAN, "backbone", keep=1).tasks[0]
-    assert (entry.checkpoint, entry.good) == ("a/checkpoint-2", "a/checkpoint-1")
-    checkpoint.load_task(tmp_path, replace(entry, checkpoint=entry.good))
+    resumed = manifest.tasks[0]
+    resumed.note(4, 2.1)
+    assert resumed.good == "a/checkpoint-3", "a run continued from it learns what one that went on does"
 
 
 def test_without_a_good_checkpoint_the_newest_stays_named(tmp_path: Path) -> None:

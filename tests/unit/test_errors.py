@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_mux import errors
-from megatron_mux.errors import SharedError, UserError, tell
+from megatron_mux.errors import SharedError, UserError, tell, told_elsewhere
 
 Said = Callable[[int, UserError], list[str]]
 
 ALONE = UserError("weights.safetensors cannot be read", "nor can others")
-VARIABLES = ("RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+LOST = RuntimeError("Connection closed by peer")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def test_one_process_says_every_problem_on_a_line(capsys: pytest.CaptureFixture[
     assert lines == ["program: weights.safetensors cannot be read", "program: nor can others"]
 
 
-def test_without_a_launcher_to_ask_each_rank_says_its_own(said) -> None:
+def test_without_a_launcher_to_ask_each_rank_says_its_own(said: Said) -> None:
     assert said(0, UserError("a")) == ["program: a"]
     assert said(2, UserError("a")) == ["program: rank 2: a"]
     assert said(0, SharedError("a")) == ["program: a"]
@@ -82,3 +84,24 @@ def test_a_launcher_that_does_not_answer_silences_nobody(
     monkeypatch.setenv("MASTER_PORT", "none")
     assert said(3, UserError("a")) == ["program: rank 3: a"]
     assert said(0, UserError("a")) == ["program: a"]
+
+
+def test_a_lost_connection_is_explained_by_what_was_told(
+    said: Said, launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_SECONDS_TO_BE_TOLD", 0.3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not told_elsewhere(LOST), "nobody has told anything"
+    said(1, UserError("a"))
+    assert told_elsewhere(LOST)
+    assert not told_elsewhere(torch.OutOfMemoryError("no memory")), "that is this process's own"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not told_elsewhere(LOST), "that was in an attempt before"
+
+
+def test_without_a_launcher_to_ask_nothing_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not told_elsewhere(LOST)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not told_elsewhere(LOST)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not told_elsewhere(LOST), "an address is missing"

@@ -1,12 +1,100 @@
-"""Metrics of a run that is continued hold each step once."""
+"""Files of metrics: what they hold, also when a run is continued, and what is said when they cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.report import cut_metrics
+from megatron_mux.engine import EvalResult, StepResult
+from megatron_mux.errors import UserError
+from megatron_mux.report import EventFile, Reporter, cut_metrics
+
+
+def strict(line: str) -> dict[str, Any]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    content: dict[str, Any] = json.loads(line, parse_constant=refuse)
+    return content
+
+
+def reporter_of(directory: Path | None, tensorboard: Path | None = None) -> Reporter:
+    reporter = Reporter(directory, tensorboard, 1, live=False, silent=False)
+    reporter.add("a", "LORA", 0, 3)
+    return reporter
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
+    reporter = reporter_of(tmp_path, tmp_path / "board")
+    reporter.evaluation("a", 0, EvalResult(math.nan, 0.5, 2))
+    reporter.step("a", StepResult(1, 3, 2.5, math.inf, 0.1, 8, "running"), 1.0)
+    reporter.step("a", StepResult(1, 3, math.nan, math.nan, 0.1, 8, "failed", "its loss is nan", True), 1.0)
+    reporter.close()
+    evaluated, stepped = map(strict, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
+    assert evaluated == {"step": 0, "eval_loss": None, "eval_accuracy": 0.5}
+    assert (stepped["step"], stepped["loss"], stepped["grad_norm"]) == (1, 2.5, None)
+
+
+def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    reporter = reporter_of(None, tmp_path / "board")
+    reporter.evaluation("a", 0, EvalResult(4.5, 0.5, 2))
+    reporter.step("a", StepResult(1, 3, 2.5, 1.5, 0.25, 8, "running"), 1.0)
+    (file,) = (tmp_path / "board").iterdir()
+    events = list(loader.LegacyEventFileLoader(str(file)).Load())
+    assert events[0].file_version == "brain.Event:2", "and all that was reported can be read before the end"
+    found = {(value.tag, event.step): value.simple_value for event in events for value in event.summary.value}
+    assert found == {
+        ("a/eval_loss", 0): 4.5,
+        ("a/eval_accuracy", 0): 0.5,
+        ("a/loss", 1): 2.5,
+        ("a/grad_norm", 1): 1.5,
+        ("a/learning_rate", 1): 0.25,
+        ("a/tokens", 1): 8,
+    }
+    reporter.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_full_disk_is_a_problem_to_tell_and_no_more(tmp_path: Path, saving: bool) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").symlink_to("/dev/full")
+    reporter = reporter_of(tmp_path if saving else None, tmp_path / "board")
+    if not saving:
+        assert reporter._events is not None
+        reporter._events._records._writer = open("/dev/full", "wb")  # noqa: SIM115
+    reporter.evaluation("a", 0, EvalResult(4.5, 0.5, 2))
+    flag = f"--save {tmp_path}" if saving else f"--tensorboard-dir {tmp_path / 'board'}"
+    assert reporter.problem.startswith(f"{flag}: could not write") and "No space left" in reporter.problem
+    assert reporter.problem.endswith("with --load." if saving else "another directory.")
+    reporter.evaluation("a", 1, EvalResult(4.5, 0.5, 2))
+    with pytest.raises(UserError, match="No space left"):
+        reporter.close()
+    reporter.release()
+
+
+def test_a_disk_that_complains_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: EventFile) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    reporter = reporter_of(None, tmp_path / "board")
+    monkeypatch.setattr(EventFile, "close", close)
+    with pytest.raises(UserError, match=r"--tensorboard-dir .*: could not write: Disk quota"):
+        reporter.close()
+
+
+def test_a_place_where_tensorboards_file_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "board").write_text("in the way")
+    with pytest.raises(UserError, match=r"--tensorboard-dir .*board: File exists"):
+        reporter_of(None, tmp_path / "board")
 
 
 def test_metrics_beyond_the_save_are_cut(tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ def test_one_task_by_itself(folder: Path) -> None:
         ({"training__learning_rate": True}, "training.learning_rate: must be a number greater than 0, got true"),
         ({"training__learning_rate": math.nan}, "training.learning_rate: must be a number greater than 0, got nan"),
         ({"training__learning_rate": 0}, "training.learning_rate: must be a number greater than 0, got 0"),
-        ({"training__max_steps": 0}, "training.max_steps: must be a whole number of at least 1, got 0"),
-        ({"training__max_steps": 2.0}, "training.max_steps: must be a whole number of at least 1, got 2.0"),
+        ({"training__max_steps": 0}, "max_steps: must be a whole number of at least 1 and at most 1000000000, got 0"),
+        ({"training__max_steps": 2.0}, "must be a whole number of at least 1 and at most 1000000000, got 2.0"),
         ({"training__num_train_epochs": 2}, "training: give max_steps or num_train_epochs, not both"),
         ({"training__seed": -1}, "training.seed: must be a whole number of at least 0"),
         ({"training__optim": "adamw"}, "did you mean 'adamw_torch'?"),
@@ -139,8 +139,8 @@ def test_one_task_by_itself(folder: Path) -> None:
         ({"training__warmup_ratio": 0.1, "training__warmup_steps": 3}, "give warmup_steps or warmup_ratio, not both"),
         ({"training__lr_scheduler_type": "constant", "training__warmup_steps": 3}, "write constant_with_warmup"),
         ({"training__warmup_steps": 2.5}, "warmup_steps must be a whole number, or a share below 1"),
-        ({"adapter__r": "8"}, "adapter.r: must be a whole number of at least 1, got '8' (a text: "),
-        ({"adapter__r": 0}, "adapter.r: must be a whole number of at least 1, got 0"),
+        ({"adapter__r": "8"}, "adapter.r: must be a whole number of at least 1 and at most 65536, got '8' (a text: "),
+        ({"adapter__r": 0}, "adapter.r: must be a whole number of at least 1 and at most 65536, got 0"),
         ({"adapter__lora_dropout": 1.0}, "must be a number of at least 0 and less than 1, got 1.0"),
         ({"adapter__target_modules": []}, "adapter.target_modules: must name at least one module"),
         ({"adapter__target_modules": [1]}, "adapter.target_modules: must be a list of module names"),
@@ -170,7 +170,7 @@ def test_one_task_by_itself(folder: Path) -> None:
         ),
         ({"adapter": {"peft_type": "BOTTLENECK", "non_linearity": "swish"}}, "adapter.non_linearity: must be one of"),
         ({"adapter": {"peft_type": "DIFF_PRUNING", "sparsity": 1}}, "adapter.sparsity: must be a number"),
-        ({"data__max_length": 1}, "data.max_length: must be a whole number of at least 2, got 1"),
+        ({"data__max_length": 1}, "max_length: must be a whole number of at least 2 and at most 1000000000, got 1"),
         ({"data__shufle": True}, "data.shufle: unknown key; did you mean 'shuffle'?"),
         ({"data__path": 3}, "data.path: must be a path, got 3"),
         ({"data__path": "nowhere.jsonl"}, "data.path: no such file: "),
@@ -187,6 +187,64 @@ def test_what_is_refused_and_how(folder: Path, changes: dict[str, Any], said: st
     problems = problems_of(folder, task(**changes))
     assert len(problems) == 1
     assert said in problems[0]
+
+
+BEYOND = [
+    ("adapter__r", 65_536),
+    ("adapter__bottleneck_size", 65_536),
+    ("adapter__num_virtual_tokens", 65_536),
+    ("data__max_length", 10**9),
+    ("training__per_device_train_batch_size", 1_000_000),
+    ("training__gradient_accumulation_steps", 1_000_000),
+    ("training__max_steps", 10**9),
+    ("training__num_train_epochs", 1_000_000),
+    ("training__warmup_steps", 10**9),
+    ("eval__eval_steps", 10**9),
+    ("eval__per_device_eval_batch_size", 1_000_000),
+]
+
+
+@pytest.mark.parametrize(("field", "largest"), BEYOND)
+def test_sizes_beyond_any_use(folder: Path, field: str, largest: int) -> None:
+    base: dict[str, Any] = {"training": {}} if field == "training__num_train_epochs" else {}
+    if field in ("adapter__bottleneck_size", "adapter__num_virtual_tokens"):
+        base["adapter"] = {"peft_type": "BOTTLENECK" if "bottleneck" in field else "PREFIX_TUNING"}
+    if field.startswith("eval__"):
+        base["eval"] = {"path": "data/b.jsonl"}
+    load(folder, with_field(base, field, largest))
+    for value in (largest + 1, 10**30):
+        (said,) = problems_of(folder, with_field(base, field, value))
+        assert (
+            said.startswith(field.replace("__", ".") + ": must be a ")
+            and f"at most {largest}, got {value}" in said
+        )
+
+
+def with_field(base: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    section, _, key = field.partition("__")
+    content = task(**base)
+    return {**content, section: {**content.get(section, {}), key: value}}
+
+
+@pytest.mark.parametrize(
+    "field", ["adapter.r", "adapter.lora_alpha", "training.max_steps", "training.learning_rate"]
+)
+def test_a_number_too_long_to_write_out(folder: Path, field: str) -> None:
+    section, _, key = field.partition(".")
+    digits = f"0x1{'0' * 5000}"
+    text = yaml.safe_dump({"tasks": [task(**{f"{section}__{key}": "THE NUMBER"})]}).replace(
+        "THE NUMBER", digits
+    )
+    (said,) = problems_of(folder, text=text)
+    assert said.startswith(f"{field}: must be a ") and said.endswith("got a number of thousands of digits")
+
+
+def test_a_long_name_is_shown_by_its_beginning(folder: Path) -> None:
+    (said,) = problems_of(folder, task(name="long-" * 2000))
+    assert "(#1): name: must be made of" in said and "at most 100 characters" in said
+    assert said.count("'long-long-") == 2 and len(said) < 600
+    (spec,) = load(folder, task(name="x" * 100))
+    assert spec.name == "x" * 100
 
 
 @pytest.mark.parametrize(

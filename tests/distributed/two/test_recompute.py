@@ -75,7 +75,10 @@ def test_rows_that_only_one_rank_holds(
             training,
             random_records(4, 96, length, length, seed=1),
         )
-        for name, target, length in (("first", ".*layers.0.*o_proj", 12), ("second", ".*layers.3.*o_proj", 12))
+        for name, target, length in (
+            ("first", ".*layers.0.*o_proj", 12),
+            ("second", ".*layers.3.*o_proj", 12),
+        )
     ]
     found = []
     for kind, where in (("none", (1, 1, False)), (recompute, SEQUENCE)):
