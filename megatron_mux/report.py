@@ -19,8 +19,8 @@ from rich.table import Table
 from megatron_mux.checkpoint import Manifest, write_atomically
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
+from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg, to_trace
-from megatron_mux.pipeline.execute import TimedAction
 
 # Columns of a table that goes into a file or a pipe.
 _FILE_WIDTH = 140

@@ -24,7 +24,7 @@ from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.engine.together import first_problem, raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.pipeline.execute import TimedAction
+from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.preparation import joinable, prepare, with_saved
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize

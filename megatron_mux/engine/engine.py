@@ -28,9 +28,10 @@ from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan, Policy, plan_for
 from megatron_mux.layout import PackedSequence
+from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.pipeline.execute import TimedAction, execute
-from megatron_mux.pipeline.template import one_f_one_b
+from megatron_mux.pipeline.execute import execute
+from megatron_mux.pipeline.template import one_f_one_b, plain
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -243,7 +244,7 @@ class Engine:
         batches, tokens = micro_batches(plan, sequences, steps, offsets, self.parallel)
         compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
         counts = [sum(1 for b, _ in batches if b == i) for i in range(len(plan.buckets))]
-        actions = one_f_one_b(self.parallel.pp_rank, self.parallel.pp_size, counts)
+        actions = one_f_one_b(self.parallel.pp_size, plain(counts))[self.parallel.pp_rank]
         execute(actions, compute, self.communicator, self.backbone.dtype, timer)
         losses, norms = self._statistics(names, compute.losses)
         done = {name: self._finish(name, losses[i], norms[i], tokens[name]) for i, name in enumerate(names)}

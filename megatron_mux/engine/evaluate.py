@@ -171,7 +171,7 @@ class _Stage:
         sequences = sum(len(record.candidates) for record in group)
         last = self.parallel.is_last_stage
         compute = EvaluationCompute(self.backbone, batches, sequences, last, end_of_sequence)
-        actions = forward_only(self.parallel.pp_rank, len(batches))
+        actions = forward_only(self.parallel.pp_size, len(batches))[self.parallel.pp_rank]
         execute(actions, compute, self.communicator, self.backbone.dtype)
         if not last or self.parallel.tp_rank != 0:
             return nothing

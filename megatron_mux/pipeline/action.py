@@ -1,4 +1,4 @@
-"""An action: what one stage computes in one clock."""
+"""An action: what one stage computes in one clock, and when it did."""
 
 from __future__ import annotations
 
@@ -6,29 +6,58 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-_FORM = re.compile(r"(\d+)([FB])(\d+)\.(\d+)")
+Kind = Literal["F", "B"]
+
+_FORM = re.compile(r"(\d+)([FB])(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Unit:
+    """What travels through the pipeline as one tensor: a chunk of a micro-batch of a bucket.
+
+    Attributes:
+        bucket: Index of the bucket, from 0.
+        micro_batch: Index of the micro-batch within its bucket, from 0.
+        chunk: Index of the chunk within the packs of the micro-batch, from 0: forward in order, backward in reverse.
+    """
+
+    bucket: int
+    micro_batch: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One forward or backward pass of one micro-batch on one stage.
+    """One forward or backward pass of one chunk on one stage.
 
-    Its string form is `<stage><F|B><bucket>.<micro-batch>`, for instance `0F1.3`.
+    Its string form is `<stage><F|B><bucket>.<micro-batch>`, for instance `0F1.3`, and `0F1.3.2` for its chunk 2
+    (chunk 0 is not written).
 
     Attributes:
-        stage: Pipeline stage, from 0.
+        stage: Pipeline stage, from 0; with virtual stages there are several to a rank.
         kind: `F` forward, `B` backward.
-        bucket: Index of the bucket, from 0.
-        micro_batch: Index of the micro-batch within its bucket, from 0.
+        bucket, micro_batch, chunk: See `Unit`.
     """
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Kind
     bucket: int
     micro_batch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.bucket}.{self.micro_batch}"
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.stage}{self.kind}{self.bucket}.{self.micro_batch}{chunk}"
+
+    @property
+    def unit(self) -> Unit:
+        """What it computes."""
+        return Unit(self.bucket, self.micro_batch, self.chunk)
+
+    @classmethod
+    def of(cls, stage: int, kind: Kind, unit: Unit) -> Action:
+        """The pass of `unit` on `stage`."""
+        return cls(stage, kind, unit.bucket, unit.micro_batch, unit.chunk)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -40,7 +69,24 @@ class Action:
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>, like 0F1.3"
+                f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>[.<chunk>], like 0F1.3"
             )
-        stage, kind, bucket, micro_batch = match.groups()
-        return cls(int(stage), "F" if kind == "F" else "B", int(bucket), int(micro_batch))
+        stage, kind, *rest = match.groups(default="0")
+        return cls(int(stage), "F" if kind == "F" else "B", *(int(number) for number in rest))
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    """When an action ran, or would run.
+
+    Attributes:
+        action: What ran.
+        start, stop: From when to when in seconds, waiting for a neighbour's tensor left out; of the host's monotonic
+            clock when measured, from zero when simulated.
+        label: What to write on it in a picture.
+    """
+
+    action: Action
+    start: float
+    stop: float
+    label: str

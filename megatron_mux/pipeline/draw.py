@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from megatron_mux.pipeline.execute import TimedAction
+from megatron_mux.pipeline.action import TimedAction
 
 # Colour-blind safe (Okabe-Ito); a backward pass has the darker shade of its forward's colour.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2", "#999999")

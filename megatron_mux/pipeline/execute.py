@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.action import Action, TimedAction, Unit
 from megatron_mux.pipeline.communicate import Communicator
-
-
-@dataclass(frozen=True)
-class TimedAction:
-    """When an action really ran, in seconds of the host's monotonic clock.
-
-    Attributes:
-        action: What ran.
-        start, stop: From when to when, waiting for a neighbour's tensor left out.
-        label: What to write on it in a picture.
-    """
-
-    action: Action
-    start: float
-    stop: float
-    label: str
 
 
 class StageCompute(Protocol):
     """What a stage can compute; the engine supplies it."""
 
     def shape(self, action: Action) -> tuple[int, ...]:
-        """Shape of the hidden states that enter and leave this stage for the action's micro-batch."""
+        """Shape of the hidden states that enter and leave this stage for what the action computes."""
         ...
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
@@ -66,10 +49,10 @@ def execute(
         dtype: Of hidden states and their gradients.
         timer: Called with each finished action; on a GPU the device is synchronised around each action then.
     """
-    with_backward = {(a.bucket, a.micro_batch) for a in actions if a.kind == "B"}
-    alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+    with_backward = {action.unit for action in actions if action.kind == "B"}
+    alive: dict[Unit, tuple[Tensor | None, Tensor]] = {}
     for action in actions:
-        key = (action.bucket, action.micro_batch)
+        key = action.unit
         if action.kind == "F":
             hidden = communicator.receive_hidden(compute.shape(action), dtype)
             if hidden is not None and key in with_backward:

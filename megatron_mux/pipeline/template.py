@@ -1,43 +1,130 @@
-"""Templates: the order of actions on one stage."""
+"""Templates: which actions each rank computes, in which order.
+
+A template is data: one list of actions per rank, the same on every rank, written down before anything runs. All of
+them keep every stage's passes in one order (first in, first out), so that neighbours agree on the order of transfers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.bucket import backward_order, forward_order
+
+Template = tuple[tuple[Action, ...], ...]
+"""One list of actions per rank."""
+
+Sizes = Sequence[tuple[int, int]]
+"""Micro-batches, and chunks of each, of every bucket."""
 
 
-def one_f_one_b(stage: int, stages: int, micro_batches: Sequence[int]) -> list[Action]:
-    """1F1B over the micro-batches of all buckets in a row, with no flush between buckets.
+def plain(micro_batches: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes of buckets whose micro-batches are not cut."""
+    return [(count, 1) for count in micro_batches]
 
-    A stage launches as many forwards as there are stages behind it, then alternates, then drains.
+
+def gpipe(stages: int, sizes: Sizes) -> Template:
+    """All forward passes, then all backward passes (Huang et al., 2019).
 
     Args:
-        stage: This stage.
         stages: Number of stages.
-        micro_batches: Number of micro-batches of each bucket.
-
-    Returns:
-        The stage's actions in order.
+        sizes: Of the buckets, in the order in which they enter.
     """
-    everything = [(b, m) for b, count in enumerate(micro_batches) for m in range(count)]
-    eager = min(stages - stage - 1, len(everything))
-    order = [Action(stage, "F", b, m) for b, m in everything[:eager]]
-    for i, (b, m) in enumerate(everything[eager:]):
-        order.append(Action(stage, "F", b, m))
-        order.append(Action(stage, "B", *everything[i]))
-    order += [Action(stage, "B", b, m) for b, m in everything[len(everything) - eager :]]
-    return order
+    return tuple(
+        tuple(_forwards(stage, forward_order(sizes)) + _backwards(stage, backward_order(sizes)))
+        for stage in range(stages)
+    )
 
 
-def forward_only(stage: int, micro_batches: int) -> list[Action]:
+def one_f_one_b(stages: int, sizes: Sizes) -> Template:
+    """1F1B (Narayanan et al., 2019) over the micro-batches of all buckets in a row, with no flush between buckets.
+
+    A stage launches as many forwards as there are stages behind it, then alternates, then drains. The first backward of
+    a pack waits for the forward of its last chunk.
+
+    Args:
+        stages: Number of stages.
+        sizes: Of the buckets, in the order in which they enter.
+    """
+    forward, backward = forward_order(sizes), backward_order(sizes)
+    # Forwards that must have run before each backward: those of its own pack, and as many as backwards so far.
+    last = {(unit.bucket, unit.micro_batch): i for i, unit in enumerate(forward)}
+    needed = [max(i, last[unit.bucket, unit.micro_batch]) + 1 for i, unit in enumerate(backward)]
+    return tuple(
+        tuple(_alternate(stage, forward, backward, [count + stages - 1 - stage for count in needed]))
+        for stage in range(stages)
+    )
+
+
+def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
+    """Interleaved 1F1B (Narayanan et al., 2021): `virtual` stages to a rank, stage `s` on rank `s % ranks`.
+
+    Args:
+        ranks: Number of ranks.
+        virtual: Stages of each.
+        sizes: Of the buckets; one chunk each, and micro-batches in all a multiple of the ranks.
+
+    Raises:
+        ValueError: The sizes are not such.
+    """
+    if virtual == 1:
+        return one_f_one_b(ranks, sizes)
+    units = forward_order(sizes)
+    if any(unit.chunk for unit in units):
+        raise ValueError("interleaved 1F1B is not done for micro-batches that are cut into chunks")
+    if len(units) % ranks:
+        raise ValueError(
+            f"interleaved 1F1B needs a multiple of {ranks} micro-batches, one per rank: not {len(units)}"
+        )
+    return tuple(tuple(_interleaved(rank, ranks, virtual, units)) for rank in range(ranks))
+
+
+def forward_only(stages: int, micro_batches: int) -> Template:
     """Forward passes alone (evaluation).
 
     Args:
-        stage: This stage.
+        stages: Number of stages.
         micro_batches: How many.
-
-    Returns:
-        The stage's actions in order.
     """
-    return [Action(stage, "F", 0, m) for m in range(micro_batches)]
+    units = forward_order(plain([micro_batches]))
+    return tuple(tuple(_forwards(stage, units)) for stage in range(stages))
+
+
+def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> list[Action]:
+    total = len(units) * virtual
+
+    def pass_of(i: int, kind: str) -> Action:
+        group, within = divmod(i, ranks * virtual)
+        turn = within // ranks
+        unit = units[group * ranks + within % ranks]
+        if kind == "F":
+            return Action.of(turn * ranks + rank, "F", unit)
+        return Action.of((virtual - 1 - turn) * ranks + rank, "B", unit)
+
+    # With one group nothing is left to alternate with.
+    ahead = total if len(units) == ranks else min(total, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
+    actions = [pass_of(i, "F") for i in range(ahead)]
+    for i in range(total - ahead):
+        actions += [pass_of(ahead + i, "F"), pass_of(i, "B")]
+    return actions + [pass_of(i, "B") for i in range(total - ahead, total)]
+
+
+def _alternate(
+    stage: int, forward: Sequence[Unit], backward: Sequence[Unit], needed: Sequence[int]
+) -> list[Action]:
+    """Backwards in order, before each as many forwards as it needs to have run."""
+    actions: list[Action] = []
+    launched = 0
+    for unit, count in zip(backward, needed, strict=True):
+        actions += _forwards(stage, forward[launched:count])
+        launched = max(launched, min(count, len(forward)))
+        actions.append(Action.of(stage, "B", unit))
+    return actions
+
+
+def _forwards(stage: int, units: Sequence[Unit]) -> list[Action]:
+    return [Action.of(stage, "F", unit) for unit in units]
+
+
+def _backwards(stage: int, units: Sequence[Unit]) -> list[Action]:
+    return [Action.of(stage, "B", unit) for unit in units]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from xml.etree import ElementTree
 
-from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.action import Action, TimedAction
 from megatron_mux.pipeline.draw import to_svg, to_trace
-from megatron_mux.pipeline.execute import TimedAction
 
 ACTIONS = [
     TimedAction(Action(0, "F", 0, 0), 10.0, 10.5, "a+b<&>"),

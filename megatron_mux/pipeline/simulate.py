@@ -1,0 +1,149 @@
+"""What a template would do: when each action runs, how long ranks idle, how much memory they keep.
+
+The executor's rules: a rank runs its actions in order; a pass waits for its input, which left the neighbouring stage
+when that one's pass was done and travels for the bucket's transfer time, one tensor at a time in each direction. Pure
+arithmetic: no process, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_mux.pipeline.action import Action, TimedAction
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.check import TemplateError, check, marked
+from megatron_mux.pipeline.template import Template
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The outcome.
+
+    Attributes:
+        timed: Each rank's actions with their times in seconds.
+        kept: Each rank's memory over time: `(second, bytes)` after every change.
+    """
+
+    timed: tuple[tuple[TimedAction, ...], ...]
+    kept: tuple[tuple[tuple[float, float], ...], ...]
+
+    @property
+    def latency(self) -> float:
+        """Seconds from the first action's start to the last one's end."""
+        return max((actions[-1].stop for actions in self.timed if actions), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return sum(timed.stop - timed.start for timed in self.timed[rank])
+
+    def bubble(self, rank: int) -> float:
+        """Share of the whole latency that a rank idles."""
+        return 1 - self.busy(rank) / self.latency if self.latency else 0.0
+
+    def internal_bubble(self, rank: int) -> float:
+        """Seconds that a rank idles between its first action and its last."""
+        actions = self.timed[rank]
+        return actions[-1].stop - actions[0].start - self.busy(rank) if actions else 0.0
+
+    def peak(self, rank: int) -> float:
+        """The most bytes that a rank keeps between forward and backward passes."""
+        return max((size for _, size in self.kept[rank]), default=0.0)
+
+
+def simulate(
+    template: Template,
+    buckets: Sequence[BucketCost],
+    labels: Sequence[str] | None = None,
+    memory_limit: Sequence[float] | None = None,
+) -> Simulation:
+    """Run a template on paper.
+
+    Args:
+        template: Actions per rank. Stage `s` is on rank `s % ranks`.
+        buckets: Costs, by the index that actions name.
+        labels: What to write on each bucket's actions; by default its index.
+        memory_limit: Bytes that each rank may keep; None: no limit.
+
+    Raises:
+        TemplateError: It is not complete, breaks an order, keeps too much, or comes to a deadlock: the offending cell
+            is marked.
+    """
+    stages = buckets[0].stages if buckets else len(template)
+    check(template, buckets)
+    names = labels or [str(i) for i in range(len(buckets))]
+    done: dict[Action, float] = {}
+    links: dict[tuple[int, int], float] = {}
+    timed: list[list[TimedAction]] = [[] for _ in template]
+    waiting = list(range(len(template)))
+    while waiting:
+        before = len(done)
+        for rank in waiting:
+            actions, mine = template[rank], timed[rank]
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
+                arrival = _arrival(action, stages, len(template), buckets, done, links)
+                if arrival is None:
+                    break
+                start = max(arrival, mine[-1].stop if mine else 0.0)
+                stop = start + buckets[action.bucket].seconds(action)
+                mine.append(TimedAction(action, start, stop, names[action.bucket]))
+                done[action] = stop
+        waiting = [rank for rank in waiting if len(timed[rank]) < len(template[rank])]
+        if waiting and len(done) == before:
+            stuck = [template[rank][len(timed[rank])] for rank in waiting]
+            raise TemplateError(f"deadlock: these wait for each other\n{marked(template, stuck)}")
+    kept = tuple(_kept(actions, buckets) for actions in timed)
+    if memory_limit is not None:
+        _check_memory(template, timed, buckets, memory_limit)
+    return Simulation(tuple(tuple(actions) for actions in timed), kept)
+
+
+def _arrival(
+    action: Action,
+    stages: int,
+    ranks: int,
+    buckets: Sequence[BucketCost],
+    done: dict[Action, float],
+    links: dict[tuple[int, int], float],
+) -> float | None:
+    """When an action's input is there; None if what makes it has not run yet."""
+    forward = action.kind == "F"
+    source = action.stage - 1 if forward else action.stage + 1
+    if not 0 <= source < stages:
+        return 0.0
+    sent = done.get(Action.of(source, action.kind, action.unit))
+    if sent is None:
+        return None
+    if source % ranks == action.stage % ranks:
+        return sent
+    # One tensor at a time in each direction of a link; they leave in the order in which they are taken.
+    link = (source, action.stage)
+    arrival = max(sent, links.get(link, 0.0)) + buckets[action.bucket].to_next(min(source, action.stage))
+    links[link] = arrival
+    return arrival
+
+
+def _kept(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> tuple[tuple[float, float], ...]:
+    """Memory after every change: taken when a forward starts, given back when its backward stops."""
+    size, found = 0.0, []
+    for timed in actions:
+        bytes_ = buckets[timed.action.bucket].kept(timed.action.stage)
+        size += bytes_ if timed.action.kind == "F" else -bytes_
+        found.append((timed.start if timed.action.kind == "F" else timed.stop, size))
+    return tuple(found)
+
+
+def _check_memory(
+    template: Template,
+    timed: Sequence[Sequence[TimedAction]],
+    buckets: Sequence[BucketCost],
+    memory_limit: Sequence[float],
+) -> None:
+    for rank, actions in enumerate(timed):
+        for done, (_, size) in zip(actions, _kept(actions, buckets), strict=True):
+            if size > memory_limit[rank] * (1 + 1e-9):
+                raise TemplateError(
+                    f"rank {rank} keeps {size:.0f} bytes at {done.action}, but may keep {memory_limit[rank]:.0f}\n"
+                    f"{marked(template, [done.action])}"
+                )
