@@ -25,21 +25,28 @@ def descending(buckets: Sequence[BucketCost]) -> list[int]:
 
 
 def structured(buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None) -> Template:
-    """The template for these buckets.
+    """The template for these buckets; see `schedule`."""
+    return schedule(buckets, memory_limit)[0]
+
+
+def schedule(
+    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None
+) -> tuple[Template, float]:
+    """The template for these buckets and its latency in seconds, the same that `simulate` finds.
 
     Args:
         buckets: In the order in which they enter; see `descending`.
         memory_limit: `[S]` bytes that a stage may keep between forward and backward passes; None: no limit.
 
     Returns:
-        One list of actions per stage. Every stage runs forwards and backwards in one order, and the last stage always
-        has a backward to run after a forward, so it is free of deadlock.
+        One list of actions per stage, and seconds. Every stage runs forwards and backwards in one order, and the last
+        stage always has a backward to run after a forward: free of deadlock.
 
     Raises:
         ValueError: A single micro-batch does not fit in a stage's memory, or costs are for different numbers of stages.
     """
     if not buckets:
-        return ()
+        return (), 0.0
     stages = buckets[0].stages
     if any(bucket.stages != stages for bucket in buckets):
         raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
@@ -89,13 +96,14 @@ class _Scheduler:
         self.stages = [_Stage() for _ in range(stages)]
         self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
 
-    def run(self) -> Template:
+    def run(self) -> tuple[Template, float]:
         """Until no stage has anything left to do."""
         while self.events:
             now, stage = heapq.heappop(self.events)
             if self.stages[stage].free_at <= now + self.tolerance:
                 self._act(stage, now)
-        return tuple(tuple(stage.actions) for stage in self.stages)
+        template = tuple(tuple(stage.actions) for stage in self.stages)
+        return template, max(stage.free_at for stage in self.stages)
 
     def _act(self, number: int, now: float) -> None:
         """Begin what stage `number`, free at `now`, should do next, if anything is ready."""
@@ -114,16 +122,19 @@ class _Scheduler:
             stage.forwards += 1
             stage.kept += bucket.kept(number)
             if number < self.last:
-                self._arrive(self.hidden, number + 1, stop + bucket.to_next(number))
+                self._send(self.hidden, number + 1, stop, bucket.to_next(number))
         else:
             stage.backwards += 1
             stage.kept -= bucket.kept(number)
             if number > 0:
-                self._arrive(self.gradient, number - 1, stop + bucket.to_next(number - 1))
+                self._send(self.gradient, number - 1, stop, bucket.to_next(number - 1))
         heapq.heappush(self.events, (stop, number))
 
-    def _arrive(self, inputs: list[list[float]], stage: int, when: float) -> None:
-        inputs[stage].append(when)
+    def _send(self, inputs: list[list[float]], stage: int, start: float, seconds: float) -> None:
+        """Let a tensor travel to `stage`: one at a time in each direction of a link."""
+        arrived = inputs[stage]
+        when = max(start, arrived[-1] if arrived else 0.0) + seconds
+        arrived.append(when)
         heapq.heappush(self.events, (when, stage))
 
     def _is_backward_ready(self, number: int, now: float) -> bool:

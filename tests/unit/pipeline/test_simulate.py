@@ -10,7 +10,7 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.check import TemplateError, check
 from megatron_mux.pipeline.simulate import Simulation, simulate
-from megatron_mux.pipeline.structured import descending, structured
+from megatron_mux.pipeline.structured import descending, schedule, structured
 from megatron_mux.pipeline.template import Template, forward_only, gpipe, interleaved, one_f_one_b
 
 seconds = st.floats(0.1, 10.0)
@@ -79,6 +79,12 @@ def test_every_template_keeps_the_rules(buckets: list[BucketCost]) -> None:
     stages, of = buckets[0].stages, [(b.micro_batches, b.chunks) for b in buckets]
     for template in (gpipe(stages, of), one_f_one_b(stages, of), structured(buckets)):
         assert_rules(simulate(template, buckets), buckets, stages)
+
+
+@given(bucket_sets())
+def test_the_template_knows_its_latency(buckets: list[BucketCost]) -> None:
+    template, latency = schedule(buckets)
+    assert latency == pytest.approx(simulate(template, buckets).latency)
 
 
 @given(bucket_sets(), st.floats(1.0, 3.0))

@@ -1,0 +1,312 @@
+"""The whole plan, judged by the pipeline it makes: fusion, grouping and the number of micro-batches together.
+
+Equation 6 and equation 7 each look at a surrogate. Their answers are candidates here: each is judged by the latency of
+its structured template, best bound first, so that few have to be simulated; the best are then refined by moving single
+tasks. `exhaustive` judges every partition the same way, to measure how far from optimal `search` is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound
+from megatron_mux.fusion.grouping import balanced, every_grouping
+from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.structured import descending, schedule
+
+_EFFORT = 60_000
+"""When refinement stops, counted in passes simulated and bounds of neighbours times their size: under a second."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tasks are computed together, and when.
+
+    Attributes:
+        buckets: The hybrid tasks of each bucket, in the order in which they enter the pipeline.
+        micro_batches: C.
+        latency: Seconds of a step by the structured template.
+        surrogate: The same layout's latency by the equations, where it comes from them; else not a number.
+    """
+
+    buckets: tuple[tuple[Hybrid, ...], ...]
+    micro_batches: int
+    latency: float
+    surrogate: float = math.nan
+
+    @property
+    def partition(self) -> Partition:
+        """Its hybrid tasks."""
+        return tuple(sorted(hybrid for bucket in self.buckets for hybrid in bucket))
+
+
+class DoesNotFit(ValueError):
+    """No layout fits into memory; names the tasks that do not even fit alone."""
+
+    def __init__(self, tasks: Sequence[int]) -> None:
+        super().__init__(f"tasks {list(tasks)} do not fit into memory at any number of micro-batches")
+        self.tasks = tuple(tasks)
+
+
+class Judge:
+    """Latency of layouts, remembered.
+
+    Args:
+        model: Costs.
+        memory_limit: `[S]` bytes between forward and backward passes; None: no limit.
+    """
+
+    def __init__(self, model: CostModel, memory_limit: Sequence[float] | None = None) -> None:
+        self.model = model
+        self.limit = memory_limit
+        self.effort = 0
+        self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
+
+    def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
+        """The model's answer, asked for once."""
+        key = (tasks, micro_batches)
+        if key not in self._costs:
+            self._costs[key] = self.model.hybrid(tasks, micro_batches)
+        return self._costs[key]
+
+    def best_grouping(self, partition: Partition, micro_batches: int, below: float) -> Layout | None:
+        """The best way to put these hybrid tasks into buckets, if its latency is below `below` and it fits.
+
+        Every number of buckets is considered; equation 7 makes one grouping of each. Where no communication waits to
+        be hidden, buckets of several hybrid tasks only make clocks longer, and one bucket each is all there is to try.
+        """
+        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        latencies = [sum(cost.forward[:1]) for cost in costs]
+        least = len(partition) if not any(any(cost.exposed) for cost in costs) else 1
+        best: Layout | None = None
+        for count in range(len(partition), least - 1, -1):
+            grouping = balanced(latencies, count)
+            found = self.latency(
+                [[partition[i] for i in bucket] for bucket in grouping], micro_batches, below
+            )
+            if found is not None and found.latency < below:
+                best, below = found, found.latency
+        return best
+
+    def latency(
+        self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float = math.inf
+    ) -> Layout | None:
+        """Simulate these buckets, entering in descending order; None if they do not fit or cannot be below `below`."""
+        buckets = [bucket_cost([self.hybrid(h, micro_batches) for h in b], micro_batches) for b in grouped]
+        if not all(fits(bucket, self.limit) for bucket in buckets) or lower_bound(buckets) >= below:
+            return None
+        order = descending(buckets)
+        _, latency = schedule([buckets[i] for i in order], self.limit)
+        self.effort += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
+        return Layout(tuple(tuple(grouped[i]) for i in order), micro_batches, latency)
+
+    def bound(self, partition: Partition, micro_batches: int) -> float:
+        """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
+        buckets: list[BucketCost] = []
+        self.effort += len(partition)
+        for hybrid in partition:
+            cost = self.hybrid(hybrid, micro_batches)
+            alone = bucket_cost([cost], micro_batches)
+            if not fits(alone, self.limit):
+                return math.inf
+            if cost.exposed:  # in company it would be hidden
+                alone = BucketCost(
+                    micro_batches, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
+                )
+            buckets.append(alone)
+        return lower_bound(buckets)
+
+
+def search(
+    model: CostModel,
+    tokens: Sequence[float],
+    micro_batches: Sequence[int],
+    memory_limit: Sequence[float] | None = None,
+) -> Layout:
+    """The best layout found.
+
+    Args:
+        model: Costs.
+        tokens: Of each task's step; tasks are sorted by them.
+        micro_batches: Values of C to try.
+        memory_limit: `[S]` bytes that a stage may keep between forward and backward passes.
+
+    Raises:
+        DoesNotFit: Some task does not fit alone at any of the numbers of micro-batches.
+    """
+    judge = Judge(model, memory_limit)
+    starts: list[Layout] = []
+    for count in micro_batches:
+        with suppress(DoesNotFit):
+            starts.append(equations(model, tokens, [count], memory_limit, judge))
+    if not starts:
+        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+    starts.sort(key=lambda layout: layout.latency)
+    judge.effort = 0
+    # Another number of micro-batches wants other hybrid tasks: each is a place of its own to start from.
+    return min((_refine(judge, start) for start in starts), key=lambda layout: layout.latency)
+
+
+def equations(
+    model: CostModel,
+    tokens: Sequence[float],
+    micro_batches: Sequence[int],
+    memory_limit: Sequence[float] | None = None,
+    judge: Judge | None = None,
+) -> Layout:
+    """The best of equation 6's answers for every number of hybrid tasks and of micro-batches, by simulated latency.
+
+    Raises:
+        DoesNotFit: See `search`.
+    """
+    judge = judge or Judge(model, memory_limit)
+    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    candidates: list[tuple[float, int, Partition]] = []
+    for count in micro_batches:
+        for _, partition in consecutive(judge, order, count, memory_limit):
+            heapq.heappush(candidates, (judge.bound(partition, count), count, partition))
+    if not candidates:
+        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+    return _best_first(judge, candidates)
+
+
+def plain_equation_6(
+    model: CostModel,
+    tokens: Sequence[float],
+    micro_batches: Sequence[int],
+    memory_limit: Sequence[float] | None = None,
+) -> Layout:
+    """The partition of least F, without a look at the pipeline it makes: what the paper's surrogate alone gives.
+
+    Raises:
+        DoesNotFit: See `search`.
+    """
+    judge = Judge(model, memory_limit)
+    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    found = [
+        (value, count, partition)
+        for count in micro_batches
+        for value, partition in consecutive(judge, order, count, memory_limit)
+    ]
+    if not found:
+        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+    value, count, partition = min(found)
+    layout = judge.best_grouping(partition, count, math.inf)
+    assert layout is not None  # it fits: `consecutive` builds nothing else
+    return Layout(layout.buckets, count, layout.latency, value)
+
+
+def exhaustive(
+    model: CostModel,
+    tasks: int,
+    micro_batches: Sequence[int],
+    memory_limit: Sequence[float] | None = None,
+    every_bucket: bool = False,
+) -> Layout:
+    """The best layout of all partitions, consecutive or not. For up to eight tasks.
+
+    Args:
+        model: Costs.
+        tasks: How many.
+        micro_batches: Values of C to try.
+        memory_limit: As for `search`.
+        every_bucket: Try every grouping into buckets too, not equation 7's alone.
+
+    Raises:
+        DoesNotFit: See `search`.
+    """
+    judge = Judge(model, memory_limit)
+    candidates = [
+        (judge.bound(partition, count), count, partition)
+        for partition in every_partition(range(tasks))
+        for count in micro_batches
+    ]
+    candidates = [candidate for candidate in candidates if candidate[0] < math.inf]
+    if not candidates:
+        raise DoesNotFit(_too_large(judge, tasks, micro_batches))
+    heapq.heapify(candidates)
+    return _best_first(judge, candidates, every_bucket)
+
+
+def _best_first(
+    judge: Judge, candidates: list[tuple[float, int, Partition]], every_bucket: bool = False
+) -> Layout:
+    """Judge a heap of candidates in the order of their bounds, until no bound is below the best latency."""
+    best: Layout | None = None
+    below = math.inf
+    while candidates and candidates[0][0] < below:
+        _, count, partition = heapq.heappop(candidates)
+        found = (
+            _all_groupings(judge, partition, count, below)
+            if every_bucket
+            else judge.best_grouping(partition, count, below)
+        )
+        if found is not None:
+            best, below = found, found.latency
+    assert best is not None  # one bucket per hybrid task fits, since each hybrid task does
+    return best
+
+
+def _all_groupings(judge: Judge, partition: Partition, count: int, below: float) -> Layout | None:
+    best: Layout | None = None
+    for grouping in every_grouping(len(partition)):
+        found = judge.latency([[partition[i] for i in bucket] for bucket in grouping], count, below)
+        if found is not None and found.latency < below:
+            best, below = found, found.latency
+    return best
+
+
+def _refine(judge: Judge, best: Layout) -> Layout:
+    """Move tasks for as long as that lowers the simulated latency and the effort is not spent."""
+    count = best.micro_batches
+    improved = True
+    while improved:
+        improved = False
+        candidates: list[tuple[float, Partition]] = []
+        for partition in sorted(set(_neighbours(best.partition))):
+            if judge.effort > _EFFORT:
+                break
+            bound = judge.bound(partition, count)
+            if bound < best.latency:
+                candidates.append((bound, partition))
+        heapq.heapify(candidates)
+        while candidates and candidates[0][0] < best.latency and judge.effort <= _EFFORT:
+            _, partition = heapq.heappop(candidates)
+            found = judge.best_grouping(partition, count, best.latency)
+            if found is not None:
+                best, improved = found, True
+    return best
+
+
+def _neighbours(partition: Partition) -> Iterator[Partition]:
+    """One task in another hybrid task or on its own; two exchanged; two hybrid tasks as one."""
+    for a, here in enumerate(partition):
+        others = [hybrid for i, hybrid in enumerate(partition) if i != a]
+        for task in here:
+            rest = tuple(t for t in here if t != task)
+            if rest:
+                yield _sorted([*others, rest, (task,)])
+            for b, there in enumerate(others):
+                without = others[:b] + others[b + 1 :]
+                yield _sorted([*without, *([rest] if rest else []), (*there, task)])
+                for other in there:
+                    if rest and task < other:
+                        kept = tuple(t for t in there if t != other)
+                        yield _sorted([*without, (*rest, other), (*kept, task)])
+
+
+def _sorted(hybrids: Sequence[Hybrid]) -> Partition:
+    return tuple(sorted(tuple(sorted(hybrid)) for hybrid in hybrids))
+
+
+def _too_large(judge: Judge, tasks: int, micro_batches: Sequence[int]) -> list[int]:
+    return [
+        task
+        for task in range(tasks)
+        if all(judge.bound(((task,),), count) == math.inf for count in micro_batches)
+    ]
