@@ -19,8 +19,8 @@ from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.structured import descending, schedule
 
-_EFFORT = 60_000
-"""When refinement stops, counted in passes simulated and bounds of neighbours times their size: under a second."""
+_EFFORT = 20_000
+"""When refinement stops, counted in passes simulated and hybrid tasks bounded: a tenth of a second."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Layout:
         return tuple(sorted(hybrid for bucket in self.buckets for hybrid in bucket))
 
 
-class DoesNotFit(ValueError):
+class DoesNotFitError(ValueError):
     """No layout fits into memory; names the tasks that do not even fit alone."""
 
     def __init__(self, tasks: Sequence[int]) -> None:
@@ -137,17 +137,16 @@ def search(
         memory_limit: `[S]` bytes that a stage may keep between forward and backward passes.
 
     Raises:
-        DoesNotFit: Some task does not fit alone at any of the numbers of micro-batches.
+        DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
     judge = Judge(model, memory_limit)
     starts: list[Layout] = []
     for count in micro_batches:
-        with suppress(DoesNotFit):
+        with suppress(DoesNotFitError):
             starts.append(equations(model, tokens, [count], memory_limit, judge))
     if not starts:
-        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
     starts.sort(key=lambda layout: layout.latency)
-    judge.effort = 0
     # Another number of micro-batches wants other hybrid tasks: each is a place of its own to start from.
     return min((_refine(judge, start) for start in starts), key=lambda layout: layout.latency)
 
@@ -162,7 +161,7 @@ def equations(
     """The best of equation 6's answers for every number of hybrid tasks and of micro-batches, by simulated latency.
 
     Raises:
-        DoesNotFit: See `search`.
+        DoesNotFitError: See `search`.
     """
     judge = judge or Judge(model, memory_limit)
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
@@ -171,7 +170,7 @@ def equations(
         for _, partition in consecutive(judge, order, count, memory_limit):
             heapq.heappush(candidates, (judge.bound(partition, count), count, partition))
     if not candidates:
-        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
     return _best_first(judge, candidates)
 
 
@@ -184,7 +183,7 @@ def plain_equation_6(
     """The partition of least F, without a look at the pipeline it makes: what the paper's surrogate alone gives.
 
     Raises:
-        DoesNotFit: See `search`.
+        DoesNotFitError: See `search`.
     """
     judge = Judge(model, memory_limit)
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
@@ -194,7 +193,7 @@ def plain_equation_6(
         for value, partition in consecutive(judge, order, count, memory_limit)
     ]
     if not found:
-        raise DoesNotFit(_too_large(judge, len(tokens), micro_batches))
+        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
     value, count, partition = min(found)
     layout = judge.best_grouping(partition, count, math.inf)
     assert layout is not None  # it fits: `consecutive` builds nothing else
@@ -218,7 +217,7 @@ def exhaustive(
         every_bucket: Try every grouping into buckets too, not equation 7's alone.
 
     Raises:
-        DoesNotFit: See `search`.
+        DoesNotFitError: See `search`.
     """
     judge = Judge(model, memory_limit)
     candidates = [
@@ -228,7 +227,7 @@ def exhaustive(
     ]
     candidates = [candidate for candidate in candidates if candidate[0] < math.inf]
     if not candidates:
-        raise DoesNotFit(_too_large(judge, tasks, micro_batches))
+        raise DoesNotFitError(_too_large(judge, tasks, micro_batches))
     heapq.heapify(candidates)
     return _best_first(judge, candidates, every_bucket)
 
@@ -264,6 +263,7 @@ def _all_groupings(judge: Judge, partition: Partition, count: int, below: float)
 def _refine(judge: Judge, best: Layout) -> Layout:
     """Move tasks for as long as that lowers the simulated latency and the effort is not spent."""
     count = best.micro_batches
+    judge.effort = 0
     improved = True
     while improved:
         improved = False

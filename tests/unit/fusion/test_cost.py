@@ -1,0 +1,46 @@
+"""Costs of hybrid tasks and buckets, and bounds on what a pipeline can reach."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.fusion.cost import HybridCost, bucket_cost, fits, lower_bound, pipeline_latency
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.structured import schedule
+from megatron_mux.pipeline.template import gpipe, one_f_one_b
+from tests.unit.fusion.synthetic import synthetic
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_equation_4_is_a_pipeline_of_equal_stages(stages: int) -> None:
+    cost = HybridCost((2.0,) * stages, (3.0,) * stages)
+    found = simulate(one_f_one_b(stages, [(6, 1)]), [bucket_cost([cost], 6)])
+    assert pipeline_latency(cost, 6) == pytest.approx(found.latency)
+
+
+def test_communication_is_exposed_in_a_bucket_of_one() -> None:
+    costs = [HybridCost((1.0,), (2.0,), exposed=(0.5,), memory=(3.0,)) for _ in range(2)]
+    alone, together = bucket_cost(costs[:1], 4), bucket_cost(costs, 4)
+    assert (alone.forward, alone.backward, alone.memory) == ((1.5,), (2.5,), (3.0,))
+    assert (together.forward, together.backward, together.memory) == ((2.0,), (4.0,), (6.0,))
+    assert fits(together, [6.0]) and not fits(together, [5.0]) and fits(together, None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_nothing_beats_the_lower_bound(seed: int, micro_batches: int) -> None:
+    model = synthetic(seed)
+    stages = len(model.weights)
+    buckets = [
+        bucket_cost([model.hybrid((t,), micro_batches)], micro_batches) for t in range(len(model.tokens))
+    ]
+    bound = lower_bound(buckets) * (1 - 1e-9)
+    sizes = [(micro_batches, 1)] * len(buckets)
+    for latency in (
+        schedule(buckets)[1],
+        simulate(gpipe(stages, sizes), buckets).latency,
+        simulate(one_f_one_b(stages, sizes), buckets).latency,
+    ):
+        assert latency >= bound
