@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound
@@ -21,6 +20,13 @@ from megatron_mux.pipeline.structured import descending, schedule
 
 _EFFORT = 20_000
 """When refinement stops, counted in passes simulated and hybrid tasks bounded: a tenth of a second."""
+
+
+_WORTH_A_START = 0.1
+"""How much slower than the best so far another number of micro-batches may start, to be refined too."""
+
+Candidate = tuple[float, int, Partition]
+"""A bound on its latency, the number of micro-batches, hybrid tasks."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Judge:
         self.limit = memory_limit
         self.effort = 0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
+        self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
+        self._hidden: dict[tuple[Hybrid, int], BucketCost | None] = {}
 
     def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
         """The model's answer, asked for once."""
@@ -85,6 +93,8 @@ class Judge:
         least = len(partition) if not any(any(cost.exposed) for cost in costs) else 1
         best: Layout | None = None
         for count in range(len(partition), least - 1, -1):
+            if self._least_work(partition, micro_batches, count) >= below:
+                continue
             grouping = balanced(latencies, count)
             found = self.latency(
                 [[partition[i] for i in bucket] for bucket in grouping], micro_batches, below
@@ -97,7 +107,7 @@ class Judge:
         self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float = math.inf
     ) -> Layout | None:
         """Simulate these buckets, entering in descending order; None if they do not fit or cannot be below `below`."""
-        buckets = [bucket_cost([self.hybrid(h, micro_batches) for h in b], micro_batches) for b in grouped]
+        buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         if not all(fits(bucket, self.limit) for bucket in buckets) or lower_bound(buckets) >= below:
             return None
         order = descending(buckets)
@@ -107,19 +117,42 @@ class Judge:
 
     def bound(self, partition: Partition, micro_batches: int) -> float:
         """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
-        buckets: list[BucketCost] = []
         self.effort += len(partition)
+        buckets: list[BucketCost] = []
         for hybrid in partition:
-            cost = self.hybrid(hybrid, micro_batches)
-            alone = bucket_cost([cost], micro_batches)
-            if not fits(alone, self.limit):
+            bucket = self._in_company(hybrid, micro_batches)
+            if bucket is None:
                 return math.inf
-            if cost.exposed:  # in company it would be hidden
-                alone = BucketCost(
-                    micro_batches, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
-                )
-            buckets.append(alone)
+            buckets.append(bucket)
         return lower_bound(buckets)
+
+    def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
+        key = (hybrids, micro_batches)
+        if key not in self._buckets:
+            self._buckets[key] = bucket_cost([self.hybrid(h, micro_batches) for h in hybrids], micro_batches)
+        return self._buckets[key]
+
+    def _in_company(self, hybrid: Hybrid, micro_batches: int) -> BucketCost | None:
+        """A hybrid task whose communication others hide; None if it does not fit."""
+        key = (hybrid, micro_batches)
+        if key not in self._hidden:
+            cost = self.hybrid(hybrid, micro_batches)
+            hidden = BucketCost(
+                micro_batches, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
+            )
+            self._hidden[key] = hidden if fits(hidden, self.limit) else None
+        return self._hidden[key]
+
+    def _least_work(self, partition: Partition, micro_batches: int, buckets: int) -> float:
+        """Seconds of the busiest stage when so many hybrid tasks at least have a bucket, and communication, alone."""
+        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        alone = max(0, 2 * buckets - len(costs))
+        most = 0.0
+        for stage in range(len(costs[0].forward)):
+            exposed = sorted(cost.exposed[stage] if cost.exposed else 0.0 for cost in costs)[:alone]
+            work = sum(cost.forward[stage] + cost.backward[stage] for cost in costs) + 2 * sum(exposed)
+            most = max(most, micro_batches * work)
+        return most
 
 
 def search(
@@ -142,8 +175,11 @@ def search(
     judge = Judge(model, memory_limit)
     starts: list[Layout] = []
     for count in micro_batches:
-        with suppress(DoesNotFitError):
-            starts.append(equations(model, tokens, [count], memory_limit, judge))
+        below = min((start.latency for start in starts), default=math.inf) * (1 + _WORTH_A_START)
+        candidates = _candidates(judge, tokens, [count], memory_limit)
+        start = _best_first(judge, candidates, below)
+        if start is not None:
+            starts.append(start)
     if not starts:
         raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
     starts.sort(key=lambda layout: layout.latency)
@@ -156,22 +192,29 @@ def equations(
     tokens: Sequence[float],
     micro_batches: Sequence[int],
     memory_limit: Sequence[float] | None = None,
-    judge: Judge | None = None,
 ) -> Layout:
     """The best of equation 6's answers for every number of hybrid tasks and of micro-batches, by simulated latency.
 
     Raises:
         DoesNotFitError: See `search`.
     """
-    judge = judge or Judge(model, memory_limit)
-    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
-    candidates: list[tuple[float, int, Partition]] = []
-    for count in micro_batches:
-        for _, partition in consecutive(judge, order, count, memory_limit):
-            heapq.heappush(candidates, (judge.bound(partition, count), count, partition))
-    if not candidates:
+    judge = Judge(model, memory_limit)
+    best = _best_first(judge, _candidates(judge, tokens, micro_batches, memory_limit))
+    if best is None:
         raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
-    return _best_first(judge, candidates)
+    return best
+
+
+def _candidates(
+    judge: Judge, tokens: Sequence[float], micro_batches: Sequence[int], memory_limit: Sequence[float] | None
+) -> list[Candidate]:
+    """Equation 6's answers as a heap."""
+    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    return [
+        (judge.bound(partition, count), count, partition)
+        for count in micro_batches
+        for _, partition in consecutive(judge, order, count, memory_limit)
+    ]
 
 
 def plain_equation_6(
@@ -225,29 +268,31 @@ def exhaustive(
         for partition in every_partition(range(tasks))
         for count in micro_batches
     ]
-    candidates = [candidate for candidate in candidates if candidate[0] < math.inf]
-    if not candidates:
+    best = _best_first(judge, candidates, every_bucket=every_bucket)
+    if best is None:
         raise DoesNotFitError(_too_large(judge, tasks, micro_batches))
-    heapq.heapify(candidates)
-    return _best_first(judge, candidates, every_bucket)
+    return best
 
 
 def _best_first(
-    judge: Judge, candidates: list[tuple[float, int, Partition]], every_bucket: bool = False
-) -> Layout:
-    """Judge a heap of candidates in the order of their bounds, until no bound is below the best latency."""
+    judge: Judge, candidates: list[Candidate], below: float = math.inf, every_bucket: bool = False
+) -> Layout | None:
+    """Judge candidates in the order of their bounds, until no bound is below the best latency.
+
+    Args:
+        judge: Tells their latencies.
+        candidates: Changed.
+        below: Latency to look for; None is found if there is none.
+        every_bucket: See `exhaustive`.
+    """
+    heapq.heapify(candidates)
     best: Layout | None = None
-    below = math.inf
     while candidates and candidates[0][0] < below:
         _, count, partition = heapq.heappop(candidates)
-        found = (
-            _all_groupings(judge, partition, count, below)
-            if every_bucket
-            else judge.best_grouping(partition, count, below)
-        )
+        grouped = _all_groupings if every_bucket else Judge.best_grouping
+        found = grouped(judge, partition, count, below)
         if found is not None:
             best, below = found, found.latency
-    assert best is not None  # one bucket per hybrid task fits, since each hybrid task does
     return best
 
 
