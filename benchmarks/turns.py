@@ -1,7 +1,7 @@
 """Each side in a process of its own, as its users run it, one of them at work at a time.
 
 Within one process they would share an allocator: which of them finds its memory mapped already then depends on what
-ran before, and shifts the result by a seventh.
+ran before.
 """
 
 from __future__ import annotations

@@ -149,23 +149,28 @@ def initialize(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_minutes,
     )
-    _current = Parallel(
+    _current = _place(mpu, rank, world_size, chosen, sequence_parallel)
+    return _current
+
+
+def _place(mpu: Any, rank: int, world_size: int, device: torch.device, sequence_parallel: bool) -> Parallel:
+    """This process's place in the groups that Megatron-Core has made."""
+    return Parallel(
         rank=rank,
         world_size=world_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=tensor_parallel,
+        tp_size=mpu.get_tensor_model_parallel_world_size(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
-        pp_size=pipeline_parallel,
+        pp_size=mpu.get_pipeline_model_parallel_world_size(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         dp_group=mpu.get_data_parallel_group(),
         model_group=mpu.get_model_parallel_group(),
-        device=chosen,
+        device=device,
         sequence_parallel=sequence_parallel,
     )
-    return _current
 
 
 def shutdown() -> None:

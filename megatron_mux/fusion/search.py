@@ -21,7 +21,6 @@ from megatron_mux.pipeline.structured import descending, schedule
 _EFFORT = 20_000
 """When refinement stops, counted in passes simulated and hybrid tasks bounded: a tenth of a second."""
 
-
 _WORTH_A_START = 0.1
 """How much slower than the best so far another number of micro-batches may start, to be refined too."""
 
@@ -144,7 +143,10 @@ class Judge:
         return self._hidden[key]
 
     def _least_work(self, partition: Partition, micro_batches: int, buckets: int) -> float:
-        """Seconds of the busiest stage when so many hybrid tasks at least have a bucket, and communication, alone."""
+        """Seconds of work on the busiest stage in so many buckets, at the least.
+
+        Then 2 P - N of N hybrid tasks have a bucket to themselves, or more, and nothing hides their communication.
+        """
         costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
         alone = max(0, 2 * buckets - len(costs))
         most = 0.0
@@ -176,7 +178,7 @@ def search(
     starts: list[Layout] = []
     for count in micro_batches:
         below = min((start.latency for start in starts), default=math.inf) * (1 + _WORTH_A_START)
-        candidates = _candidates(judge, tokens, [count], memory_limit)
+        candidates = [(judge.bound(p, count), count, p) for _, p in _equation_6(judge, tokens, count)]
         start = _best_first(judge, candidates, below)
         if start is not None:
             starts.append(start)
@@ -185,36 +187,6 @@ def search(
     starts.sort(key=lambda layout: layout.latency)
     # Another number of micro-batches wants other hybrid tasks: each is a place of its own to start from.
     return min((_refine(judge, start) for start in starts), key=lambda layout: layout.latency)
-
-
-def equations(
-    model: CostModel,
-    tokens: Sequence[float],
-    micro_batches: Sequence[int],
-    memory_limit: Sequence[float] | None = None,
-) -> Layout:
-    """The best of equation 6's answers for every number of hybrid tasks and of micro-batches, by simulated latency.
-
-    Raises:
-        DoesNotFitError: See `search`.
-    """
-    judge = Judge(model, memory_limit)
-    best = _best_first(judge, _candidates(judge, tokens, micro_batches, memory_limit))
-    if best is None:
-        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
-    return best
-
-
-def _candidates(
-    judge: Judge, tokens: Sequence[float], micro_batches: Sequence[int], memory_limit: Sequence[float] | None
-) -> list[Candidate]:
-    """Equation 6's answers as a heap."""
-    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
-    return [
-        (judge.bound(partition, count), count, partition)
-        for count in micro_batches
-        for _, partition in consecutive(judge, order, count, memory_limit)
-    ]
 
 
 def plain_equation_6(
@@ -229,11 +201,10 @@ def plain_equation_6(
         DoesNotFitError: See `search`.
     """
     judge = Judge(model, memory_limit)
-    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
     found = [
         (value, count, partition)
         for count in micro_batches
-        for value, partition in consecutive(judge, order, count, memory_limit)
+        for value, partition in _equation_6(judge, tokens, count)
     ]
     if not found:
         raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
@@ -241,6 +212,11 @@ def plain_equation_6(
     layout = judge.best_grouping(partition, count, math.inf)
     assert layout is not None  # it fits: `consecutive` builds nothing else
     return Layout(layout.buckets, count, layout.latency, value)
+
+
+def _equation_6(judge: Judge, tokens: Sequence[float], micro_batches: int) -> list[tuple[float, Partition]]:
+    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    return consecutive(judge, order, micro_batches, judge.limit)
 
 
 def exhaustive(

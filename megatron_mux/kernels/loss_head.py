@@ -20,7 +20,7 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """How many logits to hold at once, by kind of device: 64 and 512 MiB in fp32. Fewer make products too thin."""
 
 _CPU_COLUMNS = 3072
-"""Vocabulary rows per product on a CPU, where BLAS is a fifth slower on all of a vocabulary at once."""
+"""Vocabulary rows per product on a CPU, where BLAS is slower on all of a vocabulary at once."""
 
 
 @dataclass(frozen=True)

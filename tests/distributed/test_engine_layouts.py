@@ -50,7 +50,7 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         case("lora", {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": qv}, 9, 16),
         case(
             "everywhere",
-            {"peft_type": "LORA", "r": 3, "target_modules": "all-linear"},
+            {"peft_type": "LORA", "r": 3, "lora_dropout": 0.1, "target_modules": "all-linear"},
             8,
             9,
             gradient_accumulation_steps=2,

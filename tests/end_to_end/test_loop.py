@@ -40,6 +40,19 @@ sys.exit(pretrain_mux.main(sys.argv[3:]))
 """
 
 
+def _python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Python at the repository's root, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
     watched, staged = workplace.root / "watched", workplace.root / "staged"
     watched.mkdir()
@@ -52,15 +65,7 @@ def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
         (staged / f"{name}.yaml").write_text(json.dumps({"tasks": [task]}))
     tasks = workplace.write_tasks("one.yaml", {"lora": TASKS["lora"]})
     arguments = workplace.arguments("--mux-watch", watched, "--save", workplace.root / "run", tasks=tasks)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, str(watched), str(staged), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return _python("-c", DRIVER, watched, staged, *arguments)
 
 
 def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
@@ -87,15 +92,8 @@ def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path) -> None:
         name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"
     }
     tasks = workplace.write_tasks("same.yaml", same)
-    arguments = workplace.arguments("--save", workplace.root / "run", tasks=tasks)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "pretrain_mux.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=200,
-    )
+    run = _python("pretrain_mux.py", *workplace.arguments("--save", workplace.root / "run", tasks=tasks))
+    assert run.returncode == 0, run.stderr
     for name in same:
         lines = (workplace.root / "run" / name / "metrics.jsonl").read_text().splitlines()
         evaluated = [json.loads(line)["step"] for line in lines if "eval_loss" in line]
@@ -128,15 +126,11 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> N
     spoilt.write_text(shared.read_text())
     broken = {**TASKS["diff"], "data": {"path": str(spoilt), "max_length": 16}}
     tasks = workplace.write_tasks("two.yaml", {"broken": broken, "lora": TASKS["lora"]})
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SPOILER, str(spoilt)]
-        + workplace.arguments("--save", workplace.root / "run", "--save-interval", "1", tasks=tasks),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
+    run = _python(
+        "-c",
+        SPOILER,
+        str(spoilt),
+        *workplace.arguments("--save", workplace.root / "run", "--save-interval", "1", tasks=tasks),
     )
     assert run.returncode == 0, run.stderr
     assert "broken stopped" in run.stdout and "[spoilt].jsonl" in run.stdout
@@ -174,15 +168,8 @@ sys.exit(pretrain_mux.main(sys.argv[1:]))
 
 def _diverge(workplace: Workplace, *flags: str) -> subprocess.CompletedProcess[str]:
     tasks = workplace.write_tasks("two.yaml", {name: TASKS[name] for name in ("lora", "diff")})
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DIVERGING]
-        + workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
+    run = _python(
+        "-c", DIVERGING, *workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks)
     )
     assert run.returncode == 0, run.stderr
     assert "lora stopped: its loss was nan at step 10" in run.stdout
@@ -230,15 +217,8 @@ def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(tmp_path
     task = {key: value for key, value in TASKS["lora"].items() if key != "eval"}
     training = {**task["training"], "learning_rate": 1e25, "lr_scheduler_type": "constant", "max_steps": 6}
     tasks = workplace.write_tasks("one.yaml", {"lora": {**task, "training": {**training, "warmup_steps": 0}}})
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "pretrain_mux.py"]
-        + workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
+    run = _python(
+        "pretrain_mux.py", *workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks)
     )
     assert run.returncode == 0, run.stderr
     kept = directory / "lora" / "checkpoint-1"

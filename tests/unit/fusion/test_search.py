@@ -71,3 +71,13 @@ def test_close_to_the_best_of_all_partitions() -> None:
     assert min(gaps) >= -1e-9 and min(plain) >= -1e-9
     assert statistics.median(gaps) <= 0.01 and max(gaps) <= 0.05
     assert statistics.mean(plain) > statistics.mean(gaps), "judging whole plans is worth its time"
+
+
+def test_balanced_buckets_are_close_to_the_best_buckets() -> None:
+    gaps = []
+    for seed in range(16):
+        model = synthetic(seed, tasks=1 + seed % 5)
+        best = exhaustive(model, len(model.tokens), COUNTS, every_bucket=True).latency
+        gaps.append(exhaustive(model, len(model.tokens), COUNTS).latency / best - 1)
+    assert min(gaps) >= -1e-9
+    assert statistics.median(gaps) <= 0.01 and max(gaps) <= 0.05

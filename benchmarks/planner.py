@@ -1,0 +1,60 @@
+"""The planner's search over layouts against all there are, on made-up costs.
+
+python benchmarks/planner.py                    # 60 instances of up to eight tasks, then 64 tasks on 8 stages
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
+from tests.unit.fusion.synthetic import Synthetic, synthetic
+
+COUNTS = (1, 2, 4, 8)
+
+
+def main() -> int:
+    """Print the gaps and the time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--instances", type=int, default=60)
+    arguments = parser.parse_args()
+    gaps, plain, seconds = [], [], []
+    for seed in range(arguments.instances):
+        model = synthetic(seed)
+        limit = _memory(model, seed) if seed % 3 == 0 else None
+        try:
+            best = exhaustive(model, len(model.tokens), COUNTS, limit).latency
+        except DoesNotFitError as error:
+            print(f"instance {seed}: {error}")
+            continue
+        start = time.perf_counter()
+        gaps.append(search(model, model.tokens, COUNTS, limit).latency / best - 1)
+        seconds.append(time.perf_counter() - start)
+        plain.append(plain_equation_6(model, model.tokens, COUNTS, limit).latency / best - 1)
+    print(f"{len(gaps)} instances of up to 8 tasks and stages, against the best of all partitions")
+    for name, values in (("search", gaps), ("equation 6 alone", plain)):
+        print(f"  {name}: median {statistics.median(values):.2%}, worst {max(values):.2%}")
+    print(f"  search took {statistics.median(seconds):.3f} s in the median, {max(seconds):.3f} s at most")
+    for seed in range(3):
+        model = synthetic(seed, tasks=64, stages=8)
+        start = time.perf_counter()
+        search(model, model.tokens, COUNTS)
+        took = time.perf_counter() - start
+        print(f"64 tasks on 8 stages, {model.exposed:.0%} communication: {took:.2f} s")
+    return 0
+
+
+def _memory(model: Synthetic, seed: int) -> list[float]:
+    """A limit that forbids some layouts."""
+    return [random.Random(seed).uniform(1.5, 6.0) * max(model.tokens)] * len(model.weights)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
