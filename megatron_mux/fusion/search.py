@@ -19,7 +19,7 @@ from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.structured import descending, schedule
 
 _EFFORT = 20_000
-"""When refinement stops, counted in passes simulated and hybrid tasks bounded: a tenth of a second."""
+"""How long to look for a start, and to refine it: passes simulated or hybrid tasks compared, a tenth of a second."""
 
 _WORTH_A_START = 0.1
 """How much slower than the best so far another number of micro-batches may start, to be refined too."""
@@ -64,11 +64,18 @@ class Judge:
     Args:
         model: Costs.
         memory_limit: `[S]` bytes between forward and backward passes; None: no limit.
+        most_effort: After how much of it, counted from `rest`, the best found so far has to do.
     """
 
-    def __init__(self, model: CostModel, memory_limit: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        memory_limit: Sequence[float] | None = None,
+        most_effort: float = math.inf,
+    ) -> None:
         self.model = model
         self.limit = memory_limit
+        self.most_effort = most_effort
         self.effort = 0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
         self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
@@ -81,6 +88,15 @@ class Judge:
             self._costs[key] = self.model.hybrid(tasks, micro_batches)
         return self._costs[key]
 
+    def rest(self) -> None:
+        """Begin to count effort anew."""
+        self.effort = 0
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether all effort is spent."""
+        return self.effort > self.most_effort
+
     def best_grouping(self, partition: Partition, micro_batches: int, below: float) -> Layout | None:
         """The best way to put these hybrid tasks into buckets, if its latency is below `below` and it fits.
 
@@ -92,8 +108,11 @@ class Judge:
         least = len(partition) if not any(any(cost.exposed) for cost in costs) else 1
         best: Layout | None = None
         for count in range(len(partition), least - 1, -1):
+            if self.is_tired and below < math.inf:
+                break
             if self._least_work(partition, micro_batches, count) >= below:
                 continue
+            self.effort += len(partition) ** 2 // 4
             grouping = balanced(latencies, count)
             found = self.latency(
                 [[partition[i] for i in bucket] for bucket in grouping], micro_batches, below
@@ -174,9 +193,10 @@ def search(
     Raises:
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
-    judge = Judge(model, memory_limit)
+    judge = Judge(model, memory_limit, _EFFORT)
     starts: list[Layout] = []
     for count in micro_batches:
+        judge.rest()
         below = min((start.latency for start in starts), default=math.inf) * (1 + _WORTH_A_START)
         candidates = [(judge.bound(p, count), count, p) for _, p in _equation_6(judge, tokens, count)]
         start = _best_first(judge, candidates, below)
@@ -263,7 +283,7 @@ def _best_first(
     """
     heapq.heapify(candidates)
     best: Layout | None = None
-    while candidates and candidates[0][0] < below:
+    while candidates and candidates[0][0] < below and not (best is not None and judge.is_tired):
         _, count, partition = heapq.heappop(candidates)
         grouped = _all_groupings if every_bucket else Judge.best_grouping
         found = grouped(judge, partition, count, below)
@@ -284,19 +304,19 @@ def _all_groupings(judge: Judge, partition: Partition, count: int, below: float)
 def _refine(judge: Judge, best: Layout) -> Layout:
     """Move tasks for as long as that lowers the simulated latency and the effort is not spent."""
     count = best.micro_batches
-    judge.effort = 0
+    judge.rest()
     improved = True
     while improved:
         improved = False
         candidates: list[tuple[float, Partition]] = []
         for partition in sorted(set(_neighbours(best.partition))):
-            if judge.effort > _EFFORT:
+            if judge.is_tired:
                 break
             bound = judge.bound(partition, count)
             if bound < best.latency:
                 candidates.append((bound, partition))
         heapq.heapify(candidates)
-        while candidates and candidates[0][0] < best.latency and judge.effort <= _EFFORT:
+        while candidates and candidates[0][0] < best.latency and not judge.is_tired:
             _, partition = heapq.heappop(candidates)
             found = judge.best_grouping(partition, count, best.latency)
             if found is not None:

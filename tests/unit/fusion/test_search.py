@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mux.fusion import search as search_module
 from megatron_mux.fusion.hybrid import consecutive, every_partition
 from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.structured import schedule
+from megatron_mux.pipeline.template import Template
 from tests.unit.fusion.synthetic import synthetic
 
 COUNTS = (1, 2, 4)
@@ -81,3 +85,19 @@ def test_balanced_buckets_are_close_to_the_best_buckets() -> None:
         gaps.append(exhaustive(model, len(model.tokens), COUNTS).latency / best - 1)
     assert min(gaps) >= -1e-9
     assert statistics.median(gaps) <= 0.01 and max(gaps) <= 0.05
+
+
+def test_many_tasks_are_planned_with_bounded_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a bound this one simulates some five million passes.
+    passes = 0
+
+    def counted(buckets: list[BucketCost], limit: None) -> tuple[Template, float]:
+        nonlocal passes
+        passes += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
+        return schedule(buckets, limit)
+
+    monkeypatch.setattr(search_module, "schedule", counted)
+    model = synthetic(1, tasks=64, stages=8)
+    found = search(model, model.tokens, (1, 2, 4, 8))
+    assert sorted(t for hybrid in found.partition for t in hybrid) == list(range(64))
+    assert passes < 400_000
