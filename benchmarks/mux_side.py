@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from workload import LEARNING_RATE, RANK, Pair, TaskShape
@@ -36,6 +38,16 @@ class InMemory:
     def __getitem__(self, index: int) -> Example:
         tokens, labelled = self.pairs[index]
         return Example(tokens.numpy(), labelled.numpy(), None)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """As the index of a file."""
+        return np.array([len(tokens) for tokens, _ in self.pairs], np.int32)
+
+    @property
+    def label_counts(self) -> npt.NDArray[np.int32]:
+        """As the index of a file."""
+        return np.array([int(labelled[1:].sum()) for _, labelled in self.pairs], np.int32)
 
 
 Records: TypeAlias = TaskDataset | InMemory
@@ -83,7 +95,7 @@ def make_engine(
     initial: Sequence[dict[str, Tensor] | None],
 ) -> Engine:
     """An engine with these tasks, all in one hybrid task."""
-    engine = Engine(backbone, parallel, policy="spatial")
+    engine = Engine(backbone, parallel)
     engine.register_tasks([Task(s, r, initial=i) for s, r, i in zip(specs, records, initial, strict=True)])
     return engine
 

@@ -6,15 +6,18 @@ N labelled tokens, H hidden, P prefix length, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron_mux.kernels.carry import Carry
 
 BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
@@ -62,23 +65,30 @@ class BaseOpInfo:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence on the token axis.
+    """One sequence on the token axis, or the part of it that a chunk holds.
 
     Attributes:
         task: Name of the task it belongs to.
         start: First row.
         length: Number of tokens.
         sequence: Index of the sequence within its task's whole step (the same on every rank and packing).
+        past: Tokens of the sequence in earlier chunks: attended to through the keys and values they left.
+        continues: Whether later chunks hold more of the sequence, and want this one's keys and values.
     """
 
     task: str
     start: int
     length: int
     sequence: int
+    past: int = 0
+    continues: bool = False
 
 
 PackedSequence = tuple[str, int, Tensor, Tensor, float]
 """What `pack` takes of a sequence: task, id, tokens `[L]` int64, which are labels `[L]` bool, weight of a label."""
+
+Span = tuple[int, int]
+"""First token of a sequence that is taken, and one past the last."""
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 
@@ -103,6 +113,7 @@ class MicroBatch:
         task_steps: Task name to the number of optimizer steps it has done.
         training: False while evaluating: no dropout, deterministic masks.
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
+        carry: Where the chunks of the same packs leave keys and values for each other; None: nothing is cut.
     """
 
     segments: tuple[Segment, ...]
@@ -120,6 +131,7 @@ class MicroBatch:
     task_steps: Mapping[str, int]
     training: bool = True
     prefix: PrefixKV = field(default_factory=dict)
+    carry: Carry | None = None
 
     @property
     def rows(self) -> int:
@@ -174,15 +186,17 @@ def active() -> MicroBatch:
 
 
 def pack(
-    sequences: list[PackedSequence],
+    sequences: Sequence[PackedSequence],
     task_names: tuple[str, ...],
     task_steps: Mapping[str, int],
     position_offset: Mapping[str, int] | None = None,
     multiple: int = 1,
     training: bool = True,
     device: torch.device | str = "cpu",
+    spans: Sequence[Span] | None = None,
+    carry: Carry | None = None,
 ) -> MicroBatch:
-    """Lay sequences end to end.
+    """Lay sequences, or the parts of them that a chunk holds, end to end.
 
     Args:
         sequences: `(task, sequence id, tokens [L] int64, labelled [L] bool, weight)`: `labelled[i]` says that token
@@ -193,43 +207,50 @@ def pack(
         multiple: Pad T to a multiple of this (sequence parallelism).
         training: See `MicroBatch.training`.
         device: Where the tensors go.
+        spans: Of each sequence, first token and one past the last token to take; None takes all of them.
+        carry: See `MicroBatch.carry`; needed where spans leave something out.
 
     Returns:
         The micro-batch.
     """
     order = {name: i for i, name in enumerate(task_names)}
-    sequences = sorted(sequences, key=lambda s: order[s[0]])
+    whole = spans if spans is not None else [(0, int(s[2].shape[0])) for s in sequences]
+    parts = sorted(zip(sequences, whole, strict=True), key=lambda part: order[part[0][0]])
     offsets = position_offset or {}
-    starts = [0, *accumulate(int(s[2].shape[0]) for s in sequences)]
-    index = [torch.arange(int(s[2].shape[0])) for s in sequences]
-    targets = [s[3][1:].nonzero().squeeze(1) for s in sequences]
+    starts = [0, *accumulate(stop - first for _, (first, stop) in parts)]
+    index = [torch.arange(first, stop) for _, (first, stop) in parts]
+    # A row's label is the token after it, also where that lies in the next chunk.
+    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
     counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
     padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
 
-    def join(parts: Iterable[Tensor], *after: Tensor) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *parts, *after]).to(device)
+    def join(pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
 
     def per_label(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
 
     return MicroBatch(
         segments=tuple(
-            Segment(task, start, int(tokens.shape[0]), sequence)
-            for (task, sequence, tokens, _, _), start in zip(sequences, starts, strict=False)
+            Segment(s[0], start, stop - first, s[1], first, stop < int(s[2].shape[0]))
+            for (s, (first, stop)), start in zip(parts, starts, strict=False)
         ),
-        task_rows=_ranges((s[0], int(s[2].shape[0])) for s in sequences),
-        tokens=join((s[2] for s in sequences), padding),
-        positions=join((i + offsets.get(s[0], 0) for s, i in zip(sequences, index, strict=True)), padding),
+        task_rows=_ranges((s[0], stop - first) for s, (first, stop) in parts),
+        tokens=join((s[2][first:stop] for s, (first, stop) in parts), padding),
+        positions=join((i + offsets.get(s[0], 0) for (s, _), i in zip(parts, index, strict=True)), padding),
         token_index=join(index, padding),
-        sequence_ids=join((torch.full_like(i, s[1]) for s, i in zip(sequences, index, strict=True)), padding),
+        sequence_ids=join(
+            (torch.full_like(i, s[1]) for (s, _), i in zip(parts, index, strict=True)), padding
+        ),
         label_rows=join(t + start for t, start in zip(targets, starts, strict=False)),
-        labels=join(s[2][t + 1] for s, t in zip(sequences, targets, strict=True)),
-        label_weights=per_label([s[4] for s in sequences], torch.float32),
-        label_tasks=per_label([order[s[0]] for s in sequences], torch.int64),
-        label_task_rows=_ranges((s[0], t.shape[0]) for s, t in zip(sequences, targets, strict=True)),
+        labels=join(s[2][t + first + 1] for (s, (first, _)), t in zip(parts, targets, strict=True)),
+        label_weights=per_label([s[4] for s, _ in parts], torch.float32),
+        label_tasks=per_label([order[s[0]] for s, _ in parts], torch.int64),
+        label_task_rows=_ranges((s[0], t.shape[0]) for (s, _), t in zip(parts, targets, strict=True)),
         task_names=task_names,
         task_steps=dict(task_steps),
         training=training,
+        carry=carry,
     )
 
 

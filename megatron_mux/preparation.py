@@ -1,16 +1,27 @@
-"""From task specs to tasks ready to register: names, data, targets and adapters, checked before a weight is read."""
+"""From task specs to tasks ready to register, and to the plan: all of it is checked before a weight is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
+from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.engine import Task
+from megatron_mux.engine import Planning, Task
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.check import check_plan, read_plan
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory
+from megatron_mux.fusion.roofline import roofline
+from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
 Progress = Callable[[str], None]
@@ -143,3 +154,107 @@ def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, 
                 f"token to learn from within {spec.data.max_length} tokens and were dropped"
             )
     return Task(spec, data, evaluation, initial)
+
+
+def prepare_planning(
+    arguments: MuxArguments,
+    info: BackboneInfo,
+    tasks: Sequence[Task],
+    parallel: Parallel,
+    manifest: Manifest | None,
+    say: Progress,
+) -> Planning:
+    """How tasks will share steps: by the flags, the plan file or the plan of the run that is continued.
+
+    Args:
+        arguments: The command line.
+        info: The backbone.
+        tasks: What will be registered.
+        parallel: Where this rank stands.
+        manifest: The save that is continued, if any.
+        say: Told where predicted figures come from, and the plan.
+
+    Raises:
+        UserError: The plan file is not for this run, or a task does not fit into memory.
+    """
+    chunk, policy = arguments.mux_chunk_size, arguments.mux_policy
+    if policy != "auto":
+        fixed = chunk if isinstance(chunk, int) else None
+        return Planning(
+            policy, parallel.pp_size, None, arguments.mux_micro_batches, fixed, arguments.mux_align
+        )
+    planner = Planner(
+        _profile(arguments, info, parallel, say),
+        info,
+        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
+        arguments.dtype.itemsize,
+        arguments.recompute_granularity == "full",
+        arguments.mux_memory_limit,
+        arguments.mux_align,
+        chunk if isinstance(chunk, int) or chunk is None else "auto",
+        arguments.mux_micro_batches,
+    )
+    done = (
+        {entry.name for entry in manifest.tasks if entry.status != "running"}
+        if manifest is not None
+        else set()
+    )
+    loads = {
+        task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info)
+        for task in tasks
+        if task.spec.name not in done
+    }
+    given = _given_plan(arguments, planner, loads, manifest, say)
+    if given is None and loads:
+        given = planner.plan(loads)
+        say(f"{given}\n  predicted {given.predicted_latency_s:.3g} s a step, by the {given.costs}")
+    return Planning("auto", parallel.pp_size, planner, given=given)
+
+
+def _given_plan(
+    arguments: MuxArguments,
+    planner: Planner,
+    loads: Mapping[str, TaskLoad],
+    manifest: Manifest | None,
+    say: Progress,
+) -> Plan | None:
+    """The plan that this run need not make."""
+    if manifest is not None:
+        if arguments.mux_plan is not None:
+            say(f"--mux-plan {arguments.mux_plan} is left alone: the run that is continued has its plan")
+        try:
+            plan = Plan.from_json(manifest.plan)
+        except UserError:
+            return None  # of an earlier version
+        here = (planner.mesh.tensor, planner.mesh.pipeline, planner.mesh.data, "auto")
+        return plan if (plan.tensor, plan.stages, plan.data, plan.policy) == here and plan.buckets else None
+    if arguments.mux_plan is None:
+        return None
+    plan = read_plan(arguments.mux_plan)
+    try:
+        check_plan(plan, planner.info.fingerprint, planner.mesh, sorted(loads))
+    except UserError as error:
+        raise UserError(*(f"{arguments.mux_plan}: {problem}" for problem in error.problems)) from error
+    say(f"following {arguments.mux_plan}\n{plan}")
+    return replace(plan, policy="auto", replan_in=0)
+
+
+def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, say: Progress) -> Profile:
+    """The measured profile of this backbone on the first rank's device, else a roofline; the same on every rank."""
+    kind = parallel.device.type
+    about = about_run(info.shape, kind, arguments.dtype, parallel.tp_size)
+    found: list[Profile | str | None] = [None]
+    if parallel.rank == 0:
+        try:
+            found = [load_profile(about, profile_directory())]
+        except UserError as error:
+            found = [str(error)]
+    if parallel.world_size > 1:
+        everything: list[Any] = [about, found[0]]
+        dist.broadcast_object_list(everything, src=0)
+        about, found = everything[0], everything[1:]
+    if isinstance(found[0], Profile):
+        return found[0]
+    if isinstance(found[0], str):
+        say(f"{found[0]}; going on without it")
+    return roofline(info.shape, about, arguments.dtype.itemsize, parallel.tp_size)

@@ -25,7 +25,7 @@ from megatron_mux.engine.together import first_problem, raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.preparation import joinable, prepare, with_saved
+from megatron_mux.preparation import joinable, prepare, prepare_planning, with_saved
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
@@ -75,11 +75,12 @@ def run(arguments: MuxArguments) -> None:
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
+        planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
         reporter.say(f"reading the backbone {arguments.backbone}")
         backbone = Backbone.load(
             arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
         )
-        engine = Engine(backbone, parallel, arguments.mux_policy, arguments.mux_micro_batches)
+        engine = Engine(backbone, parallel, planning)
         loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
         loop.register(tasks)
         with _stop_on_signals(loop):
@@ -135,10 +136,10 @@ class Loop:
             self._entries[entry.name] = entry
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
-        if (before["policy"], before["stages"]) != (now.policy, self.parallel.pp_size):
+        if (before["policy"], before["stages"]) != (now.planning.policy, self.parallel.pp_size):
             self.reporter.say(
                 f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
-                f"{now.policy} on {self.parallel.pp_size} rounds differently"
+                f"{now.planning.policy} on {self.parallel.pp_size} rounds differently"
             )
 
     def register(self, tasks: Sequence[Task]) -> None:
@@ -199,10 +200,10 @@ class Loop:
         pictured = self._steps <= _PICTURED_STEP
         if pictured:
             self._timed = []
-        self._plan = self.engine.plan
         start = time.perf_counter()
         results = self.engine.step(self._timed.append if pictured else None)
         seconds = time.perf_counter() - start
+        self._plan = self.engine.last_plan or self._plan
         due = False
         for name, result in results.items():
             self._note(name, result)
@@ -280,7 +281,8 @@ class Loop:
         problems: list[str | None] = [None]
         if self.parallel.rank == 0:
             try:
-                plan = self._plan or self.engine.plan  # the one that was run, not that of tasks still to do
+                # What a continued run goes on with; once nobody is left, what was run last.
+                plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
                 checkpoint.save(
                     directory, states, plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints
                 )
@@ -304,7 +306,7 @@ class Loop:
             dist.all_gather_object(stages, mine)
         everything = [action for stage in stages for action in stage]
         step = min(self._steps, _PICTURED_STEP)
-        title = f"{self.engine.policy}, {self.parallel.pp_size} stage(s), 1F1B: step {step} as measured"
+        title = f"{self.engine.planning.policy}, {self.parallel.pp_size} stage(s): step {step} as measured"
         self.reporter.schedule(everything, title)
 
     def _follow(self, watched: WatchedDirectory) -> bool:
@@ -333,6 +335,7 @@ class Loop:
             specs = load_task_file(path, data_later=True)
             joinable(specs, self._entries, self.engine.tasks, self.manifest is not None)
             tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
+            self.engine.check_fits(tasks)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)

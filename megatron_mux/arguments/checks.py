@@ -39,6 +39,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
         problems.append(f"--mux-tasks {arguments.mux_tasks}: no such file")
+    problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
         problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: make it first")
     for flag, directory in (("--save", arguments.save), ("--load", arguments.load)):
@@ -64,6 +65,23 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         and _same(arguments.save, arguments.backbone)
     ):
         problems.append(f"--save {arguments.save}: is the backbone's directory: choose another")
+    return problems
+
+
+def _planning(arguments: MuxArguments) -> list[str]:
+    """What is wrong with the flags that say how tasks share a step."""
+    problems = []
+    if arguments.mux_plan is not None:
+        if not os.path.isfile(arguments.mux_plan):
+            problems.append(f"--mux-plan {arguments.mux_plan}: no such file")
+        if arguments.mux_policy != "auto":
+            problems.append(
+                f"--mux-plan: says itself how tasks share a step: leave out --mux-policy {arguments.mux_policy}"
+            )
+    if arguments.mux_memory_limit is not None and arguments.mux_policy != "auto":
+        problems.append(
+            f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"
+        )
     return problems
 
 

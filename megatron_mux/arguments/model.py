@@ -37,6 +37,10 @@ class MuxArguments:
         tensorboard_dir: Where TensorBoard's files go.
         mux_tasks: The task file.
         mux_policy: How tasks share a step.
+        mux_plan: A plan to begin with instead of making one.
+        mux_align: How sequences are padded, if at all.
+        mux_chunk_size: Tokens of a chunk; `auto` leaves it to the planner, None cuts nothing.
+        mux_memory_limit: Bytes that a rank may use; None: not limited.
         mux_watch: Directory whose task files join and leave while the run goes on.
         mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
         mux_keep_checkpoints: Saves to keep; None keeps all.
@@ -59,7 +63,11 @@ class MuxArguments:
     log_interval: int
     tensorboard_dir: Path | None
     mux_tasks: Path | None
-    mux_policy: Literal["serial", "temporal", "spatial"]
+    mux_policy: Literal["auto", "serial", "temporal", "spatial"]
+    mux_plan: Path | None
+    mux_align: Literal["dense", "max-length", "longest"]
+    mux_chunk_size: int | Literal["auto"] | None
+    mux_memory_limit: int | None
     mux_watch: Path | None
     mux_micro_batches: int | None
     mux_keep_checkpoints: int | None

@@ -13,7 +13,16 @@ from megatron_mux.arguments.checks import contradictions
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, PER_TASK, REASONS
 from megatron_mux.arguments.model import MuxArguments
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import POLICIES, at_least, destination, only, path, policy
+from megatron_mux.arguments.values import (
+    POLICIES,
+    at_least,
+    chunk_size,
+    destination,
+    only,
+    path,
+    policy,
+    size,
+)
 from megatron_mux.errors import UserError
 
 # Flags that are taken only with the value that holds anyway, and why no other.
@@ -28,10 +37,11 @@ _FIXED: Mapping[str, tuple[str, str]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong as a `UserError` instead of printing its usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
         extra = message.removeprefix("unrecognized arguments: ")
         if extra != message:
             raise UserError(f"{extra}: unexpected: every value belongs right after its flag")
@@ -72,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser behind `parse_args`, with everything that `--help` shows."""
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain_mux.py",
         usage="torchrun --nproc-per-node N pretrain_mux.py --backbone DIR --mux-tasks FILE [flags]",
         description="Fine-tune many PEFT tasks at once on one frozen Megatron-Core backbone.",
@@ -175,9 +185,28 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add = parser.add_argument_group("mux").add_argument
     add("--mux-tasks", type=path, metavar="FILE", help="tasks.yaml: the tasks to train")
     add(
-        "--mux-policy", type=policy, default="spatial", metavar="{" + ",".join(POLICIES) + "}",
-        help="serial: one task to its end, then the next; temporal: in each step one task after the other; "
-        "spatial: all tasks in one batch (default)",
+        "--mux-policy", type=policy, default="auto", metavar="{" + ",".join(POLICIES) + "}",
+        help="auto: planned by predicted cost (default); serial: one task to its end, then the next; temporal: in "
+        "each step one task after the other; spatial: all tasks in one batch",
+    )  # fmt: skip
+    add(
+        "--mux-plan",
+        type=path,
+        metavar="FILE",
+        help="begin with this plan (tools/plan.py --output FILE makes one)",
+    )
+    add(
+        "--mux-memory-limit", type=size, metavar="SIZE",
+        help="what a rank may use, such as 40GiB: the planner keeps to it (default: not limited)",
+    )  # fmt: skip
+    add(
+        "--mux-chunk-size", type=chunk_size, default="auto", metavar="N",
+        help="cut packs into chunks of N tokens; none: not at all; auto: by predicted cost (default)",
+    )  # fmt: skip
+    add(
+        "--mux-align", choices=("dense", "max-length", "longest"), default="dense",
+        help="dense: no padding (default); max-length: pad sequences to their task's max_length; longest: to the "
+        "longest of all tasks",
     )  # fmt: skip
     add(
         "--mux-watch", type=path, metavar="DIR",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-POLICIES = ("serial", "temporal", "spatial")
+POLICIES = ("auto", "serial", "temporal", "spatial")
 """Values of `--mux-policy`."""
 
 
@@ -54,8 +55,30 @@ def only(value: str, why: str) -> Callable[[str], str]:
 
 def policy(text: str) -> str:
     """A value of `--mux-policy`."""
-    if text == "auto":
-        raise argparse.ArgumentTypeError("auto needs the planner, which is not there yet: use spatial")
     if text not in POLICIES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(POLICIES)}, got {text!r}")
     return text
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """A number of bytes, with or without a unit: `16GiB`, `16384 MiB`, `16GB` (a thousand to a step), `16G` (1,024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a size such as 16GiB or 24000MB, got {text!r}")
+    number, unit, binary = match.groups()
+    decimal = not binary and text.strip()[-1:] in "bB"
+    step = 1000 if decimal else 1024
+    found = int(float(number) * step ** " KMGT".index(unit.upper() or " "))
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"must be more than nothing, got {text!r}")
+    return found
+
+
+def chunk_size(text: str) -> int | str | None:
+    """A value of `--mux-chunk-size`."""
+    if text in ("auto", "none"):
+        return text if text == "auto" else None
+    return at_least(1)(text)

@@ -69,13 +69,20 @@ class SegmentAttention(nn.Module):
             `[T, 1, heads on this rank x D]`.
         """
         batch = layout.active()
-        run = partial(
-            segment_attention,
-            segments=batch.segments,
-            scale=self.scale,
-            window=self.window,
-            prefix=batch.prefix.get(self.layer),
-        )
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if batch.carry is not None:
+                key, value = batch.carry.extend(self.layer, key, value, batch.segments)
+            return segment_attention(
+                query,
+                key,
+                value,
+                batch.segments,
+                scale=self.scale,
+                window=self.window,
+                prefix=batch.prefix.get(self.layer),
+            )
+
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if attention_bias is not None:
             query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)

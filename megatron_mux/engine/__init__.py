@@ -3,6 +3,7 @@
 from megatron_mux.engine.engine import Engine, StepResult, Task
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.health import Health
+from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import Snapshot
 
-__all__ = ["Engine", "EvalResult", "Health", "Snapshot", "StepResult", "Task"]
+__all__ = ["Engine", "EvalResult", "Health", "Planning", "Snapshot", "StepResult", "Task"]

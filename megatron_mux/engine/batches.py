@@ -1,4 +1,4 @@
-"""From a task's records to the micro-batches of a step: read, weighted, shared out over pipelines, packed."""
+"""From a task's records to the micro-batches of a step: which lengths it has, what lies in each chunk, the tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
-from megatron_mux.engine.compute import BatchKey
 from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import share_out
-from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.alignment import Chunk
+from megatron_mux.fusion.step import Lengths, StepGrid
+from megatron_mux.kernels.carry import Carry
 from megatron_mux.layout import MicroBatch, PackedSequence
+from megatron_mux.pipeline.action import Unit
 from megatron_mux.runtime import Parallel
 
 
@@ -26,20 +27,36 @@ def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def weighted(name: str, data: TaskDataset, records: Sequence[int]) -> list[PackedSequence]:
+def lengths_of(data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> Lengths:
+    """What the data's index says of the records of a step: the same on every rank, without reading them."""
+    return Lengths(
+        tuple(int(data.lengths[i]) for i in records),
+        tuple(int(data.label_counts[i]) for i in records),
+        pad_to,
+    )
+
+
+def weighted(name: str, data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> list[PackedSequence]:
     """The sequences of a task's step, weighted so that its loss is the mean over their labels.
 
     Args:
         name: The task.
         data: Its training records.
         records: Which of them the step takes.
+        pad_to: Put tokens that are no labels behind shorter sequences, up to so many in all; none of the sequence's
+            own tokens sees them.
 
     Raises:
         UserError: The data cannot be read any more.
     """
     examples = [tensors(data[i]) for i in records]
     labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
-    return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(examples)]
+    padded = [(_padded(ids, pad_to), _padded(labelled, pad_to)) for ids, labelled in examples]
+    return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(padded)]
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(length - x.shape[0])]) if x.shape[0] < length else x
 
 
 def read_together(
@@ -72,46 +89,40 @@ def read_together(
 
 
 def micro_batches(
-    plan: Plan,
+    grid: StepGrid,
     fetched: Mapping[str, list[PackedSequence]],
     steps: Mapping[str, int],
     offsets: Mapping[str, int],
     parallel: Parallel,
-) -> tuple[dict[BatchKey, MicroBatch], dict[str, int]]:
-    """Pack this pipeline's part of a step.
+) -> dict[Unit, tuple[MicroBatch, ...]]:
+    """Lay out what this pipeline computes in a step.
 
     Args:
-        plan: Which tasks share a bucket, and its micro-batches.
+        grid: What lies in each chunk.
         fetched: Each task's sequences over all pipelines.
         steps: Optimizer steps each task has done.
         offsets: Virtual tokens in front of each task's sequences.
         parallel: Where this rank stands.
 
     Returns:
-        The micro-batches, and the tokens of each task over all pipelines.
+        For each unit, a batch for each hybrid task that has something in it.
     """
+    names = tuple(fetched)
     multiple = parallel.tp_size if parallel.sequence_parallel else 1
-    batches: dict[BatchKey, MicroBatch] = {}
-    tokens: dict[str, int] = {}
-    for b, bucket in enumerate(plan.buckets):
-        sequences: list[PackedSequence] = []
-        for name in bucket.tasks:
-            tokens[name] = sum(int(s[2].shape[0]) for s in fetched[name])
-            sequences += fetched[name]
-        mine = _shares(sequences, parallel.dp_size)[parallel.dp_rank]
-        filled = [part for part in _shares(mine, bucket.micro_batches) if part]
-        for m, part in enumerate(filled):
-            batches[b, m] = layout.pack(
-                part, plan.tasks, steps, offsets, multiple, training=True, device=parallel.device
-            )
-    return batches, tokens
+    # Keys and values wait for later chunks of the same micro-batch only.
+    carries = {(unit.bucket, unit.micro_batch): Carry() for unit in grid.chunks if unit.chunk}
 
+    def pack(unit: Unit, chunk: Chunk) -> MicroBatch:
+        return layout.pack(
+            [fetched[s.task][s.sequence] for s in chunk],
+            names,
+            steps,
+            offsets,
+            multiple,
+            training=True,
+            device=parallel.device,
+            spans=[(s.start, s.stop) for s in chunk],
+            carry=carries.get((unit.bucket, unit.micro_batch)),
+        )
 
-def _shares(sequences: list[PackedSequence], parts: int) -> list[list[PackedSequence]]:
-    """Sequences shared out by tokens, each task evenly."""
-    if parts == 1:
-        return [sequences]
-    groups = {name: i for i, name in enumerate(dict.fromkeys(s[0] for s in sequences))}
-    return share_out(
-        sequences, [int(s[2].shape[0]) for s in sequences], [groups[s[0]] for s in sequences], parts
-    )
+    return {unit: tuple(pack(unit, chunk) for chunk in chunks) for unit, chunks in grid.chunks.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,37 +10,54 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.layout import MicroBatch
-from megatron_mux.pipeline.action import Action
-
-BatchKey = tuple[int, int]  # (bucket, micro-batch)
+from megatron_mux.pipeline.action import Action, Unit
 
 
 class TrainingCompute:
-    """Forward and backward of the micro-batches of one step.
+    """Forward and backward of the units of one step.
 
     Args:
         backbone: This stage.
-        batches: The step's micro-batches.
+        batches: For each unit of the step, a batch for each hybrid task in it: computed one after the other.
         tasks: Number of tasks of the step.
         last: Whether this is the last stage.
     """
 
     def __init__(
-        self, backbone: Backbone, batches: Mapping[BatchKey, MicroBatch], tasks: int, last: bool
+        self,
+        backbone: Backbone,
+        batches: Mapping[Unit, tuple[MicroBatch, ...]],
+        tasks: int,
+        last: bool,
     ) -> None:
         self.backbone = backbone
         self.batches = batches
         self.last = last
         # Summed per task on the device; read once a step.
         self.losses: Tensor = torch.zeros(tasks, dtype=torch.float64, device=backbone.device)
+        self._outputs: dict[Unit, list[Tensor]] = {}
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
-        return self.backbone.hidden_shape(self._batch(action))
+        rows = sum(self.backbone.hidden_shape(batch)[0] for batch in self.batches[action.unit])
+        return (rows, *self.backbone.hidden_shape(self.batches[action.unit][0])[1:])
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage."""
-        batch = self._batch(action)
+        batches = self.batches[action.unit]
+        if len(batches) == 1:
+            return self._forward(batches[0], hidden)
+        sizes = [self.backbone.hidden_shape(batch)[0] for batch in batches]
+        parts: Sequence[Tensor | None] = [None] * len(batches)
+        if hidden is not None:
+            parts = hidden.split(sizes)
+        outputs = [self._forward(batch, part) for batch, part in zip(batches, parts, strict=True)]
+        self._outputs[action.unit] = outputs
+        # Each batch is back-propagated by itself, below.
+        with torch.no_grad():
+            return torch.stack(outputs).sum() if self.last else torch.cat(outputs)
+
+    def _forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         with layout.activate(batch):
             output = self.backbone.forward(batch, hidden, labelled_only=True)
             if not self.last:
@@ -51,17 +68,21 @@ class TrainingCompute:
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate to the adapters and to the stage's input."""
-        if not output.requires_grad:
-            return  # a first stage without adapters
-        with layout.activate(self._batch(action)):
-            torch.autograd.backward((output,), (gradient,))
+        batches = self.batches[action.unit]
+        outputs = self._outputs.pop(action.unit, [output])
+        gradients: Sequence[Tensor | None] = [None] * len(outputs)
+        if gradient is not None:
+            gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
+        for batch, out, own in zip(batches, outputs, gradients, strict=True):
+            if out.requires_grad:  # not on a first stage without adapters
+                with layout.activate(batch):
+                    torch.autograd.backward((out,), (own,))
+            if batch.carry is not None:
+                batch.carry.forget(batch.segments)
 
     def label(self, action: Action) -> str:
-        """Tasks of the micro-batch."""
-        return "+".join(self._batch(action).task_rows)
-
-    def _batch(self, action: Action) -> MicroBatch:
-        return self.batches[(action.bucket, action.micro_batch)]
+        """Tasks of the unit."""
+        return " | ".join("+".join(batch.task_rows) for batch in self.batches[action.unit])
 
 
 class EvaluationCompute:

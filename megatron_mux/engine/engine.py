@@ -7,8 +7,8 @@ clipping, accumulation, data order and fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,18 +20,21 @@ from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.batches import micro_batches, read_together, weighted
+from megatron_mux.engine.batches import lengths_of, micro_batches, read_together, weighted
 from megatron_mux.engine.compute import TrainingCompute
 from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.optimize import TaskOptimizer, reduce_gradients, squared_norm
+from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.plan import Plan, Policy, plan_for
+from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.step import Lengths, most_in_flight, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
-from megatron_mux.pipeline.template import one_f_one_b, plain
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -92,6 +95,7 @@ class _Running:
     adapter: TaskAdapter
     optimizer: TaskOptimizer
     sampler: Sampler
+    load: TaskLoad
     total_steps: int
     step: int = 0
     status: Status = "running"
@@ -125,23 +129,21 @@ class Engine:
     Args:
         backbone: This rank's part of the frozen backbone.
         parallel: Where this rank stands.
-        policy: How tasks share a step (design: `--mux-policy`).
-        micro_batches: Micro-batches of a bucket; see `plan_for`.
+        planning: How tasks share a step; by default all in one hybrid task.
     """
 
     def __init__(
         self,
         backbone: Backbone,
         parallel: Parallel,
-        policy: Policy = "spatial",
-        micro_batches: int | None = None,
+        planning: Planning | None = None,
     ) -> None:
         self.backbone = backbone
         self.parallel = parallel
-        self.policy: Policy = policy
-        self.micro_batches = micro_batches
+        self.planning = planning or Planning("spatial", parallel.pp_size)
         self.adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
+        self.last_plan: Plan | None = None
         self._running: dict[str, _Running] = {}
 
     # -- tasks come and go
@@ -174,9 +176,9 @@ class Engine:
         initial = task.resume.adapter if task.resume is not None else task.initial
         adapter = self.adapters.add(spec, total, initial)
         try:
-            running = _Running(
-                task, adapter, TaskOptimizer(adapter.parameters, spec.training, total), sampler, total
-            )
+            load = TaskLoad.of(spec, task.data.lengths, task.data.label_counts, self.backbone.info)
+            optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
+            running = _Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
         except BaseException:
@@ -219,9 +221,21 @@ class Engine:
         Tasks that share a step are ordered by name, so that the order in which they joined (it differs after a
         resume) does not change a single rounding.
         """
-        names = self.active if self.policy == "serial" else sorted(self.active)
-        accumulation = {n: self._running[n].task.spec.training.gradient_accumulation_steps for n in names}
-        return plan_for(self.policy, accumulation, self.parallel.pp_size, self.micro_batches)
+        return self.planning.next(self._loads())
+
+    def check_fits(self, tasks: Sequence[Task]) -> None:
+        """Refuse tasks that the memory limit has no room for beside those that run.
+
+        Raises:
+            UserError: Says which, and what would make it fit.
+        """
+        if self.planning.planner is not None:
+            info = self.backbone.info
+            new = [TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks]
+            self.planning.planner.check({**self._loads(), **{load.name: load for load in new}})
+
+    def _loads(self) -> dict[str, TaskLoad]:
+        return {name: self._running[name].load for name in self.active}
 
     # -- one step
 
@@ -234,28 +248,50 @@ class Engine:
         Returns:
             A result per task; empty when no task is active.
         """
-        sequences, failed = self._fetch(self.plan.tasks)
-        plan = self.plan  # without those that failed
+        plan = self._for_this_mesh(self.planning.begin(self._loads()))
+        pad_to = padded_lengths(
+            plan.alignment, {name: self._running[name].task.spec.data.max_length for name in plan.tasks}
+        )
+        sequences, failed = self._fetch(plan.tasks, pad_to)
+        plan = plan.only(sequences)  # without those that failed
         names = plan.tasks
-        if not names or any(name not in sequences for name in names):
+        self.last_plan = plan if names else self.last_plan
+        if not names:
             return failed  # nothing left; or a serial run's next task, whose turn is the next step
         steps = {name: self._running[name].step for name in names}
         offsets = {name: self._running[name].position_offset for name in names}
-        batches, tokens = micro_batches(plan, sequences, steps, offsets, self.parallel)
+        lengths = {name: self._lengths(name, pad_to.get(name, 0)) for name in names}
+        grid = step_grid(plan, lengths, self.parallel.dp_rank)
+        template = step_template(plan, grid.sizes)
+        fetched = {name: sequences[name] for name in names}
+        batches = micro_batches(grid, fetched, steps, offsets, self.parallel)
         compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
-        counts = [sum(1 for b, _ in batches if b == i) for i in range(len(plan.buckets))]
-        actions = one_f_one_b(self.parallel.pp_size, plain(counts))[self.parallel.pp_rank]
-        execute(actions, compute, self.communicator, self.backbone.dtype, timer)
+        self.communicator.expect(most_in_flight(template))
+        execute(template[self.parallel.pp_rank], compute, self.communicator, self.backbone.dtype, timer)
         losses, norms = self._statistics(names, compute.losses)
-        done = {name: self._finish(name, losses[i], norms[i], tokens[name]) for i, name in enumerate(names)}
+        done = {
+            name: self._finish(name, losses[i], norms[i], sum(lengths[name].tokens))
+            for i, name in enumerate(names)
+        }
         return {**failed, **done}
 
-    def _fetch(self, names: Sequence[str]) -> tuple[dict[str, list[PackedSequence]], dict[str, StepResult]]:
+    def _for_this_mesh(self, plan: Plan) -> Plan:
+        """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""
+        return plan if plan.data == self.parallel.dp_size else replace(plan, data=self.parallel.dp_size)
+
+    def _lengths(self, name: str, pad_to: int) -> Lengths:
+        running = self._running[name]
+        return lengths_of(running.task.data, running.sampler.batch(running.step), pad_to)
+
+    def _fetch(
+        self, names: Sequence[str], pad_to: Mapping[str, int]
+    ) -> tuple[dict[str, list[PackedSequence]], dict[str, StepResult]]:
         """Read the next batch of each task; a task whose data cannot be read on some rank fails on all of them."""
 
         def read(name: str) -> list[PackedSequence]:
             running = self._running[name]
-            return weighted(name, running.task.data, running.sampler.batch(running.step))
+            records = running.sampler.batch(running.step)
+            return weighted(name, running.task.data, records, pad_to.get(name, 0))
 
         sequences, problems = read_together(names, read, self.parallel)
         failed: dict[str, StepResult] = {}

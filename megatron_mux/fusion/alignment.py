@@ -1,40 +1,275 @@
-"""How the sequences of a step are shared out over data-parallel ranks and micro-batches."""
+"""Alignment (MuxTune section 3.5): a step's sequences become micro-batches, packs and chunks: the chunk grid.
+
+Sequences of a task are laid end to end, never with another task's; a pack may be cut into equal chunks, of which the
+last may be short. So no token is computed that carries no information. (The paper pads each sequence to its task's
+maximum first; that is a mode here.)
+
+The grid follows from the plan and from lengths that every rank knows: nobody has to ask anybody.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-Item = TypeVar("Item")
+Mode = Literal["dense", "max-length", "longest"]
+"""Sequences as they are; padded to their task's `max_length`; padded to the longest `max_length` of all tasks."""
+
+LEAST_CHUNK = 64
+"""Tokens of the smallest chunk that the paper's rule gives: smaller ones leave the device underused."""
 
 
-def share_out(
-    items: Sequence[Item], lengths: Sequence[int], groups: Sequence[int], parts: int
-) -> list[list[Item]]:
-    """Split items into parts of nearly equal length, each group spread evenly.
+@dataclass(frozen=True)
+class Weights:
+    """What a sequence costs, to balance micro-batches by: seconds, or any unit.
 
-    Longest first, each to the part with the fewest tokens that still has room for its group: a part takes at most
-    `ceil(group size / parts)` items of a group, so that accumulation bounds memory as a user expects. Deterministic.
+    Attributes:
+        token: For each token.
+        pair: For each pair of a token and one that it may attend to.
+        label: For each labelled token (the loss head).
+    """
+
+    token: float = 1.0
+    pair: float = 0.0
+    label: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= weight < math.inf for weight in (self.token, self.pair, self.label)):
+            raise ValueError(f"weights are finite and not negative, got {self}")
+
+    def of(self, tokens: int, labels: int) -> float:
+        """The cost of one sequence."""
+        return self.token * tokens + self.pair * (tokens * (tokens + 1) / 2) + self.label * labels
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sequence of a step.
+
+    Attributes:
+        task: Its task.
+        sequence: Its number within the task's step.
+        tokens: Its length, padding included.
+        cost: What it weighs when micro-batches are balanced.
+    """
+
+    task: str
+    sequence: int
+    tokens: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a chunk holds of a sequence.
+
+    Attributes:
+        task, sequence: Which one.
+        start, stop: Its first token in the chunk, and one past the last.
+    """
+
+    task: str
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+Chunk = tuple[Slice, ...]
+"""What is computed in one clock: slices of several packs, in the order of their tasks."""
+
+MicroBatchGrid = tuple[Chunk, ...]
+"""The chunks of one micro-batch, in the order of forward passes."""
+
+
+def paper_chunk(max_lengths: Sequence[int]) -> int:
+    """The paper's chunk size: the greatest power of two that divides all maximum lengths, and at least 64."""
+    if not max_lengths or min(max_lengths) < 1:
+        raise ValueError(f"a chunk size is for lengths of at least 1, got {list(max_lengths)}")
+    size = LEAST_CHUNK
+    while all(length % (2 * size) == 0 for length in max_lengths):
+        size *= 2
+    return size
+
+
+def padded_lengths(mode: Mode, max_lengths: Mapping[str, int]) -> dict[str, int]:
+    """To how many tokens each task's sequences are padded; empty in mode `dense`."""
+    if mode == "dense":
+        return {}
+    longest = max(max_lengths.values(), default=0)
+    return {name: length if mode == "max-length" else longest for name, length in max_lengths.items()}
+
+
+class Filled:
+    """What pipelines and micro-batches hold already, so that what comes next goes where there is least.
 
     Args:
-        items: What to share out (sequences).
-        lengths: Tokens of each.
-        groups: Group (task) of each.
-        parts: Number of parts.
+        pipelines: Number of pipelines.
+        micro_batches: C.
+    """
+
+    def __init__(self, pipelines: int = 1, micro_batches: int = 1) -> None:
+        self.pipelines = [0.0] * pipelines
+        self.micro_batches = [[0.0] * micro_batches for _ in range(pipelines)]
+
+    def next_bucket(self, micro_batches: int) -> None:
+        """Begin with empty micro-batches; pipelines stay as they are."""
+        self.micro_batches = [[0.0] * micro_batches for _ in self.pipelines]
+
+
+def chunk_grid(
+    items: Sequence[Item], chunk: int | None, filled: Filled, data_rank: int = 0
+) -> tuple[MicroBatchGrid, ...]:
+    """Cut one pipeline's share of a hybrid task's step.
+
+    Args:
+        items: The hybrid task's sequences over all pipelines, task after task.
+        chunk: Tokens of a chunk; None: micro-batches are not cut.
+        filled: What there is so far; changed.
+        data_rank: Which pipeline this is.
 
     Returns:
-        `parts` lists, items in their original order; some may be empty.
+        C micro-batches, of which some may be empty; no chunk is.
     """
-    sizes: dict[int, int] = {}
-    for group in groups:
-        sizes[group] = sizes.get(group, 0) + 1
-    room = [{group: math.ceil(size / parts) for group, size in sizes.items()} for _ in range(parts)]
-    filled = [0] * parts
-    chosen: list[list[int]] = [[] for _ in range(parts)]
-    for i in sorted(range(len(items)), key=lambda i: (-lengths[i], i)):
-        part = min((p for p in range(parts) if room[p][groups[i]] > 0), key=lambda p: (filled[p], p))
-        room[part][groups[i]] -= 1
-        filled[part] += lengths[i]
+    mine = share_out(items, [item.cost for item in items], filled.pipelines)[data_rank]
+    parts = share_out(mine, [item.cost for item in mine], filled.micro_batches[data_rank])
+    return tuple(_micro_batch(part, chunk) if part else () for part in parts)
+
+
+def share_out(items: Sequence[Item], costs: Sequence[float], filled: list[float]) -> list[list[Item]]:
+    """Split items into parts of nearly equal cost: the dearest first, each to the part that has least so far.
+
+    Args:
+        items: What to share out.
+        costs: Of each.
+        filled: What each part holds already; changed.
+
+    Returns:
+        A list for each part, items in their original order; some may be empty. Deterministic.
+    """
+    chosen: list[list[int]] = [[] for _ in filled]
+    for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+        part = min(range(len(filled)), key=lambda p: (filled[p], len(chosen[p]), p))
+        filled[part] += costs[i]
         chosen[part].append(i)
     return [[items[i] for i in sorted(indices)] for indices in chosen]
+
+
+def _micro_batch(items: Sequence[Item], chunk: int | None) -> MicroBatchGrid:
+    longest = max(item.tokens for item in items)
+    if chunk is None or longest <= chunk:
+        # Every pack would be one chunk.
+        return (tuple(Slice(item.task, item.sequence, 0, item.tokens) for item in items),)
+    clocks = -(-longest // chunk)
+    packs = [_cut(pack, chunk) for pack in _packs(items, clocks * chunk)]
+    return _grid(packs, clocks, [item.task for item in items])
+
+
+def _packs(items: Sequence[Item], capacity: int) -> list[list[Item]]:
+    """Each task's sequences end to end in packs of at most `capacity` tokens: longest first, where it still fits."""
+    packs: list[tuple[str, int, list[Item]]] = []
+    for item in sorted(items, key=lambda item: -item.tokens):
+        for i, (task, filled, pack) in enumerate(packs):
+            if task == item.task and filled + item.tokens <= capacity:
+                packs[i] = (task, filled + item.tokens, [*pack, item])
+                break
+        else:
+            packs.append((item.task, item.tokens, [item]))
+    return [pack for _, _, pack in packs]
+
+
+def _cut(pack: Sequence[Item], chunk: int) -> list[list[Slice]]:
+    """The chunks of a pack, all of `chunk` tokens but the last."""
+    chunks: list[list[Slice]] = [[]]
+    room = chunk
+    for item in pack:
+        at = 0
+        while at < item.tokens:
+            if not room:
+                chunks.append([])
+                room = chunk
+            taken = min(room, item.tokens - at)
+            chunks[-1].append(Slice(item.task, item.sequence, at, at + taken))
+            at, room = at + taken, room - taken
+    return chunks
+
+
+def _grid(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str]) -> MicroBatchGrid:
+    """Let each pack begin where clocks come out most even: longest packs first."""
+    filled = [0] * clocks
+    cells: list[list[Slice]] = [[] for _ in range(clocks)]
+    for pack in sorted(packs, key=lambda pack: -sum(s.tokens for chunk in pack for s in chunk)):
+        sizes = [sum(s.tokens for s in chunk) for chunk in pack]
+
+        def unevenness(first: int, sizes: Sequence[int] = sizes) -> tuple[int, int]:
+            return sum(2 * filled[first + i] * n for i, n in enumerate(sizes)), first
+
+        first = min(range(clocks - len(pack) + 1), key=unevenness)
+        for i, chunk in enumerate(pack):
+            filled[first + i] += sizes[i]
+            cells[first + i] += chunk
+    order = {task: i for i, task in enumerate(dict.fromkeys(tasks))}
+    return tuple(tuple(sorted(cell, key=lambda s: (order[s.task], s.sequence))) for cell in cells if cell)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Tokens of a step, by what becomes of them.
+
+    Attributes:
+        real: That carry information.
+        computed: By this alignment.
+        within_tasks: If each task's sequences were padded to the longest of its batch.
+        zero_padded: If all sequences were padded to the longest of all tasks.
+    """
+
+    real: int = 0
+    computed: int = 0
+    within_tasks: int = 0
+    zero_padded: int = 0
+
+    def __add__(self, other: Padding) -> Padding:
+        return Padding(
+            self.real + other.real,
+            self.computed + other.computed,
+            self.within_tasks + other.within_tasks,
+            self.zero_padded + other.zero_padded,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of all computed tokens, those that carry no information."""
+        return 1 - self.real / self.computed if self.computed else 0.0
+
+    @property
+    def share_within_tasks(self) -> float:
+        """The same, padded within each task."""
+        return 1 - self.real / self.within_tasks if self.within_tasks else 0.0
+
+    @property
+    def share_zero_padded(self) -> float:
+        """The same, padded to the longest of all."""
+        return 1 - self.real / self.zero_padded if self.zero_padded else 0.0
+
+
+def padding_of(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, int]) -> Padding:
+    """Count the tokens of one step, or of several added up.
+
+    Args:
+        lengths: Raw lengths of each task's sequences in the step.
+        pad_to: From `padded_lengths`.
+    """
+    real = sum(sum(own) for own in lengths.values())
+    longest = max((max(own, default=0) for own in lengths.values()), default=0)
+    return Padding(
+        real,
+        sum(len(own) * pad_to[name] if pad_to else sum(own) for name, own in lengths.items()),
+        sum(len(own) * max(own, default=0) for own in lengths.values()),
+        sum(len(own) for own in lengths.values()) * longest,
+    )

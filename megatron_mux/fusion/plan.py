@@ -1,18 +1,29 @@
-"""The plan: which tasks are batched, which are interleaved, in how many micro-batches. Data, nothing else.
+"""The plan: which tasks are batched, which are interleaved, in how many micro-batches, cut how. Data, nothing else.
 
-Until the planner exists a plan follows from the policy alone: `spatial` puts all active tasks into one hybrid
-task (MuxTune section 3.3, batching), `temporal` gives each task a bucket of its own (interleaving), `serial` is
-`temporal` for one task at a time.
+A plan follows from a policy alone (`plan_for`: `spatial` puts all active tasks into one hybrid task, MuxTune's
+batching; `temporal` gives each task a bucket of its own, its interleaving; `serial` is one task at a time) or from the
+planner (`planner.py`, policy `auto`). Either way it is the same on every rank, survives a trip through JSON and prints.
+What a step does with it (`step.py`) follows from the plan and from the step's lengths, which every rank knows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
 
-Policy = Literal["serial", "temporal", "spatial"]
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.alignment import Mode, Weights
+
+Policy = Literal["serial", "temporal", "spatial", "auto"]
+FORMAT: Literal[2] = 2
+
+_Count = Annotated[int, Field(ge=1, strict=True)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Amounts = tuple[_Amount, ...]
 
 
 @dataclass(frozen=True)
@@ -21,9 +32,13 @@ class HybridTask:
 
     Attributes:
         tasks: Their names, in row order.
+        tokens: Of one step, all of them together, as the planner expects.
     """
 
-    tasks: tuple[str, ...]
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    tokens: _Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,12 +46,25 @@ class Bucket:
     """Hybrid tasks that share pipeline clocks.
 
     Attributes:
-        hybrid_tasks: One for now.
+        hybrid_tasks: At least one; with several, each is a batch of its own within the clock.
         micro_batches: In how many micro-batches one step of the bucket is computed on each pipeline.
+        chunk: Tokens of a chunk; None: packs are not cut.
+        chunks: Of each micro-batch of a step of typical lengths; empty where nobody has looked at lengths.
+        forward, backward: `[S]` predicted seconds of one chunk's passes; empty without the planner.
+        memory: `[S]` predicted bytes kept of one chunk between its passes.
+        transfer: `[S - 1]` predicted seconds between stages.
     """
 
-    hybrid_tasks: tuple[HybridTask, ...]
-    micro_batches: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    hybrid_tasks: Annotated[tuple[HybridTask, ...], Field(min_length=1)]
+    micro_batches: _Count
+    chunk: _Count | None = None
+    chunks: tuple[_Count, ...] = ()
+    forward: _Amounts = ()
+    backward: _Amounts = ()
+    memory: _Amounts = ()
+    transfer: _Amounts = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -52,16 +80,82 @@ class Plan:
         policy: Where it comes from.
         stages: Pipeline stages.
         buckets: In the order they enter the pipeline.
+        tensor, data: Ranks that share each layer; pipelines.
+        backbone: The backbone's fingerprint; empty: not bound to one.
+        alignment: How sequences are padded, if at all.
+        weights: What micro-batches are balanced by.
+        template: Each stage's actions of a step of typical lengths, in their string form; empty without the planner.
+        costs: Where predicted figures come from.
+        predicted_latency_s: Of one step of every task.
+        alternatives: The same for `serial`, `temporal`, `spatial` and `padded` (spatial, all sequences padded to the
+            longest `max_length`).
+        memory_bytes: `[S]` predicted peak of each stage.
+        memory_limit_bytes: What a rank may use; None: not limited.
+        activation_limit: `[S]` bytes that a stage may keep between passes, what is always there left out.
+        padding: Shares of computed tokens that carry no information: `plan`, `within_tasks`, `zero_padded`.
+        replan_in: Steps after which this plan gives way to the one that is being made beside it; 0: none is.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     policy: Policy
-    stages: int
+    stages: _Count
     buckets: tuple[Bucket, ...]
+    tensor: _Count = 1
+    data: _Count = 1
+    backbone: str = ""
+    alignment: Mode = "dense"
+    weights: Weights = field(default_factory=Weights)
+    template: tuple[tuple[str, ...], ...] = ()
+    costs: str = ""
+    predicted_latency_s: _Amount | None = None
+    alternatives: dict[str, _Amount | None] = field(default_factory=dict)
+    memory_bytes: _Amounts = ()
+    memory_limit_bytes: _Amount | None = None
+    activation_limit: _Amounts = ()
+    padding: dict[str, _Amount] = field(default_factory=dict)
+    replan_in: Annotated[int, Field(ge=0, strict=True)] = 0
+    format: Literal[2] = FORMAT
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """All task names."""
         return tuple(name for bucket in self.buckets for name in bucket.tasks)
+
+    def bucket_of(self, task: str) -> int:
+        """Index of the bucket that holds a task.
+
+        Raises:
+            KeyError: None does.
+        """
+        for i, bucket in enumerate(self.buckets):
+            if task in bucket.tasks:
+                return i
+        raise KeyError(task)
+
+    def only(self, names: Collection[str]) -> Plan:
+        """The same without the tasks that are not among `names`; what was predicted for all of them is dropped."""
+        if set(self.tasks) <= set(names):
+            return self
+        buckets = []
+        for bucket in self.buckets:
+            hybrids = [
+                h if len(kept) == len(h.tasks) else HybridTask(kept)
+                for h in bucket.hybrid_tasks
+                if (kept := tuple(t for t in h.tasks if t in names))
+            ]
+            if hybrids:
+                buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=()))
+        return replace(self, buckets=tuple(buckets), **_UNKNOWN)
+
+    def with_tasks(self, names: Sequence[str], micro_batches: int) -> Plan:
+        """The same with a hybrid task of the tasks that it lacks, last to enter the pipeline."""
+        new = tuple(sorted(set(names) - set(self.tasks)))
+        if not new:
+            return self
+        # Nothing is predicted of it, so its template is 1F1B: few of its micro-batches are alive at once.
+        bucket = Bucket((HybridTask(new),), micro_batches)
+        return replace(self, buckets=(*self.buckets, bucket), **_UNKNOWN)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for `plan.json`."""
@@ -72,24 +166,63 @@ class Plan:
         """Inverse of `to_json`, also after a trip through a JSON file.
 
         Raises:
-            KeyError, TypeError: `value` is not a plan.
+            UserError: `value` is not a plan; every wrong entry is named by its place.
         """
-        buckets = tuple(
-            Bucket(tuple(HybridTask(tuple(h["tasks"])) for h in b["hybrid_tasks"]), int(b["micro_batches"]))
-            for b in value["buckets"]
-        )
-        return cls(value["policy"], int(value["stages"]), buckets)
+        if not isinstance(value, Mapping):
+            raise UserError("the plan: must be one JSON object")
+        if value.get("format") != FORMAT:
+            raise UserError(f"format: must be {FORMAT}, got {value.get('format')!r}: plan anew")
+        try:
+            # As JSON, in which lists are the tuples they stand for and nothing else is taken for what it is not.
+            return _ADAPTER.validate_json(json.dumps(value), strict=True)
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, ValidationError):
+                raise UserError(f"the plan: {error}") from error
+            raise UserError(*_described(error.errors())) from error
 
     def __str__(self) -> str:
         lines = [f"plan: {self.policy}, {self.stages} stage{'s' if self.stages > 1 else ''}"]
         for i, bucket in enumerate(self.buckets):
             hybrid = " | ".join(" + ".join(h.tasks) for h in bucket.hybrid_tasks)
-            lines.append(f"  bucket {i}: {hybrid} in {bucket.micro_batches} micro-batch(es)")
+            cut = f", chunks of {bucket.chunk}" if bucket.chunk else ""
+            lines.append(f"  bucket {i}: {hybrid} in {bucket.micro_batches} micro-batch(es){cut}")
         return "\n".join(lines)
 
 
+_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
+
+_UNKNOWN: dict[str, Any] = {
+    "template": (),
+    "predicted_latency_s": None,
+    "alternatives": {},
+    "memory_bytes": (),
+    "padding": {},
+}
+"""What was predicted for all tasks of a plan says nothing once they are others."""
+
+
+def _described(problems: Sequence[Any]) -> list[str]:
+    """A sentence for each wrong entry; what encloses a wrong entry is wrong for its sake only."""
+    places = [problem["loc"] for problem in problems]
+    said = []
+    for problem in problems:
+        inner = problem["loc"]
+        if any(len(p) > len(inner) and p[: len(inner)] == inner for p in places):
+            continue
+        place = ""
+        for part in inner:
+            place += f"[{part}]" if isinstance(part, int) else f"{'.' if place else ''}{part}"
+        said.append(f"{place or 'the plan'}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
+    return said
+
+
 def plan_for(
-    policy: Policy, accumulation: Mapping[str, int], stages: int, micro_batches: int | None = None
+    policy: Literal["serial", "temporal", "spatial"],
+    accumulation: Mapping[str, int],
+    stages: int,
+    micro_batches: int | None = None,
+    chunk: int | None = None,
+    alignment: Mode = "dense",
 ) -> Plan:
     """The plan that a policy means.
 
@@ -99,6 +232,8 @@ def plan_for(
         stages: Pipeline stages.
         micro_batches: Per bucket; by default the largest accumulation, and at least twice the stages of a pipeline
             in `spatial`, so that its bubble stays below a third.
+        chunk: Tokens of a chunk; None: packs are not cut.
+        alignment: See `Plan`.
 
     Returns:
         The plan; it has no bucket when no task is active.
@@ -107,17 +242,19 @@ def plan_for(
     def bucket(tasks: Sequence[str], fill: bool) -> Bucket:
         least = 2 * stages if fill and stages > 1 else 1
         count = micro_batches or max(least, *(accumulation[name] for name in tasks))
-        return Bucket((HybridTask(tuple(tasks)),), count)
+        return Bucket((HybridTask(tuple(tasks)),), count, chunk)
 
     names = list(accumulation)
     if policy == "serial":
         names = names[:1]
     if not names:
-        return Plan(policy, stages, ())
-    if policy == "spatial":
-        return Plan(policy, stages, (bucket(names, fill=True),))
-    # With several buckets in the pipeline at once, the other tasks fill the bubble.
-    return Plan(policy, stages, tuple(bucket([name], fill=len(names) == 1) for name in names))
+        buckets: tuple[Bucket, ...] = ()
+    elif policy == "spatial":
+        buckets = (bucket(names, fill=True),)
+    else:
+        # With several buckets in the pipeline at once, the other tasks fill the bubble.
+        buckets = tuple(bucket([name], fill=len(names) == 1) for name in names)
+    return Plan(policy, stages, buckets, alignment=alignment)
 
 
 def dumps(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 One function, `segment_attention`; by device and dtype it runs scaled-dot-product attention run by run of equal
 segments (CPU, fp32, fp64) or one variable-length kernel for all of them (bf16 and fp16 on CUDA).
-Shapes: T tokens, h query heads, g key-value heads, D head size, P prefix length.
+Shapes: T tokens, p tokens of earlier chunks, h query heads, g key-value heads, D head size, P prefix length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Prefix = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring segments of one length and, where a prefix applies, of one task."""
+    """Neighbouring segments of one length and, where a prefix applies, of one task; one that has a past is alone."""
 
     rows: int
     count: int
     length: int
+    past: int
     task: str | None
 
 
@@ -47,8 +48,9 @@ def segment_attention(
 
     Args:
         query: `[T, h, D]`.
-        key: `[T, g, D]`, with g dividing h.
-        value: `[T, g, D]`.
+        key: `[p + T, g, D]`, with g dividing h: first the past of every segment that has one, in their order (see
+            `Carry.extend`).
+        value: `[p + T, g, D]`.
         segments: In row order, end to end from row 0; rows after the last one are padding.
         scale: What scores are multiplied by before the softmax.
         window: A token sees the `window` latest positions, itself included; prefix positions count. None: all.
@@ -58,11 +60,17 @@ def segment_attention(
         `[T, h, D]`; padding rows are zero.
     """
     prefix = prefix or {}
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+    if has_one_call(query.device, query.dtype):
         kernel = _varlen_kernel()
-        if kernel is not None:
-            return _by_varlen(kernel, query, key, value, segments, scale, window, prefix)
+        assert kernel is not None
+        return _by_varlen(kernel, query, key, value, segments, scale, window, prefix)
     return _by_runs(query, key, value, segments, scale, window, prefix)
+
+
+def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one kernel serves all segments of a batch, however long each is."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and is_half and _varlen_kernel() is not None
 
 
 def _runs(segments: Sequence[Segment], prefix: Prefix) -> list[_Run]:
@@ -71,10 +79,11 @@ def _runs(segments: Sequence[Segment], prefix: Prefix) -> list[_Run]:
     for segment in segments:
         task = segment.task if segment.task in prefix else None
         last = runs[-1] if runs else None
-        if last is not None and last.length == segment.length and last.task == task:
-            runs[-1] = _Run(last.rows + segment.length, last.count + 1, last.length, task)
+        alike = last is not None and (last.length, last.past, last.task) == (segment.length, 0, task)
+        if last is not None and alike and not segment.past:
+            runs[-1] = _Run(last.rows + segment.length, last.count + 1, last.length, 0, task)
         else:
-            runs.append(_Run(segment.length, 1, segment.length, task))
+            runs.append(_Run(segment.length, 1, segment.length, segment.past, task))
     return runs
 
 
@@ -91,13 +100,23 @@ def _by_runs(
     runs = _runs(segments, prefix)
     padding = query.shape[0] - sum(run.rows for run in runs)
     sizes = [run.rows for run in runs] + [padding] * (padding > 0)
-    pieces = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    pasts = [run.past for run in runs if run.past]
+    keys, values = key.split([*pasts, *sizes]), value.split([*pasts, *sizes])
+    past = iter(zip(keys, values, strict=True))
+    own = zip(query.split(sizes), keys[len(pasts) :], values[len(pasts) :], strict=True)
     outputs = []
-    for run, (q, k, v) in zip(runs, pieces, strict=False):
+    for run, (q, k, v) in zip(runs, own, strict=False):
         q, k, v = (x.unflatten(0, (run.count, run.length)) for x in (q, k, v))
-        if run.task is not None:
-            before_k, before_v = (x.expand(run.count, *x.shape) for x in prefix[run.task])
-            k, v = torch.cat((before_k, k), dim=1), torch.cat((before_v, v), dim=1)
+        before = (
+            [tuple(x.expand(run.count, *x.shape) for x in prefix[run.task])] if run.task is not None else []
+        )
+        if run.past:
+            before.append(tuple(x.unsqueeze(0) for x in next(past)))
+        if before:
+            k, v = (
+                torch.cat([*(b[0] for b in before), k], dim=1),
+                torch.cat([*(b[1] for b in before), v], dim=1),
+            )
         out = _dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     if padding:
@@ -144,7 +163,7 @@ def _varlen_kernel() -> Callable[..., Any] | None:
 class _Bounds:
     """What the variable-length kernel asks about a micro-batch.
 
-    `gather` says which rows of (prefixes, then tokens) make up the keys; None where there is no prefix.
+    `gather` says which rows of (prefixes, then pasts, then tokens) make up the keys; None where tokens alone do.
     """
 
     queries: Tensor
@@ -163,21 +182,24 @@ def _bounds(
     for task, length in prefix_lengths:
         starts[task] = (at, length)
         at += length
+    own = at + sum(segment.past for segment in segments)
     queries, keys, rows = [0], [0], []
     for segment in segments:
         first, length = starts.get(segment.task, (0, 0))
         rows += [
             *range(first, first + length),
-            *range(at + segment.start, at + segment.start + segment.length),
+            *range(at, at + segment.past),
+            *range(own + segment.start, own + segment.start + segment.length),
         ]
+        at += segment.past
         queries.append(queries[-1] + segment.length)
-        keys.append(keys[-1] + length + segment.length)
+        keys.append(keys[-1] + length + segment.past + segment.length)
     return _Bounds(
         torch.tensor(queries, dtype=torch.int32, device=device),
         torch.tensor(keys, dtype=torch.int32, device=device),
         max(b - a for a, b in zip(queries, queries[1:], strict=False)),
         max(b - a for a, b in zip(keys, keys[1:], strict=False)),
-        torch.tensor(rows, device=device) if prefix_lengths else None,
+        torch.tensor(rows, device=device) if own else None,
     )
 
 

@@ -64,27 +64,27 @@ class BucketCost:
         return self.transfer[stage] if self.transfer else 0.0
 
 
-def forward_order(sizes: Sequence[tuple[int, int]]) -> list[Unit]:
-    """Forward passes bucket after bucket, micro-batches of a bucket consecutive (rule 2), chunks in order.
+Sizes = Sequence[Sequence[int]]
+"""For every bucket, in the order in which they enter: the number of chunks of each of its micro-batches."""
 
-    Args:
-        sizes: Micro-batches, and chunks of each, of every bucket in the order in which they enter.
-    """
+
+def forward_order(sizes: Sizes) -> list[Unit]:
+    """Forward passes bucket after bucket, micro-batches of a bucket consecutive (rule 2), chunks in order."""
     return list(_units(sizes, reverse=False))
 
 
-def backward_order(sizes: Sequence[tuple[int, int]]) -> list[Unit]:
+def backward_order(sizes: Sizes) -> list[Unit]:
     """The same for backward passes: the chunks of a micro-batch in reverse, since later ones read earlier ones' KV."""
     return list(_units(sizes, reverse=True))
 
 
-def _units(sizes: Sequence[tuple[int, int]], reverse: bool) -> Iterator[Unit]:
-    for bucket, (micro_batches, chunks) in enumerate(sizes):
-        for micro_batch in range(micro_batches):
+def _units(sizes: Sizes, reverse: bool) -> Iterator[Unit]:
+    for bucket, micro_batches in enumerate(sizes):
+        for micro_batch, chunks in enumerate(micro_batches):
             for chunk in range(chunks):
                 yield Unit(bucket, micro_batch, chunks - 1 - chunk if reverse else chunk)
 
 
-def sizes_of(buckets: Sequence[BucketCost]) -> list[tuple[int, int]]:
-    """What the orders are made of."""
-    return [(bucket.micro_batches, bucket.chunks) for bucket in buckets]
+def sizes_of(buckets: Sequence[BucketCost]) -> list[list[int]]:
+    """What the orders are made of, where all micro-batches of a bucket are alike."""
+    return [[bucket.chunks] * bucket.micro_batches for bucket in buckets]

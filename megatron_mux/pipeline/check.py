@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from megatron_mux.pipeline.action import Action, Kind, Unit
-from megatron_mux.pipeline.bucket import BucketCost, forward_order, sizes_of
+from megatron_mux.pipeline.bucket import Sizes, forward_order
 from megatron_mux.pipeline.template import Template
 
 
@@ -13,25 +13,29 @@ class TemplateError(ValueError):
     """A template that cannot be run; its text has the grid with the offending cells marked."""
 
 
-def check(template: Template, buckets: Sequence[BucketCost]) -> None:
+def check(template: Template, sizes: Sizes, stages: int) -> None:
     """Refuse a template that is not one for these buckets.
 
     Forward passes alone are a template too, if there is no backward pass at all.
+
+    Args:
+        template: Actions per rank.
+        sizes: Of the buckets.
+        stages: Number of stages, virtual ones included.
 
     Raises:
         TemplateError: An action is on another rank than its stage's, is there twice or not at all, breaks the order of
             a pack's chunks, runs backward before forward, or is sent in another order than it is taken.
     """
-    stages = buckets[0].stages if buckets else 0
-    wanted = set(forward_order(sizes_of(buckets)))
+    wanted = set(forward_order(sizes))
     _check_places(template, stages, wanted)
     has_backward = any(action.kind == "B" for actions in template for action in actions)
     kinds: tuple[Kind, ...] = ("F", "B") if has_backward else ("F",)
     for kind in kinds:
         for stage in range(stages):
-            _check_passes(template, stage, kind, buckets, wanted)
+            _check_passes(template, stage, kind, sizes, wanted)
     for actions in template:
-        _check_forward_first(template, actions, buckets)
+        _check_forward_first(template, actions, sizes)
 
 
 def marked(template: Template, cells: Collection[Action] = ()) -> str:
@@ -63,15 +67,13 @@ def _passes(template: Template, stage: int, kind: Kind) -> list[Action]:
     return [action for action in rank if action.stage == stage and action.kind == kind]
 
 
-def _check_passes(
-    template: Template, stage: int, kind: Kind, buckets: Sequence[BucketCost], wanted: Collection[Unit]
-) -> None:
+def _check_passes(template: Template, stage: int, kind: Kind, sizes: Sizes, wanted: Collection[Unit]) -> None:
     """One stage's passes of one kind: all there, chunks in order, and in the order of the stage before."""
     passes = _passes(template, stage, kind)
     missing = sorted(set(wanted) - {action.unit for action in passes})
     if missing:
         raise _refuse(template, f"{Action.of(stage, kind, missing[0])} is missing")
-    for action, chunk in _chunks_out_of_order(passes, kind, buckets):
+    for action, chunk in _chunks_out_of_order(passes, kind, sizes):
         raise _refuse(template, f"{action} comes before chunk {chunk} of its micro-batch", action)
     if stage == 0:
         return
@@ -81,29 +83,25 @@ def _check_passes(
             raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)
 
 
-def _chunks_out_of_order(
-    passes: Sequence[Action], kind: Kind, buckets: Sequence[BucketCost]
-) -> Iterator[tuple[Action, int]]:
+def _chunks_out_of_order(passes: Sequence[Action], kind: Kind, sizes: Sizes) -> Iterator[tuple[Action, int]]:
     """Actions whose chunk is not the next of its micro-batch, with the chunk that should be."""
     following: dict[tuple[int, int], int] = {}
     for action in passes:
         key = (action.bucket, action.micro_batch)
-        first = 0 if kind == "F" else buckets[action.bucket].chunks - 1
+        first = 0 if kind == "F" else sizes[action.bucket][action.micro_batch] - 1
         due = following.get(key, first)
         if action.chunk != due:
             yield action, due
         following[key] = due + (1 if kind == "F" else -1)
 
 
-def _check_forward_first(
-    template: Template, actions: Sequence[Action], buckets: Sequence[BucketCost]
-) -> None:
+def _check_forward_first(template: Template, actions: Sequence[Action], sizes: Sizes) -> None:
     """A pack's backward needs its forward, all chunks of it: later ones hold gradients of earlier ones' KV."""
     forwards: set[Action] = set()
     for action in actions:
         if action.kind == "F":
             forwards.add(action)
             continue
-        last = Unit(action.bucket, action.micro_batch, buckets[action.bucket].chunks - 1)
+        last = Unit(action.bucket, action.micro_batch, sizes[action.bucket][action.micro_batch] - 1)
         if Action.of(action.stage, "F", last) not in forwards:
             raise _refuse(template, f"{action} comes before the forward of its last chunk", action)

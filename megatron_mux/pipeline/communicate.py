@@ -44,6 +44,7 @@ class Communicator:
         # is more than a pipeline's depth old holds nobody up: its receiver has long asked for it, or asks next.
         self._pending: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._most = 2 * (stages + 1)
+        self._least = self._most
 
     @classmethod
     def between_stages(cls, parallel: Parallel) -> Communicator:
@@ -62,6 +63,13 @@ class Communicator:
             parallel.device,
             parallel.pp_size,
         )
+
+    def expect(self, in_flight: int) -> None:
+        """Prepare for a template that has so many units in flight on some stage.
+
+        Neighbours never lag further behind each other than that, so older sends are done and waiting is not waiting.
+        """
+        self._most = max(self._least, in_flight + 1)
 
     def receive_hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Hidden states of the previous stage, or None on the first stage."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_mux.pipeline.action import Action, TimedAction
-from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.bucket import BucketCost, Sizes, sizes_of
 from megatron_mux.pipeline.check import TemplateError, check, marked
 from megatron_mux.pipeline.template import Template
 
@@ -56,6 +56,7 @@ def simulate(
     buckets: Sequence[BucketCost],
     labels: Sequence[str] | None = None,
     memory_limit: Sequence[float] | None = None,
+    sizes: Sizes | None = None,
 ) -> Simulation:
     """Run a template on paper.
 
@@ -64,13 +65,14 @@ def simulate(
         buckets: Costs, by the index that actions name.
         labels: What to write on each bucket's actions; by default its index.
         memory_limit: Bytes that each rank may keep; None: no limit.
+        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say.
 
     Raises:
         TemplateError: It is not complete, breaks an order, keeps too much, or comes to a deadlock: the offending cell
             is marked.
     """
     stages = buckets[0].stages if buckets else len(template)
-    check(template, buckets)
+    check(template, sizes_of(buckets) if sizes is None else sizes, stages)
     names = labels or [str(i) for i in range(len(buckets))]
     done: dict[Action, float] = {}
     links: dict[tuple[int, int], float] = {}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_mux.pipeline.action import Action, Unit
-from megatron_mux.pipeline.bucket import BucketCost, backward_order, forward_order, sizes_of
+from megatron_mux.pipeline.bucket import BucketCost, Sizes, backward_order, forward_order, sizes_of
 from megatron_mux.pipeline.template import Template
 
 _TOLERANCE = 1e-9
@@ -24,19 +24,22 @@ def descending(buckets: Sequence[BucketCost]) -> list[int]:
     return sorted(range(len(buckets)), key=lambda i: (-buckets[i].latency, i))
 
 
-def structured(buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None) -> Template:
+def structured(
+    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None, sizes: Sizes | None = None
+) -> Template:
     """The template for these buckets; see `schedule`."""
-    return schedule(buckets, memory_limit)[0]
+    return schedule(buckets, memory_limit, sizes)[0]
 
 
 def schedule(
-    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None
+    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None, sizes: Sizes | None = None
 ) -> tuple[Template, float]:
     """The template for these buckets and its latency in seconds, the same that `simulate` finds.
 
     Args:
         buckets: In the order in which they enter; see `descending`.
         memory_limit: `[S]` bytes that a stage may keep between forward and backward passes; None: no limit.
+        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say.
 
     Returns:
         One list of actions per stage, and seconds. Every stage runs forwards and backwards in one order, and the last
@@ -52,7 +55,7 @@ def schedule(
         raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
     if memory_limit is not None:
         _check_memory(buckets, memory_limit)
-    return _Scheduler(buckets, stages, memory_limit).run()
+    return _Scheduler(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit).run()
 
 
 def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -> None:
@@ -80,12 +83,13 @@ class _Scheduler:
     """Greedy list scheduling in the order of simulated time."""
 
     def __init__(
-        self, buckets: Sequence[BucketCost], stages: int, memory_limit: Sequence[float] | None
+        self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None
     ) -> None:
+        stages = buckets[0].stages
         self.buckets = buckets
+        self.sizes = sizes
         self.last = stages - 1
         self.limit = memory_limit
-        sizes = sizes_of(buckets)
         self.forward, self.backward = forward_order(sizes), backward_order(sizes)
         self.position = {unit: i for i, unit in enumerate(self.forward)}
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
@@ -148,7 +152,7 @@ class _Scheduler:
         return self._last_of_pack(self.backward[done]) < self.stages[number].forwards
 
     def _last_of_pack(self, unit: Unit) -> int:
-        last = Unit(unit.bucket, unit.micro_batch, self.buckets[unit.bucket].chunks - 1)
+        last = Unit(unit.bucket, unit.micro_batch, self.sizes[unit.bucket][unit.micro_batch] - 1)
         return self.position[last]
 
     def _is_forward_ready(self, number: int, now: float) -> bool:
@@ -158,4 +162,8 @@ class _Scheduler:
             return False
         unit = self.forward[stage.forwards]
         kept = stage.kept + self.buckets[unit.bucket].kept(number)
-        return self.limit is None or kept <= self.limit[number] * (1 + _TOLERANCE)
+        if self.limit is None or kept <= self.limit[number] * (1 + _TOLERANCE):
+            return True
+        # A micro-batch that is alone here is finished, whatever it keeps: nothing else could make room for it.
+        oldest = self.backward[stage.backwards]
+        return (unit.bucket, unit.micro_batch) == (oldest.bucket, oldest.micro_batch)

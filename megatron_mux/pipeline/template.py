@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_mux.pipeline.action import Action, Unit
-from megatron_mux.pipeline.bucket import backward_order, forward_order
+from megatron_mux.pipeline.bucket import Sizes, backward_order, forward_order
 
 Template = tuple[tuple[Action, ...], ...]
 """One list of actions per rank."""
 
-Sizes = Sequence[tuple[int, int]]
-"""Micro-batches, and chunks of each, of every bucket."""
 
-
-def plain(micro_batches: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes of buckets whose micro-batches are not cut."""
-    return [(count, 1) for count in micro_batches]
+def plain(micro_batches: Sequence[int], chunks: int = 1) -> list[list[int]]:
+    """Sizes of buckets whose micro-batches are all cut into so many chunks."""
+    return [[chunks] * count for count in micro_batches]
 
 
 def gpipe(stages: int, sizes: Sizes) -> Template:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine import Engine
+from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
@@ -73,7 +73,7 @@ def _train(
 ) -> tuple[Results, Tensors]:
     parallel = joined(layout[0], layout[1], layout[2])
     backbone = Backbone.load(path, parallel, torch.float64)
-    engine = Engine(backbone, parallel, policy)  # type: ignore[arg-type]
+    engine = Engine(backbone, parallel, Planning(policy, parallel.pp_size))  # type: ignore[arg-type]
     engine.register_tasks([case.task for case in cases])
     results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in engine.step().items()} for _ in range(STEPS)]
     tensors: Tensors = {case.name: engine.adapter_tensors(case.name) for case in cases}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +37,16 @@ class Records:
     def __getitem__(self, index: int) -> Example:
         tokens, labelled = self.pairs[index]
         return Example(tokens.numpy(), labelled.numpy(), None)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """As the index of a file."""
+        return np.array([len(tokens) for tokens, _ in self.pairs], np.int32)
+
+    @property
+    def label_counts(self) -> npt.NDArray[np.int32]:
+        """As the index of a file."""
+        return np.array([int(labelled[1:].sum()) for _, labelled in self.pairs], np.int32)
 
     def as_dataset(self) -> TaskDataset:
         """The same object under the type that the engine names."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine import Engine
+from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix
@@ -95,17 +95,24 @@ def test_gradients_together_are_those_alone(
 
 
 @pytest.mark.parametrize(
-    "how", [{"micro_batches": 3}, {"policy": "temporal"}, {"policy": "temporal", "micro_batches": 2}]
+    "how",
+    [
+        Planning("spatial", 1, micro_batches=3),
+        Planning("temporal", 1),
+        Planning("temporal", 1, micro_batches=2),
+        Planning("spatial", 1, chunk=3),
+        Planning("temporal", 1, micro_batches=2, chunk=4, alignment="longest"),
+    ],
 )
 def test_gradients_do_not_depend_on_the_plan(
-    how: dict[str, Any], backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    how: Planning, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
     backbone = backbone_of("llama", torch.float64)
     training = {**PLAIN_SGD, "gradient_accumulation_steps": 2}
     sections = kinds(FAMILIES["llama"]) | {"dropout": lora(FAMILIES["llama"].mixed, lora_dropout=0.4)}
     cases = make_cases(path_of("llama"), sections, training)
     usual = moved(backbone, parallel, list(cases.values()))
-    other = moved(backbone, parallel, list(cases.values()), **how)
+    other = moved(backbone, parallel, list(cases.values()), planning=how)
     for name in cases:
         assert_close(other[name], usual[name], EXACT, name)
 

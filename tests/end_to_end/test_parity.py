@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mux.engine import Planning
+from megatron_mux.fusion.plan import Policy
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
@@ -122,12 +124,12 @@ def test_other_kinds_together_are_as_alone(
 
 @pytest.mark.parametrize("policy", ["serial", "temporal"])
 def test_policies_agree_with_the_reference(
-    policy: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    policy: Policy, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
     targets, path = FAMILIES["llama"], path_of("llama")
     cases = [make_case(i, path, lora(targets.query_value, r=4 + 2 * i)) for i in range(2)]
     steps = STEPS * len(cases) if policy == "serial" else STEPS
-    together = train(backbone_of("llama"), parallel, cases, steps, policy=policy)
+    together = train(backbone_of("llama"), parallel, cases, steps, planning=Planning(policy, 1))
     for case in cases:
         compare(together, alone(path, case), case)
 

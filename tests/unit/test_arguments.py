@@ -61,7 +61,11 @@ def test_defaults() -> None:
         log_interval=10,
         tensorboard_dir=None,
         mux_tasks=Path("tasks.yaml"),
-        mux_policy="spatial",
+        mux_policy="auto",
+        mux_plan=None,
+        mux_align="dense",
+        mux_chunk_size="auto",
+        mux_memory_limit=None,
         mux_watch=None,
         mux_micro_batches=None,
         mux_keep_checkpoints=None,
@@ -120,8 +124,18 @@ def test_everything_given() -> None:
         ("--save-interval 0 --save out", "--save-interval: must be a whole number of at least 1, got '0'"),
         ("--save-interval 3", "--save-interval: needs --save DIR"),
         ("--mux-keep-checkpoints 3", "--mux-keep-checkpoints: needs --save DIR"),
-        ("--mux-policy auto", "--mux-policy: auto needs the planner, which is not there yet: use spatial"),
-        ("--mux-policy fast", "--mux-policy: must be one of serial, temporal, spatial, got 'fast'"),
+        (
+            "--mux-memory-limit lots",
+            "--mux-memory-limit: must be a size such as 16GiB or 24000MB, got 'lots'",
+        ),
+        ("--mux-memory-limit 0", "--mux-memory-limit: must be more than nothing, got '0'"),
+        ("--mux-chunk-size 0", "--mux-chunk-size: must be a whole number of at least 1, got '0'"),
+        ("--mux-plan nowhere", "--mux-plan nowhere: no such file"),
+        (
+            "--mux-policy serial --mux-memory-limit 1G",
+            "--mux-memory-limit: only the planner keeps it, not --mux-policy serial",
+        ),
+        ("--mux-policy fast", "--mux-policy: must be one of auto, serial, temporal, spatial, got 'fast'"),
         (
             "--context-parallel-size 2",
             "--context-parallel-size: only 1 is done, got '2': context parallelism is not",
@@ -250,7 +264,7 @@ def test_the_mux_group_suits_a_megatron_script() -> None:
     parser = argparse.ArgumentParser()
     assert add_mux_args(parser) is parser
     parsed = parser.parse_args(["--mux-tasks", "t.yaml"])
-    assert (parsed.mux_tasks, parsed.mux_policy) == (Path("t.yaml"), "spatial")
+    assert (parsed.mux_tasks, parsed.mux_policy) == (Path("t.yaml"), "auto")
     assert all(key.startswith("mux_") for key in vars(parsed))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux import layout
+from megatron_mux.kernels.carry import Carry
+from megatron_mux.layout import Segment
 
 lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(2, 9)), min_size=1, max_size=8)
 
@@ -50,6 +52,97 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
 
 def _task_of(batch: layout.MicroBatch, row: int) -> str:
     return next(name for name, (start, stop) in batch.task_rows.items() if start <= row < stop)
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(1, 4), st.integers(1, 5), st.data())
+def test_chunks_hold_together_what_the_uncut_batch_holds(
+    items: list[tuple[int, int]], chunk: int, multiple: int, data: st.DataObject
+) -> None:
+    names = ("a", "b", "c")
+    generator = torch.Generator().manual_seed(1)
+    sequences: list[layout.PackedSequence] = []
+    for i, (task, length) in enumerate(items):
+        tokens = torch.randint(1, 100, (length,), generator=generator)
+        sequences.append((names[task], i, tokens, torch.rand(length, generator=generator) > 0.5, 1.0 + i))
+    steps, shifts = dict.fromkeys(names, 4), {"b": 3}
+    wanted = _labels(layout.pack(sequences, names, steps, shifts))
+    carry = Carry()
+    first = [data.draw(st.integers(0, 3)) for _ in sequences]  # the chunk in which each begins
+    found: list[tuple[object, ...]] = []
+    for clock in range(3 + 9):
+        at = [(clock - begin) * chunk for begin in first]
+        here = [i for i, s in enumerate(sequences) if 0 <= at[i] < s[2].shape[0]]
+        spans = [(at[i], min(at[i] + chunk, sequences[i][2].shape[0])) for i in here]
+        cut = [sequences[i] for i in here]
+        batch = layout.pack(cut, names, steps, shifts, multiple, spans=spans, carry=carry)
+        assert batch.carry is carry and batch.rows % multiple == 0
+        assert sorted(s.sequence for s in batch.segments) == here
+        assert [s.task for s in batch.segments] == sorted(s.task for s in batch.segments)
+        where = dict(zip(here, spans, strict=True))
+        for segment in batch.segments:
+            start, stop = where[segment.sequence]
+            tokens = sequences[segment.sequence][2]
+            assert (segment.past, segment.length) == (start, stop - start)
+            assert segment.continues is (stop < tokens.shape[0])
+            rows = slice(segment.start, segment.start + segment.length)
+            shift = shifts.get(segment.task, 0)
+            assert torch.equal(batch.tokens[rows], tokens[start:stop])
+            assert batch.token_index[rows].tolist() == list(range(start, stop))
+            assert batch.positions[rows].tolist() == list(range(start + shift, stop + shift))
+            assert batch.sequence_ids[rows].tolist() == [segment.sequence] * segment.length
+            assert (
+                batch.task_rows[segment.task][0]
+                <= rows.start
+                <= rows.stop
+                <= batch.task_rows[segment.task][1]
+            )
+        for name, (start, stop) in batch.label_task_rows.items():
+            assert batch.label_tasks[start:stop].tolist() == [names.index(name)] * (stop - start)
+        found += _labels(batch)
+    assert sorted(found) == sorted(wanted)
+
+
+def _labels(batch: layout.MicroBatch) -> list[tuple[object, ...]]:
+    """Of each labelled row: sequence, index of the token, its task, what to predict, with which weight."""
+    rows = batch.label_rows
+    return list(
+        zip(
+            batch.sequence_ids[rows].tolist(),
+            batch.token_index[rows].tolist(),
+            batch.label_tasks.tolist(),
+            batch.labels.tolist(),
+            batch.label_weights.tolist(),
+            strict=True,
+        )
+    )
+
+
+def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
+    one = ("a", 5, torch.tensor([10, 11, 12, 13, 14]), torch.tensor([True, False, True, True, False]), 0.5)
+    two = ("b", 6, torch.tensor([20, 21, 22]), torch.tensor([False, True, True]), 0.25)
+    early, late = (
+        layout.pack([one, two], ("a", "b"), {"a": 0, "b": 0}, {"b": 9}, spans=spans, carry=Carry())
+        for spans in ([(0, 2), (0, 1)], [(2, 5), (1, 3)])
+    )
+    assert early.segments == (Segment("a", 0, 2, 5, 0, True), Segment("b", 2, 1, 6, 0, True))
+    assert late.segments == (Segment("a", 0, 3, 5, 2, False), Segment("b", 3, 2, 6, 1, False))
+    # Tokens 12 and 21 are the first of the later chunk, and to be predicted in the earlier one.
+    assert (early.tokens.tolist(), late.tokens.tolist()) == ([10, 11, 20], [12, 13, 14, 21, 22])
+    assert (early.label_rows.tolist(), early.labels.tolist()) == ([1, 2], [12, 21])
+    assert (late.label_rows.tolist(), late.labels.tolist()) == ([0, 3], [13, 22])
+    assert (early.label_weights.tolist(), early.label_tasks.tolist()) == ([0.5, 0.25], [0, 1])
+    assert (early.label_task_rows, late.label_task_rows) == ({"a": (0, 1), "b": (1, 2)},) * 2
+    assert (early.task_rows, late.task_rows) == ({"a": (0, 2), "b": (2, 3)}, {"a": (0, 3), "b": (3, 5)})
+    assert (early.positions.tolist(), late.positions.tolist()) == ([0, 1, 9], [2, 3, 4, 10, 11])
+    assert (early.token_index.tolist(), late.token_index.tolist()) == ([0, 1, 0], [2, 3, 4, 1, 2])
+
+
+def test_spans_of_everything_cut_nothing() -> None:
+    sequence = ("a", 0, torch.tensor([1, 2, 3]), torch.tensor([True, True, True]), 1.0)
+    whole, spans = (layout.pack([sequence], ("a",), {"a": 0}, spans=s) for s in (None, [(0, 3)]))
+    assert whole.segments == spans.segments == (Segment("a", 0, 3, 0, 0, False),)
+    assert _labels(whole) == _labels(spans) and whole.carry is None
 
 
 def test_active_is_set_inside_activate_only() -> None:

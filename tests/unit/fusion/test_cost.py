@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from megatron_mux.fusion.cost import HybridCost, bucket_cost, fits, lower_bound, pipeline_latency
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import schedule
-from megatron_mux.pipeline.template import gpipe, one_f_one_b
+from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from tests.unit.fusion.synthetic import synthetic
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_equation_4_is_a_pipeline_of_equal_stages(stages: int) -> None:
     cost = HybridCost((2.0,) * stages, (3.0,) * stages)
-    found = simulate(one_f_one_b(stages, [(6, 1)]), [bucket_cost([cost], 6)])
+    found = simulate(one_f_one_b(stages, plain([6])), [bucket_cost([cost], 6)])
     assert pipeline_latency(cost, 6) == pytest.approx(found.latency)
 
 
@@ -37,7 +37,7 @@ def test_nothing_beats_the_lower_bound(seed: int, micro_batches: int) -> None:
         bucket_cost([model.hybrid((t,), micro_batches)], micro_batches) for t in range(len(model.tokens))
     ]
     bound = lower_bound(buckets) * (1 - 1e-9)
-    sizes = [(micro_batches, 1)] * len(buckets)
+    sizes = plain([micro_batches] * len(buckets))
     for latency in (
         schedule(buckets)[1],
         simulate(gpipe(stages, sizes), buckets).latency,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,3 +169,45 @@ def test_the_variable_length_path_asks_for_the_same(
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for ours, wanted in zip(*found, strict=True):
         assert torch.allclose(ours, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [fake_varlen, fake_varlen_2_11])
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("with_prefix", [False, True])
+@pytest.mark.parametrize("pasts", [(0, 3, 2, 0, 4, 6), (3, 0, 2, 4, 0, 0)])
+def test_the_variable_length_path_takes_pasts_too(
+    kernel: Any, window: int | None, with_prefix: bool, pasts: tuple[int, ...]
+) -> None:
+    parts = tuple(replace(segment, past=past) for segment, past in zip(segments(), pasts, strict=True))
+    found = []
+    for path in (attention._by_runs, lambda *args: attention._by_varlen(kernel, *args)):
+        query = inputs()[0]
+        _, key, value = inputs(padding=3 + sum(pasts))
+        prefix = prefixes() if with_prefix else {}
+        out = path(query, key, value, parts, 0.7, window, prefix)
+        assert out.shape == query.shape
+        leaves = [query, key, value, *(x for task in ("a", "c") if prefix for x in prefix[task])]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_a_past_is_what_comes_before_the_segment(window: int | None, with_prefix: bool) -> None:
+    query, key, value = inputs(padding=0)
+    prefix = prefixes() if with_prefix else {}
+    whole = segment_attention(query, key, value, segments(), scale=0.7, window=window, prefix=prefix)
+    # The last rows of each sequence as a chunk of their own; what is before them is their past.
+    pasts, own, parts = list[Tensor](), list[Tensor](), list[Segment]()
+    for segment in segments():
+        past = segment.length // 2
+        rows = torch.arange(segment.start, segment.start + segment.length)
+        parts.append(replace(segment, start=sum(map(len, own)), length=segment.length - past, past=past))
+        pasts.append(rows[:past])
+        own.append(rows[past:])
+    order = torch.cat([*pasts, *own])
+    out = segment_attention(
+        query[torch.cat(own)], key[order], value[order], parts, scale=0.7, window=window, prefix=prefix
+    )
+    assert torch.allclose(out, whole[torch.cat(own)], atol=1e-12)

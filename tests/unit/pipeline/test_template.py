@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.pipeline.action import Action, Kind
-from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.template import (
-    Sizes,
     Template,
     forward_only,
     gpipe,
@@ -24,6 +23,11 @@ from megatron_mux.pipeline.template import (
 Maker = Callable[[int, Sizes], Template]
 
 sizes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=4)
+
+
+def cut(of: list[tuple[int, int]]) -> list[list[int]]:
+    """Sizes of buckets of (micro-batches, chunks of each)."""
+    return [[chunks] * count for count, chunks in of]
 
 
 def costs(stages: int, of: list[tuple[int, int]]) -> list[BucketCost]:
@@ -57,7 +61,7 @@ def test_action_refuses_other_text(text: str) -> None:
 @given(st.sampled_from([gpipe, one_f_one_b]), st.integers(1, 5), sizes)
 def test_templates_can_be_run(make: Maker, stages: int, of: list[tuple[int, int]]) -> None:
     # `simulate` checks that all passes are there, in order, and that nothing waits for ever.
-    template = make(stages, of)
+    template = make(stages, cut(of))
     found = simulate(template, costs(stages, of))
     assert sum(len(actions) for actions in found.timed) == 2 * stages * sum(m * c for m, c in of)
 
@@ -65,15 +69,15 @@ def test_templates_can_be_run(make: Maker, stages: int, of: list[tuple[int, int]
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4))
 def test_interleaved_can_be_run(ranks: int, virtual: int, groups: int) -> None:
     of = [(ranks * groups, 1)]
-    template = interleaved(ranks, virtual, of)
+    template = interleaved(ranks, virtual, cut(of))
     assert len(template) == ranks
     simulate(template, costs(ranks * virtual, of))
 
 
 @pytest.mark.parametrize(
-    ("of", "said"), [([(3, 1)], "multiple of 2"), ([(2, 2)], "not done for micro-batches")]
+    ("of", "said"), [([[1, 1, 1]], "multiple of 2"), ([[2, 2]], "not done for micro-batches")]
 )
-def test_interleaved_refuses_what_it_cannot_do(of: list[tuple[int, int]], said: str) -> None:
+def test_interleaved_refuses_what_it_cannot_do(of: list[list[int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         interleaved(2, 2, of)
 
@@ -100,7 +104,7 @@ def test_one_f_one_b_is_the_known_one() -> None:
 
 
 def test_chunks_run_backward_in_reverse() -> None:
-    assert _text(one_f_one_b(1, [(2, 2)])) == ["F0.0 F0.0.1 B0.0.1 B0.0 F0.1 F0.1.1 B0.1.1 B0.1"]
+    assert _text(one_f_one_b(1, plain([2], 2))) == ["F0.0 F0.0.1 B0.0.1 B0.0 F0.1 F0.1.1 B0.1.1 B0.1"]
 
 
 def test_forward_only_has_no_backward() -> None:

@@ -1,0 +1,177 @@
+"""`auto` against serial, spatial and temporal on one stage, and predicted against measured seconds of a step.
+
+python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: a quarter of an hour
+python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
+
+The task sets are made of random sequences and adapters of mixed kinds; none of them is what the profile was measured
+on. In each round every policy takes one step of every task, in turns; a plan that is the same as another's is measured
+once. "serial" is one task at a time, summed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+# Tasks, shortest and longest max_length, tokens of a step, all of them together.
+SETS = (
+    (1, 64, 64, 300),
+    (1, 512, 512, 700),
+    (2, 16, 16, 60),
+    (2, 64, 512, 900),
+    (3, 16, 64, 200),
+    (4, 64, 256, 800),
+    (6, 16, 32, 150),
+    (8, 16, 512, 1000),
+    (12, 32, 128, 900),
+    (16, 16, 256, 1200),
+)
+LIMIT = 1.03
+"""How much slower than the best of the plain policies `auto` may be."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--backbone", type=Path, help="default: the quickstart's")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
+    parser.add_argument("--measure", action="store_true", help="measure the profile anew")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, leave the JSON."""
+    arguments = parse(argv)
+    import torch
+    from stand import QUICKSTART, profile_of, surroundings
+
+    from megatron_mux.backbone.model import Backbone
+    from megatron_mux.runtime import initialize
+
+    torch.set_num_threads(arguments.threads)
+    parallel = initialize(device=arguments.device)
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    backbone = Backbone.load(arguments.backbone or QUICKSTART / "backbone", parallel, dtype)
+    profile = profile_of(backbone, arguments.measure)
+    result: dict[str, Any] = {**surroundings(backbone, arguments.threads), "rounds": arguments.rounds}
+    result["costs"] = profile.said
+    result["sets"] = []
+    for seed, chosen in enumerate(SETS[: arguments.sets]):
+        found = _one_set(backbone, parallel, profile, seed, chosen, arguments.rounds)
+        result["sets"].append(found)
+        print(json.dumps(found), file=sys.stderr, flush=True)
+    table = markdown(result)
+    print(table)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.output.with_suffix(".md").write_text(table + "\n")
+    return 0
+
+
+def _one_set(
+    backbone: Any, parallel: Any, profile: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
+) -> dict[str, Any]:
+    from stand import random_tasks, stand
+
+    specs, records = random_tasks(*chosen, vocab=backbone.shape.vocab, seed=seed + 1)
+    bench = stand(backbone, parallel, profile, specs, records)
+    try:
+        planner, loads = bench.planner, bench.loads
+        auto = planner.plan(loads)
+        plans = {
+            "serial": bench.alone(),
+            "spatial": [planner.fixed("spatial", loads)],
+            "temporal": [planner.fixed("temporal", loads)],
+            "auto": [auto],
+        }
+        same = [
+            name
+            for name, (plan, *more) in plans.items()
+            if name != "auto" and not more and plan.buckets == auto.buckets
+        ]
+        if same:
+            del plans["auto"]
+        for made in plans.values():  # warm up
+            bench.seconds(made)
+        taken: dict[str, list[float]] = {name: [] for name in plans}
+        names = list(plans)
+        for turn in range(rounds):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                taken[name].append(bench.seconds(plans[name]))
+    finally:
+        bench.close()
+    measured = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    if same:
+        measured["auto"] = measured[same[0]]
+    best = min(("serial", "spatial", "temporal"), key=lambda name: measured[name])
+    # Rounds are compared with each other: what the machine does meanwhile hits both.
+    ratio = statistics.median(
+        a / b for a, b in zip(taken[same[0] if same else "auto"], taken[best], strict=True)
+    )
+    return {
+        "tasks": len(specs),
+        "max_lengths": [spec.data.max_length for spec in specs],
+        "tokens": sum(load.total for load in loads.values()),
+        "plan": [[list(h.tasks) for h in bucket.hybrid_tasks] for bucket in auto.buckets],
+        "micro_batches": [bucket.micro_batches for bucket in auto.buckets],
+        "same_as": same,
+        "measured": measured,
+        "predicted": {**auto.alternatives, "auto": auto.predicted_latency_s},
+        "best": best,
+        "auto_against_best": ratio,
+    }
+
+
+def errors(result: dict[str, Any]) -> dict[str, list[float]]:
+    """Relative error of every prediction, by policy."""
+    found: dict[str, list[float]] = {}
+    for one in result["sets"]:
+        for name, seconds in one["measured"].items():
+            found.setdefault(name, []).append(one["predicted"][name] / seconds - 1)
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [
+        f"**{result['backbone']}** ({result['dtype']}) on {result['hardware']}. {versions}.",
+        f"Medians of {result['rounds']} rounds in turns; predictions by the {result['costs']}.",
+        "",
+        "| tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in result["sets"]:
+        m, lengths = one["measured"], sorted(one["max_lengths"])
+        span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
+        same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
+        lines.append(
+            f"| {one['tasks']} | {span} | {one['tokens']} | {m['serial']:.3f} | {m['spatial']:.3f} | "
+            f"{m['temporal']:.3f} | {m['auto']:.3f} | {same} | {one['auto_against_best']:.3f} |"
+        )
+    worst = max(one["auto_against_best"] for one in result["sets"])
+    lines += ["", f"Worst auto / best: **{worst:.3f}** (limit {LIMIT}).", ""]
+    lines += ["| policy | predicted / measured: median | median error | worst error |", "|---|---|---|---|"]
+    found = errors(result)
+    everything = [e for own in found.values() for e in own]
+    for name, own in [*found.items(), ("all", everything)]:
+        middle = statistics.median(abs(e) for e in own)
+        lines.append(
+            f"| {name} | {1 + statistics.median(own):.3f} | {middle:.1%} | {max(abs(e) for e in own):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""One engine whose plan is changed between steps, so that policies take turns on the same tasks and records."""
+
+from __future__ import annotations
+
+import platform
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mux_side
+import torch
+from workload import TaskShape, made_up_records
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.measure import Measuring, measure
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory, save_profile
+from megatron_mux.fusion.roofline import cpu_name
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
+
+STEPS = 100_000
+"""Of each task: more than any measurement takes."""
+
+
+class Follows(Planning):
+    """Follows the plan it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("spatial", 1)
+        self.plan: Plan | None = None
+
+    def begin(self, loads: Mapping[str, TaskLoad]) -> Plan:
+        """See `Planning.begin`."""
+        assert self.plan is not None
+        return self.plan
+
+
+@dataclass
+class Stand:
+    """Tasks on a backbone.
+
+    Attributes:
+        engine: Trains them.
+        follows: Its plan.
+        loads: The tasks, as the planner sees them.
+        planner: Makes plans for them.
+    """
+
+    engine: Engine
+    follows: Follows
+    loads: dict[str, TaskLoad]
+    planner: Planner
+
+    def seconds(self, plans: Sequence[Plan]) -> float:
+        """Of one step of every task: `plans` one after another."""
+        start = time.perf_counter()
+        for plan in plans:
+            self.follows.plan = plan
+            self.engine.step()
+        return time.perf_counter() - start
+
+    def alone(self) -> list[Plan]:
+        """A plan for each task by itself."""
+        return [self.planner.fixed("spatial", {name: load}) for name, load in self.loads.items()]
+
+    def close(self) -> None:
+        """Take the tasks away again."""
+        for name in self.engine.tasks:
+            self.engine.remove_task(name)
+
+
+def stand(
+    backbone: Backbone,
+    parallel: Parallel,
+    profile: Profile,
+    specs: Sequence[TaskSpec],
+    records: Sequence[Any],
+    **planning: Any,
+) -> Stand:
+    """Register tasks on a backbone."""
+    follows = Follows()
+    engine = Engine(backbone, parallel, follows)
+    engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
+    loads = {
+        s.name: TaskLoad.of(s, r.lengths, r.label_counts, backbone.info)
+        for s, r in zip(specs, records, strict=True)
+    }
+    planner = Planner(profile, backbone.info, Mesh(), backbone.dtype.itemsize, **planning)
+    return Stand(engine, follows, loads, planner)
+
+
+def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
+    """This device's profile, measured if nobody has."""
+    about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1)
+    profile = None if measure_anew else load_profile(about, profile_directory())
+    if profile is None:
+        print("measuring the profile", file=sys.stderr)
+        most = 2048 if backbone.device.type == "cpu" else 16384
+        profile = measure(backbone, about, Measuring(most))
+        save_profile(profile, profile_directory())
+    return profile
+
+
+def random_tasks(
+    count: int, shortest: int, longest: int, tokens: int, vocab: int, seed: int
+) -> tuple[list[TaskSpec], list[mux_side.InMemory]]:
+    """Tasks of mixed adapter kinds and lengths, each with the records of one step.
+
+    Args:
+        count: How many.
+        shortest, longest: Bounds of their `max_length`, powers of two.
+        tokens: About how many of them a step has, all tasks together.
+        vocab: Of the backbone.
+        seed: Of everything.
+    """
+    r = random.Random(seed)
+    lengths = [n for n in (16, 32, 64, 128, 256, 512) if shortest <= n <= longest]
+    specs, records = [], []
+    for i in range(count):
+        length = r.choice(lengths)
+        batch = max(1, min(16, round(tokens / count / (0.6 * length))))
+        specs.append(_spec(f"task-{i:02d}", r, batch, length))
+        pairs = made_up_records(TaskShape("", batch, length), batch, vocab, seed=1000 * seed + i)
+        records.append(mux_side.InMemory(pairs))
+    return specs, records
+
+
+def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
+    adapter: dict[str, Any] = r.choice(
+        [
+            {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+            {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"},
+            {"peft_type": "LORA", "r": 24, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"]},
+            {"peft_type": "IA3"},
+            {"peft_type": "BOTTLENECK", "bottleneck_size": 24},
+        ]
+    )
+    return TaskSpec.model_validate(
+        {
+            "name": name,
+            "adapter": adapter,
+            "data": {"path": "made-up", "max_length": length, "shuffle": False},
+            "training": {
+                "per_device_train_batch_size": batch,
+                "learning_rate": 1e-4,
+                "max_steps": STEPS,
+            },
+        }
+    )
+
+
+def surroundings(backbone: Backbone, threads: int) -> dict[str, Any]:
+    """Hardware and versions."""
+    names = ("torch", "megatron-core")
+    gpu = torch.cuda.get_device_name() if backbone.device.type == "cuda" else None
+    return {
+        "backbone": str(backbone.info.path.name),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "hardware": gpu or f"{cpu_name()}, {threads} threads",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+    }
+
+
+QUICKSTART = Path(__file__).resolve().parents[1] / ".quickstart"

@@ -1,0 +1,216 @@
+"""What operators of a backbone take on a device, by size: measured once (`measure.py`), or a roofline (`roofline.py`).
+
+A profile is data: curves of seconds over sizes, in a JSON file that is named by everything the seconds depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from megatron_mux.errors import UserError
+
+FORMAT: Literal[1] = 1
+
+DENSE = (
+    "norm",
+    "linear_qkv",
+    "rotary",
+    "linear_proj",
+    "glue_attention",
+    "linear_fc1",
+    "activation",
+    "linear_fc2",
+    "glue_mlp",
+)
+"""Operators of a layer whose seconds follow from the number of rows alone. `glue` is what a half layer takes beyond
+the operators in it: residual additions, views, the framework itself."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over a size.
+
+    Attributes:
+        sizes: Ascending.
+        forward, backward: Seconds at each; all zero where there is no such pass.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    sizes: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or not len(self.sizes) == len(self.forward) == len(self.backward):
+            raise ValueError("a curve has as many sizes as seconds, and at least one")
+        if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError("the sizes of a curve ascend")
+
+    def at(self, size: float) -> tuple[float, float]:
+        """Forward and backward seconds: between two points linear; below the first as there, above the last on the
+        slope of the last two."""
+        sizes = self.sizes
+        if size <= sizes[0] or len(sizes) == 1:
+            return self.forward[0], self.backward[0]
+        i = min(bisect_right(sizes, size), len(sizes) - 1)
+        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return (
+            max(0.0, self.forward[i - 1] + share * (self.forward[i] - self.forward[i - 1])),
+            max(0.0, self.backward[i - 1] + share * (self.backward[i] - self.backward[i - 1])),
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The seconds of a backbone's operators on a device at one tensor-parallel degree.
+
+    Attributes:
+        source: Whether the seconds were measured or estimated.
+        about: What they depend on: device, threads, dtype, backbone, versions.
+        curves: By name. Over rows: those of `DENSE`, `entry` (embedding, angles), `all_reduce`, `transfer`,
+            `<KIND>:<BaseOp>:<size>` (what an adapter adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in
+            seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
+        attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
+        activation_bytes: Bytes a row keeps for the backward pass: of the `attention` half and the `mlp` half of a
+            layer.
+        tensor_seconds, element_seconds: An optimizer step, for each parameter of an adapter and for each element.
+        sequence_seconds: Reading and laying out a sequence.
+        step_seconds: Of a step whatever is in it.
+        format: Of the file.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    source: Literal["measured", "roofline"]
+    about: dict[str, Any]
+    curves: dict[str, Curve]
+    attention_in_one_call: bool = False
+    activation_bytes: dict[str, float] = field(default_factory=dict)
+    tensor_seconds: float = 0.0
+    element_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    step_seconds: float = 0.0
+    format: Literal[1] = FORMAT
+
+    @property
+    def key(self) -> str:
+        """Names the file."""
+        return key_of(self.about)
+
+    @property
+    def said(self) -> str:
+        """Where figures that follow from it come from, for a plan and for people."""
+        device = self.about.get("device", "?")
+        if self.source == "measured":
+            return f"profile {self.key} measured on {device}"
+        return f"roofline of {device} (no profile: tools/profile_backbone.py measures one)"
+
+
+def about_run(
+    shape: Any, kind: str, dtype: Any, tensor_parallel: int, threads: int | None = None
+) -> dict[str, Any]:
+    """Everything that the seconds of a backbone's operators depend on.
+
+    Args:
+        shape: The backbone's sizes.
+        kind: `cpu` or `cuda`.
+        dtype: What it computes in.
+        tensor_parallel: Ranks that share each layer.
+        threads: Threads that compute on a CPU; by default this process's.
+    """
+    import torch
+
+    from megatron_mux.fusion.roofline import about_device
+
+    config = json.dumps(shape.config, sort_keys=True, default=str)
+    return {
+        **about_device(kind, torch.get_num_threads() if threads is None else threads),
+        "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel": tensor_parallel,
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+    }
+
+
+def key_of(about: Mapping[str, Any]) -> str:
+    """A short name of everything that seconds depend on."""
+    text = json.dumps({**about, "format": FORMAT}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def profile_directory() -> Path:
+    """Where profiles are kept: `$MEGATRON_MUX_CACHE`, else the user's cache directory."""
+    given = os.environ.get("MEGATRON_MUX_CACHE")
+    if given:
+        return Path(given) / "profiles"
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "megatron-mux" / "profiles"
+
+
+_ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
+
+
+def save_profile(profile: Profile, directory: Path) -> Path:
+    """Write a profile under its key; a half-written file is never seen.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    path = directory / f"{profile.key}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "w") as file:
+            json.dump(asdict(profile), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: the profile cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
+    """The profile of exactly this backbone on exactly this device; None if nobody has measured it.
+
+    Raises:
+        UserError: The file is there and is no profile.
+    """
+    path = directory / f"{key_of(about)}.json"
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
+    try:
+        profile = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
+    return profile
+
+
+def grid_up_to(most: int, least: int = 16) -> list[int]:
+    """Powers of two from `least` to `most`, both included."""
+    sizes = [least]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def points(curve: Mapping[float, tuple[float, float]]) -> Curve:
+    """A curve from its points."""
+    sizes: Sequence[float] = sorted(curve)
+    return Curve(tuple(sizes), tuple(curve[s][0] for s in sizes), tuple(curve[s][1] for s in sizes))

@@ -1,0 +1,234 @@
+"""A profile that nobody has measured: the roofline of the device, its peak and its bandwidth.
+
+An operator takes the longer of its arithmetic at the device's peak and its traffic at the device's bandwidth, and a
+little to begin. Good enough to compare layouts; predicted seconds may be far off, and a plan made from it says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mux.fusion.load import OPS
+from megatron_mux.fusion.profile import DENSE, Curve, Profile, grid_up_to
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's limits.
+
+    Attributes:
+        name: What it is called.
+        peak: Floating-point operations a second, by bytes of the dtype (4: fp32, 2: bf16).
+        bandwidth: Bytes a second to and from its memory.
+        overhead: Seconds to begin an operator.
+        link: Bytes a second to the next rank.
+        latency: Seconds of a message of no length.
+    """
+
+    name: str
+    peak: Mapping[int, float]
+    bandwidth: float
+    overhead: float
+    link: float
+    latency: float
+
+
+GPUS: Mapping[str, tuple[float, float, float]] = {
+    # Name in the device's own: dense bf16 and fp32 (TF32 off) in FLOP/s, memory in byte/s: vendor's data sheets.
+    "B200": (2250e12, 80e12, 8.0e12),
+    "H200": (989e12, 67e12, 4.8e12),
+    "H100": (989e12, 67e12, 3.35e12),
+    "A100": (312e12, 19.5e12, 2.0e12),
+    "A40": (150e12, 37e12, 0.696e12),
+    "L40S": (362e12, 91e12, 0.864e12),
+    "V100": (125e12, 15.7e12, 0.9e12),
+}
+
+
+def device_of(kind: str, name: str, threads: int) -> Device:
+    """The limits of a device.
+
+    Args:
+        kind: `cuda` or `cpu`.
+        name: The GPU's name.
+        threads: Threads that compute, on a CPU.
+    """
+    if kind == "cuda":
+        half, single, memory = next(
+            (limits for part, limits in GPUS.items() if part in name.upper()), GPUS["A100"]
+        )
+        return Device(name, {2: half, 4: single, 8: single / 2}, memory, 8e-6, 50e9, 2e-5)
+    core = 60e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
+    return Device(
+        f"{threads} CPU thread(s)",
+        {2: core * threads / 2, 4: core * threads, 8: core * threads / 2},
+        12e9 * threads,
+        2e-5,
+        3e9,
+        1e-4,
+    )
+
+
+def about_device(kind: str, threads: int) -> dict[str, Any]:
+    """What a profile depends on of a device.
+
+    Args:
+        kind: `cpu` or `cuda`: what this process computes on; or a GPU's name, such as `H100`, that is elsewhere.
+        threads: Threads that compute, on a CPU.
+    """
+    if kind not in ("cpu", "cuda"):
+        return {"device": kind, "kind": "cuda", "threads": 0}
+    if kind == "cuda":
+        import torch
+
+        return {"device": torch.cuda.get_device_name(), "kind": kind, "threads": 0}
+    return {"device": cpu_name(), "kind": kind, "threads": threads, "cores": os.cpu_count()}
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def roofline(
+    shape: Any, about: Mapping[str, Any], itemsize: int, tensor_parallel: int = 1, most_tokens: int = 16384
+) -> Profile:
+    """The estimated profile.
+
+    Args:
+        shape: The backbone's sizes.
+        about: What `about_device` says, and whatever else names the run.
+        itemsize: Bytes of the backbone's dtype.
+        tensor_parallel: Ranks that share each layer.
+        most_tokens: Rows of the last point of the curves.
+    """
+    device = device_of(about["kind"], about["device"], about["threads"])
+    sizes = grid_up_to(most_tokens)
+
+    def curve(work: Callable[[float], tuple[float, float]], backward: float = 1.0) -> Curve:
+        """`work` gives FLOP and bytes; the backward takes `backward` times as long."""
+        seconds = []
+        for size in sizes:
+            flops, traffic = work(size)
+            seconds.append(max(flops / device.peak[itemsize], traffic / device.bandwidth) + device.overhead)
+        return Curve(tuple(sizes), tuple(seconds), tuple(backward * s for s in seconds))
+
+    def product(k: float, n: float) -> Curve:
+        return curve(lambda rows: (2 * rows * k * n, itemsize * (rows * (k + n) + k * n)))
+
+    def passes(width: float) -> Curve:
+        """Reading and writing rows of so many elements."""
+        return curve(lambda rows: (rows * width, itemsize * rows * width))
+
+    tp, h = tensor_parallel, shape.hidden
+    inner = shape.out_features("linear_fc1") / tp
+    products = {
+        op: product(
+            shape.in_features(op) / (tp if op in ("linear_proj", "linear_fc2") else 1),
+            shape.out_features(op) / (tp if op in ("linear_qkv", "linear_fc1") else 1),
+        )
+        for op in OPS
+    }
+    curves: dict[str, Curve] = {
+        **{str(op): found for op, found in products.items()},
+        "norm": passes(2 * h),
+        "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if shape.rope else 0),
+        "activation": passes(inner + shape.ffn / tp),
+        "glue_attention": passes(3 * h),
+        "glue_mlp": passes(3 * h),
+        "entry": passes(2 * h),
+        # Forward and gradient at once, 4 V H a label.
+        "head": curve(
+            lambda labels: (
+                4 * labels * h * shape.vocab / tp,
+                itemsize * 2 * (h * shape.vocab / tp + labels * shape.vocab / tp),
+            ),
+            backward=0.0,
+        ),
+        **_attention(shape, device, itemsize, tp),
+        **_adapters(shape, tp, curve, itemsize),
+        "transfer": _link(sizes, device, h * itemsize),
+    }
+    if tp > 1:
+        curves["all_reduce"] = _link(sizes, device, 2 * h * itemsize * (tp - 1) / tp)
+    assert set(DENSE) <= set(curves)
+    return Profile(
+        source="roofline",
+        about={**about, "device": device.name},
+        curves=curves,
+        attention_in_one_call=about["kind"] == "cuda",
+        activation_bytes=activation_bytes(shape, itemsize, tp),
+        tensor_seconds=2 * device.overhead,
+        element_seconds=28 / device.bandwidth,
+        sequence_seconds=5e-5,
+        step_seconds=10 * device.overhead,
+    )
+
+
+def activation_bytes(shape: Any, itemsize: int, tensor_parallel: int) -> dict[str, float]:
+    """Bytes a row keeps for the backward pass in each half of a layer: inputs of norms, products and attention."""
+    tp = tensor_parallel
+    attention = 2 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp
+    mlp = 2 * shape.hidden + (shape.out_features("linear_fc1") + shape.ffn) / tp
+    return {"attention": attention * itemsize, "mlp": mlp * itemsize}
+
+
+def _link(sizes: list[int], device: Device, bytes_per_row: float) -> Curve:
+    seconds = tuple(device.latency + size * bytes_per_row / device.link for size in sizes)
+    return Curve(tuple(sizes), seconds, seconds)
+
+
+def _attention(shape: Any, device: Device, itemsize: int, tp: int) -> dict[str, Curve]:
+    """Scores and values, twice that backward."""
+    found: dict[str, Curve] = {}
+    for length in grid_up_to(8192, least=8):
+        for past in (0, 256, 1024, 4096):
+            pairs = length * (length + 1) / 2 + length * past
+            flops = 4 * pairs * shape.heads * shape.head_dim / tp
+            keys = 2 * (length + past) * shape.kv_heads + 2 * length * shape.heads
+            traffic = itemsize * keys * shape.head_dim / tp
+            one = max(2 * flops / device.peak[itemsize], traffic / device.bandwidth)
+            seconds = (device.overhead + one, device.overhead + 8 * one)
+            found[f"attention:{length}:{past}"] = Curve((1, 8), seconds, tuple(2 * s for s in seconds))
+    return found
+
+
+def _adapters(shape: Any, tp: int, curve: Callable[..., Curve], itemsize: int) -> dict[str, Curve]:
+    found: dict[str, Curve] = {}
+    for op in OPS:
+        k = shape.in_features(op) / (tp if op in ("linear_proj", "linear_fc2") else 1)
+        n = shape.out_features(op) / (tp if op in ("linear_qkv", "linear_fc1") else 1)
+        for rank in (8, 64):
+
+            def low_rank(rows: float, k: float = k, n: float = n, rank: int = rank) -> tuple[float, float]:
+                return 2 * rows * rank * (k + n), itemsize * rows * (k + 2 * n)
+
+            def dropped(rows: float, k: float = k, n: float = n, rank: int = rank) -> tuple[float, float]:
+                return 2 * rows * rank * (k + n), itemsize * rows * (4 * k + 2 * n)
+
+            found[f"LORA:{op}:{rank}"] = curve(low_rank, backward=2.0)
+            found[f"LORA_DROPOUT:{op}:{rank}"] = curve(dropped, backward=2.0)
+            if op in ("linear_proj", "linear_fc2"):
+                found[f"BOTTLENECK:{op}:{rank}"] = curve(
+                    lambda rows, n=n, rank=rank: (4 * rows * rank * n, itemsize * rows * 3 * n), backward=2.0
+                )
+        found[f"IA3:{op}:0"] = curve(lambda rows, n=n: (rows * n, 2 * itemsize * rows * n), backward=2.0)
+        found[f"DIFF_PRUNING:{op}:0"] = curve(
+            lambda rows, k=k, n=n: (2 * rows * k * n, itemsize * (rows * (k + 2 * n) + 4 * k * n)),
+            backward=2.0,
+        )
+    for kind in ("LORA", "LORA_DROPOUT", "BOTTLENECK", "IA3", "DIFF_PRUNING"):
+        found[f"utilisation:{kind}"] = Curve((1,), (1.0,), (1.0,))
+    return found

@@ -1,0 +1,123 @@
+"""From a plan and a step's lengths to what is computed: the chunk grid of every bucket, and the template to run it.
+
+Pure functions of what every rank knows: the plan, and the lengths in the data's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_mux.fusion.alignment import Chunk, Filled, Item, chunk_grid
+from megatron_mux.fusion.plan import Bucket, Plan
+from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.structured import structured
+from megatron_mux.pipeline.template import Template, one_f_one_b
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The sequences of one task's step.
+
+    Attributes:
+        tokens: Of each.
+        labels: Labelled tokens of each.
+        pad_to: Each is padded to so many tokens; 0: not at all.
+    """
+
+    tokens: tuple[int, ...]
+    labels: tuple[int, ...]
+    pad_to: int = 0
+
+
+@dataclass(frozen=True)
+class StepGrid:
+    """What one pipeline computes in one step.
+
+    Attributes:
+        chunks: For each unit, what each hybrid task of its bucket has in it; those with nothing are left out.
+        sizes: For each bucket, the chunks of each of its micro-batches.
+    """
+
+    chunks: Mapping[Unit, tuple[Chunk, ...]]
+    sizes: tuple[tuple[int, ...], ...]
+
+
+def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepGrid:
+    """The chunk grid of a step on one of the plan's pipelines.
+
+    Args:
+        plan: Says which tasks share what, in how many micro-batches, cut how.
+        lengths: Of every task of the plan.
+        data_rank: Which of the `plan.data` pipelines.
+    """
+    chunks: dict[Unit, tuple[Chunk, ...]] = {}
+    sizes: list[tuple[int, ...]] = []
+    filled = Filled(plan.data)
+    for b, bucket in enumerate(plan.buckets):
+        filled.next_bucket(bucket.micro_batches)
+        grids = [
+            chunk_grid(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
+            for hybrid in bucket.hybrid_tasks
+        ]
+        counts: list[int] = []
+        for side_by_side in zip(*grids, strict=True):
+            if not any(side_by_side):
+                continue
+            m = len(counts)
+            counts.append(max(len(micro_batch) for micro_batch in side_by_side))
+            for c in range(counts[-1]):
+                chunks[Unit(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
+        sizes.append(tuple(counts))
+    return StepGrid(chunks, tuple(sizes))
+
+
+def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> list[Item]:
+    items: list[Item] = []
+    for name in tasks:
+        own = lengths[name]
+        for i, (tokens, labels) in enumerate(zip(own.tokens, own.labels, strict=True)):
+            padded = max(tokens, own.pad_to)
+            items.append(Item(name, i, padded, plan.weights.of(padded, labels)))
+    return items
+
+
+def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
+    """The actions of a step on every stage.
+
+    The planner's plans know what passes take: theirs is the structured multi-bucket template. Others take turns, 1F1B.
+
+    Args:
+        plan: The plan.
+        sizes: From `step_grid`.
+    """
+    if plan.policy != "auto" or not all(bucket.forward for bucket in plan.buckets):
+        return one_f_one_b(plan.stages, sizes)
+    return structured([bucket_costs(bucket) for bucket in plan.buckets], plan.activation_limit or None, sizes)
+
+
+def bucket_costs(bucket: Bucket) -> BucketCost:
+    """What the pipeline knows of a planned bucket."""
+    return BucketCost(
+        micro_batches=bucket.micro_batches,
+        forward=bucket.forward,
+        backward=bucket.backward,
+        chunks=max(bucket.chunks, default=1),
+        memory=bucket.memory,
+        transfer=bucket.transfer,
+    )
+
+
+def most_in_flight(template: Template) -> int:
+    """The most units that any stage has launched and not yet taken back.
+
+    Neighbours never lag further behind each other than this, so a tensor sent so many sends ago has been taken.
+    """
+    most = 0
+    for actions in template:
+        launched = 0
+        for action in actions:
+            launched += 1 if action.kind == "F" else -1
+            most = max(most, launched)
+    return most

@@ -1,0 +1,94 @@
+"""A backbone without weights, and tasks on it, as the planner sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.backbone.family import Family
+from megatron_mux.backbone.registry import BackboneInfo, family
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.fusion.load import Site, TaskLoad
+from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.roofline import roofline
+
+
+def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:
+    """A small Llama's."""
+    return BackboneShape(
+        family="llama",
+        hidden=hidden,
+        layers=layers,
+        heads=8,
+        kv_heads=4,
+        head_dim=hidden // 8,
+        ffn=2 * hidden,
+        vocab=1000,
+        padded_vocab=1000,
+        max_positions=2048,
+        position_limit=None,
+        position_offset=0,
+        norm="RMSNorm",
+        norm_eps=1e-5,
+        activation="silu",
+        gated=True,
+        tied=True,
+        biases=dict.fromkeys(BASE_OPS, False),
+        qk_norm=False,
+        rope=None,
+        windows=(None,) * layers,
+        scales=(1.0,) * layers,
+        eos_ids=(2,),
+        bos_id=1,
+        pad_id=None,
+        config={"model_type": "llama", "layers": layers, "hidden": hidden},
+    )
+
+
+def info(layers: int = 8, fingerprint: str = "a" * 64) -> BackboneInfo:
+    """Of that shape."""
+    found: Family = family("llama")
+    modules = {op: tuple(module.path for module in found.names.ops[op]) for op in BASE_OPS}
+    paths = tuple(
+        f"model.layers.{layer}.{path}" for layer in range(layers) for op in BASE_OPS for path in modules[op]
+    )
+    return BackboneInfo(Path("made-up"), shape(layers), paths, modules, fingerprint, found, {})
+
+
+def profile(layers: int = 8, **changes: Any) -> Profile:
+    """A roofline of two threads."""
+    about = {"device": "made-up", "kind": "cpu", "threads": 2}
+    tensor = changes.pop("tensor_parallel", 1)
+    return dataclasses.replace(roofline(shape(layers), about, 4, tensor, most_tokens=4096), **changes)
+
+
+def load(
+    name: str, lengths: list[int], layers: int = 8, kind: str = "LORA", size: int = 16, **changes: Any
+) -> TaskLoad:
+    """A task with sequences of these lengths, half of each labelled, its adapter on every layer's linear_qkv."""
+    found = TaskLoad(
+        name=name,
+        tokens=tuple(lengths),
+        labels=tuple(max(1, n // 2) for n in lengths),
+        max_length=max(lengths),
+        accumulation=1,
+        virtual_tokens=0,
+        sites=tuple(Site(layer, "linear_qkv", kind, size) for layer in range(layers)),
+        tensors=4 * layers,
+        elements=layers * 10_000,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def random_loads(seed: int, count: int | None = None) -> dict[str, TaskLoad]:
+    """One to eight tasks of random lengths and kinds."""
+    r = random.Random(seed)
+    loads = {}
+    for i in range(count or r.randint(1, 8)):
+        longest = r.choice([16, 64, 128, 256, 512])
+        lengths = sorted(r.randint(4, longest) for _ in range(r.randint(1, 8)))
+        kind, size = r.choice([("LORA", 16), ("LORA_DROPOUT", 8), ("IA3", 0), ("DIFF_PRUNING", 0)])
+        loads[f"t{i}"] = load(f"t{i}", lengths, kind=kind, size=size)
+    return loads

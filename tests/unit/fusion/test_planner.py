@@ -1,0 +1,98 @@
+"""Plans cover each task once, keep to memory, are the same every time, and are never predicted to be slower."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.check import check_plan
+from megatron_mux.fusion.plan import Plan, dumps
+from megatron_mux.fusion.planner import Mesh, Planner
+from tests.unit.fusion import backbone
+
+meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+
+
+def planner(mesh: Mesh, **changes: object) -> Planner:
+    profile = backbone.profile(tensor_parallel=mesh.tensor)
+    return Planner(profile, backbone.info(), mesh, **changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), meshes)
+def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> None:
+    loads = backbone.random_loads(seed)
+    plan = planner(mesh).plan(loads)
+    assert sorted(plan.tasks) == sorted(loads)
+    assert plan == planner(mesh).plan(dict(reversed(loads.items()))), "whatever the order of tasks"
+    assert Plan.from_json(json.loads(dumps(plan))) == plan
+    check_plan(plan, backbone.info().fingerprint, mesh, sorted(loads))
+    assert plan.predicted_latency_s is not None
+    for name in ("serial", "spatial", "temporal"):
+        other = plan.alternatives[name]
+        assert other is not None and plan.predicted_latency_s <= other * (1 + 1e-9), name
+    assert plan.padding["plan"] == 0.0 <= plan.padding["within_tasks"] <= plan.padding["zero_padded"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4]), st.floats(0.02, 1.5))
+def test_a_plan_keeps_to_memory_or_says_who_does_not_fit(seed: int, stages: int, share: float) -> None:
+    loads, mesh = backbone.random_loads(seed), Mesh(pipeline=stages)
+    free = planner(mesh).plan(loads)
+    limit = share * max(free.memory_bytes)
+    try:
+        plan = planner(mesh, memory_limit=limit).plan(loads)
+    except UserError as error:
+        for problem in error.problems:
+            assert "give more memory" in problem
+            assert "the memory limit of" in problem or any(repr(name) in problem for name in loads)
+        with pytest.raises(UserError):
+            planner(mesh, memory_limit=limit).check(loads)
+        return
+    assert max(plan.memory_bytes) <= limit * (1 + 1e-9)
+    planner(mesh, memory_limit=limit).check(loads)
+
+
+def test_what_would_make_a_task_fit_makes_it_fit() -> None:
+    loads = {"long": backbone.load("long", [512]), "short": backbone.load("short", [16])}
+    mesh = Mesh()
+    limit = planner(mesh).plan({**loads, "long": backbone.load("long", [300])}).memory_bytes[0]
+    with pytest.raises(UserError, match="task 'long': one sequence of 512 tokens needs") as told:
+        planner(mesh, memory_limit=limit).plan(loads)
+    (problem,) = told.value.problems
+    length = int(problem.partition("max_length to ")[2].partition(",")[0])
+    assert 300 <= length < 512
+    planner(mesh, memory_limit=limit).plan({**loads, "long": backbone.load("long", [length])})
+
+
+def test_users_count_on_accumulation() -> None:
+    loads = {"a": backbone.load("a", [64] * 8, accumulation=4), "b": backbone.load("b", [64] * 8)}
+    plan = planner(Mesh()).plan(loads)
+    assert plan.buckets[plan.bucket_of("a")].micro_batches >= 4
+
+
+def test_numbers_that_are_given_are_kept() -> None:
+    loads = backbone.random_loads(3)
+    plan = planner(Mesh(pipeline=2), micro_batches=3, chunk=32).plan(loads)
+    assert {(bucket.micro_batches, bucket.chunk) for bucket in plan.buckets} == {(3, 32)}
+
+
+def test_padding_is_planned_for() -> None:
+    loads = {"a": backbone.load("a", [10, 20, 64]), "b": backbone.load("b", [128])}
+    plan = planner(Mesh(), alignment="longest").plan(loads)
+    assert plan.padding["plan"] == pytest.approx(1 - 222 / 512)
+    assert plan.predicted_latency_s == pytest.approx(plan.alternatives["padded"])
+
+
+def test_a_pipeline_cuts_what_is_long() -> None:
+    loads = {"a": backbone.load("a", [2048, 2048])}
+    plan = planner(Mesh(pipeline=4)).plan(loads)
+    assert plan.buckets[0].chunk is not None and max(plan.buckets[0].chunks) > 1
+
+
+def test_no_task_no_bucket() -> None:
+    assert planner(Mesh()).plan({}).buckets == ()

@@ -1,0 +1,70 @@
+"""Curves interpolate, profiles survive their files, and their names tell apart all that they depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.profile import Curve, about_run, key_of, load_profile, points, save_profile
+from tests.unit.fusion import backbone
+
+seconds = st.floats(0, 10)
+
+
+def test_a_curve_is_linear_between_its_points() -> None:
+    curve = Curve((10, 20, 40), (1.0, 3.0, 4.0), (2.0, 2.0, 6.0))
+    assert curve.at(15) == (2.0, 2.0)
+    assert curve.at(30) == (3.5, 4.0)
+    assert curve.at(5) == (1.0, 2.0), "as little as the least that was measured"
+    assert curve.at(60) == (5.0, 10.0), "on the last slope"
+    assert Curve((10, 20), (5.0, 1.0), (1.0, 1.0)).at(1000)[0] == 0.0, "never less than nothing"
+
+
+@given(st.dictionaries(st.integers(1, 5000), st.tuples(seconds, seconds), min_size=1, max_size=8))
+def test_a_curve_goes_through_its_points(known: dict[float, tuple[float, float]]) -> None:
+    curve = points(known)
+    for size, value in known.items():
+        assert curve.at(size) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [((), (), ()), ((1.0, 2.0), (1.0,), (1.0, 2.0)), ((2.0, 1.0), (1.0, 1.0), (1.0, 1.0))]
+)
+def test_a_wrong_curve_is_refused(wrong: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="a curve"):
+        Curve(*wrong)
+
+
+def test_a_profile_is_found_under_what_it_depends_on(tmp_path: Path) -> None:
+    about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=2)
+    profile = backbone.profile(about=about, source="measured")
+    path = save_profile(profile, tmp_path / "profiles")
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert load_profile(about, path.parent) == profile
+    others = [
+        about_run(backbone.shape(), "cpu", "torch.float32", 2, threads=2),
+        about_run(backbone.shape(), "cpu", "torch.bfloat16", 1, threads=2),
+        about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1),
+        about_run(backbone.shape(layers=9), "cpu", "torch.float32", 1, threads=2),
+        about_run(backbone.shape(), "H100", "torch.float32", 1),
+        {**about, "torch": "0"},
+    ]
+    assert len({key_of(other) for other in [about, *others]}) == 1 + len(others)
+    assert all(load_profile(other, path.parent) is None for other in others)
+
+
+def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
+    about = {"device": "x"}
+    (tmp_path / f"{key_of(about)}.json").write_text('{"curves": {')
+    with pytest.raises(UserError, match=r"is no profile: delete it, or measure anew"):
+        load_profile(about, tmp_path)
+
+
+def test_a_profile_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_profile(backbone.profile(), tmp_path / "file")

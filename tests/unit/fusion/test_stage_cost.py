@@ -1,0 +1,123 @@
+"""Equations 3 and 5: what adds up, what is bounded, what depends on what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.backbone.shape import stage_layers
+from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.load import Site, TaskLoad
+from megatron_mux.fusion.profile import Curve
+from megatron_mux.fusion.stage_cost import StageCosts
+from tests.unit.fusion import backbone
+
+LAYERS = 8
+
+
+def costs(loads: list[TaskLoad], stages: int = 1, **changes: object) -> StageCosts:
+    profile = changes.pop("profile", None) or backbone.profile(LAYERS)
+    divided = [stage_layers(LAYERS, stage, stages) for stage in range(stages)]
+    return StageCosts(profile, backbone.shape(LAYERS), loads, divided, **changes)  # type: ignore[arg-type]
+
+
+def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
+    return tuple(Slice(load.name, i, 0, n) for load in chunk_of for i, n in enumerate(load.tokens))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000))
+def test_the_quick_way_and_the_exact_way_agree_on_whole_steps(seed: int) -> None:
+    loads = list(backbone.random_loads(seed).values())
+    model = costs(loads, stages=2)
+    quick, exact = model.hybrid(tuple(range(len(loads))), 1), model.chunk(whole(loads))
+    assert quick.forward == pytest.approx(exact.forward)
+    assert quick.backward == pytest.approx(exact.backward)
+    assert quick.memory == pytest.approx(exact.memory)
+
+
+def test_equation_3_written_out() -> None:
+    """Two tasks, one layer's worth of each operator; utilisation one half."""
+    profile = backbone.profile(LAYERS)
+    half = Curve((1,), (0.5,), (0.5,))
+    profile = dataclasses.replace(profile, curves={**profile.curves, "utilisation:LORA": half})
+    loads = [backbone.load("a", [64] * 4), backbone.load("b", [64] * 2)]
+    model = costs(loads, profile=profile)
+    curves = profile.curves
+    both = model.hybrid((0, 1), 1)
+    alone = [curves["LORA:linear_qkv:8"].at(n)[0] for n in (256, 128)]
+    assert curves["LORA:linear_qkv:64"].at(256)[0] >= alone[0]
+
+    def adapter(rows: int) -> float:
+        low, high = curves["LORA:linear_qkv:8"].at(rows)[0], curves["LORA:linear_qkv:64"].at(rows)[0]
+        return low + (16 - 8) / 56 * (high - low)
+
+    frozen = costs([dataclasses.replace(load, sites=()) for load in loads], profile=profile).hybrid((0, 1), 1)
+    expected = LAYERS * max(0.5 * adapter(256) + 0.5 * adapter(128), adapter(256))
+    assert both.forward[0] - frozen.forward[0] == pytest.approx(expected)
+
+
+def test_batching_is_never_dearer_than_taking_turns_on_one_stage() -> None:
+    loads = [backbone.load("a", [64] * 4), backbone.load("b", [30, 64])]
+    model = costs(loads)
+    together = model.hybrid((0, 1), 1)
+    turns = [model.hybrid((t,), 1) for t in (0, 1)]
+    assert sum(together.alone()) <= sum(sum(turn.alone()) for turn in turns)
+
+
+def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
+    def with_sites(*layers: int) -> TaskLoad:
+        sites = tuple(Site(layer, "linear_qkv", "LORA", 16) for layer in layers)
+        return backbone.load("a", [64] * 4, sites=sites)
+
+    upper = costs([with_sites(6)], stages=2).hybrid((0,), 1)
+    lower = costs([with_sites(1)], stages=2).hybrid((0,), 1)
+    assert upper.backward[0] == 0.0 < lower.backward[0]
+    assert upper.backward[1] < lower.backward[1]
+    assert upper.forward[1] == pytest.approx(lower.forward[1] + upper.forward[1] - lower.forward[1])
+
+
+def test_memory_is_equation_5() -> None:
+    load = backbone.load("a", [64] * 4)
+    model = costs([load], stages=2)
+    shape = backbone.shape(LAYERS)
+    layer = sum(shape.in_features(op) * shape.out_features(op) for op in ("linear_qkv", "linear_proj"))
+    layer += sum(shape.in_features(op) * shape.out_features(op) for op in ("linear_fc1", "linear_fc2"))
+    first, last = model.resident()
+    own = load.elements / 2 * 16
+    assert first == pytest.approx(4 * (4 * layer + shape.vocab * shape.hidden) + own)
+    assert last == pytest.approx(first + 2 * (64 << 20))
+    one, half = model.hybrid((0,), 1), model.hybrid((0,), 2)
+    assert half.memory == pytest.approx([m / 2 for m in one.memory])
+    assert costs([load], recompute=True).hybrid((0,), 1).memory[0] < sum(one.memory)
+
+
+def test_tensor_ranks_leave_communication_to_hide() -> None:
+    loads = [backbone.load("a", [64] * 4)]
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    exposed = costs(loads, profile=profile, tensor=2).hybrid((0,), 1).exposed
+    assert exposed == pytest.approx((2 * LAYERS * profile.curves["all_reduce"].at(256)[0],))
+    assert costs(loads).hybrid((0,), 1).exposed == ()
+
+
+def test_chunks_of_a_long_sequence_cost_more_the_later_they_come() -> None:
+    model = costs([backbone.load("a", [512])])
+    parts = [model.chunk((Slice("a", 0, at, at + 64),)).forward[0] for at in range(0, 256, 64)]
+    assert parts == sorted(parts) and parts[0] < parts[-1]
+
+
+@given(st.integers(1, 4), st.integers(1, 16))
+def test_micro_batches_divide_the_rows(data: int, micro_batches: int) -> None:
+    load = backbone.load("a", [64] * 16)
+    model = costs([load], data=data)
+    parts = min(16, data * micro_batches)
+    expected = costs([dataclasses.replace(load, tokens=(64,) * 16)]).hybrid((0,), parts)
+    assert model.hybrid((0,), micro_batches) == expected
+
+
+def test_weights_are_what_the_profile_says() -> None:
+    weights = costs([backbone.load("a", [64] * 4)]).weights()
+    assert weights.token > 0 and weights.pair > 0 and weights.label > 0

@@ -1,0 +1,285 @@
+"""Plan how tasks share a backbone: which are batched, which are interleaved, in how many micro-batches, cut how.
+
+    python tools/plan.py --backbone DIR --tasks tasks.yaml
+    python tools/plan.py --backbone DIR --tasks tasks.yaml --stages 2 --memory-limit 40GiB --output plan.json
+    python tools/plan.py --backbone DIR --tasks tasks.yaml --gpus 8 --device H100
+
+No weight is read. Predicted figures come from the profile of tools/profile_backbone.py where there is one for this
+backbone, device and tensor-parallel degree, else from a roofline of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import at_least, chunk_size, path, size
+from megatron_mux.errors import UserError, tell
+
+if TYPE_CHECKING:
+    from megatron_mux.fusion.load import TaskLoad
+    from megatron_mux.fusion.plan import Plan
+    from megatron_mux.fusion.planner import Mesh
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
+    add("--tasks", type=path, required=True, metavar="FILE", help="tasks.yaml")
+    add("--stages", type=at_least(1), metavar="S", help="pipeline stages (1)")
+    add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")
+    add("--data-parallel", type=at_least(1), metavar="N", help="pipelines (1)")
+    add("--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism of N ranks")
+    add("--memory-limit", type=size, metavar="SIZE", help="what a rank may use, such as 40GiB")
+    add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
+    add("--recompute-granularity", choices=("full", "selective"), help="as the run will have it")
+    add("--micro-batches", type=at_least(1), metavar="N", help="parts of a bucket's step (default: chosen)")
+    add("--chunk-size", type=chunk_size, default="auto", metavar="N", help="tokens, none, or auto (default)")
+    add("--align", choices=("dense", "max-length", "longest"), default="dense", help="padding (dense: none)")
+    add("--device", metavar="NAME", help="cpu, cuda, or a GPU elsewhere such as H100 (default: what is here)")
+    add("--threads", type=at_least(1), metavar="N", help="threads that compute on a CPU (default: torch's)")
+    add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
+    add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan and print; 2 when the input was wrong."""
+    try:
+        run(parse(argv))
+    except UserError as error:
+        tell(error, "plan.py")
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The work, once the command line is good."""
+    from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.data.tokenizer import load_tokenizer
+    from megatron_mux.fusion.load import TaskLoad
+    from megatron_mux.fusion.planner import Mesh
+    from megatron_mux.preparation import prepare
+    from megatron_mux.tasks import load_task_file
+
+    given = (arguments.tensor_parallel, arguments.stages, arguments.data_parallel)
+    if arguments.gpus is not None and any(value is not None for value in given):
+        raise UserError(
+            "--gpus: chooses --stages, --tensor-parallel and --data-parallel itself: leave them out"
+        )
+    specs = load_task_file(arguments.tasks, data_later=True)
+    info = read_backbone_info(arguments.backbone)
+    tasks = prepare(specs, info, load_tokenizer(arguments.backbone), _say)
+    loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks}
+    if arguments.gpus is None:
+        mesh = Mesh(*(value or 1 for value in given))
+        info.check_parallel(mesh.tensor, mesh.pipeline)
+        meshes = [mesh]
+    else:
+        meshes = _meshes(info, arguments.gpus)
+    found, refused = _plans(arguments, info, loads, meshes)
+    best, seconds = found[0]
+    if arguments.output is not None:
+        _write(arguments.output, best)
+    mesh = Mesh(best.tensor, best.stages, best.data)
+    if arguments.json:
+        others = [
+            {**asdict(Mesh(p.tensor, p.stages, p.data)), "predicted_latency_s": p.predicted_latency_s}
+            for p, _ in found
+        ]
+        extra = {"planning_s": seconds, "flags": flags(mesh), "mesh": others}
+        print(json.dumps({**best.to_json(), **extra}))
+        return
+    _print(best, seconds)
+    if arguments.gpus is not None:
+        _print_meshes(found, refused)
+    print(
+        f"run it with: torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py "
+        f"{flags(mesh)}--mux-tasks {arguments.tasks} ..."
+    )
+
+
+def _plans(
+    arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad], meshes: Sequence[Mesh]
+) -> tuple[list[tuple[Plan, float]], dict[Mesh, str]]:
+    """A plan for each mesh on which the tasks fit, the fastest first, with the seconds it took to make."""
+    import torch
+
+    from megatron_mux.fusion.planner import Planner
+    from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
+    from megatron_mux.fusion.roofline import GPUS, roofline
+
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no GPU here: name one, such as H100")
+    if kind not in ("cpu", "cuda") and not any(name in kind.upper() for name in GPUS):
+        raise UserError(f"--device {kind}: is not known: choose from cpu, cuda, {', '.join(GPUS)}")
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    chunk = arguments.chunk_size
+    found: list[tuple[Plan, float]] = []
+    refused: dict[Mesh, str] = {}
+    for mesh in meshes:
+        about = about_run(info.shape, kind, dtype, mesh.tensor, arguments.threads)
+        profile = load_profile(about, arguments.profiles or profile_directory())
+        if profile is None:
+            profile = roofline(info.shape, about, dtype.itemsize, mesh.tensor)
+        planner = Planner(
+            profile,
+            info,
+            mesh,
+            dtype.itemsize,
+            arguments.recompute_granularity == "full",
+            arguments.memory_limit,
+            arguments.align,
+            chunk,
+            arguments.micro_batches,
+        )
+        start = time.perf_counter()
+        try:
+            found.append((planner.plan(loads), time.perf_counter() - start))
+        except UserError as error:
+            if len(meshes) == 1:
+                raise
+            refused[mesh] = error.problems[0]
+    if not found:
+        raise UserError(*dict.fromkeys(refused.values()))
+    return sorted(found, key=lambda entry: entry[0].predicted_latency_s or 0.0), refused
+
+
+def _meshes(info: Any, ranks: int) -> list[Mesh]:
+    """Every way to divide the ranks that the backbone allows."""
+    from megatron_mux.fusion.planner import Mesh
+
+    found = [
+        Mesh(tensor, pipeline, ranks // (tensor * pipeline))
+        for tensor in range(1, ranks + 1)
+        if ranks % tensor == 0
+        for pipeline in range(1, ranks // tensor + 1)
+        if (ranks // tensor) % pipeline == 0 and not info.shape.parallel_problems(tensor, pipeline)
+    ]
+    if not found:
+        raise UserError(f"--gpus {ranks}: the backbone cannot be divided among {ranks} ranks in any way")
+    return found
+
+
+def flags(mesh: Mesh) -> str:
+    """How a run is started on a mesh; data parallelism follows from the number of processes."""
+    text = ""
+    if mesh.tensor > 1:
+        text += f"--tensor-model-parallel-size {mesh.tensor} "
+    if mesh.pipeline > 1:
+        text += f"--pipeline-model-parallel-size {mesh.pipeline} "
+    return text
+
+
+def _write(file: Path, plan: Plan) -> None:
+    from megatron_mux.checkpoint import write_atomically
+    from megatron_mux.fusion.plan import dumps
+
+    try:
+        write_atomically(file, dumps(plan))
+    except OSError as error:
+        raise UserError(f"--output {file}: cannot be written: {error.strerror or error}") from error
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _print(plan: Plan, seconds: float) -> None:
+    """The plan as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{plan.stages} stage(s) x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)")
+    for column in (
+        "bucket",
+        "hybrid task",
+        "tokens a step",
+        "micro-batches",
+        "chunk",
+        "chunks",
+        "forward ms",
+        "backward ms",
+    ):
+        table.add_column(column, justify="left" if column == "hybrid task" else "right")
+    for b, bucket in enumerate(plan.buckets):
+        for h, hybrid in enumerate(bucket.hybrid_tasks):
+            counts = sorted(set(bucket.chunks))
+            shown = [
+                str(b),
+                " + ".join(hybrid.tasks),
+                f"{hybrid.tokens:.0f}",
+                str(len(bucket.chunks)),
+                str(bucket.chunk or "-"),
+                "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
+                " ".join(f"{t * 1e3:.1f}" for t in bucket.forward),
+                " ".join(f"{t * 1e3:.1f}" for t in bucket.backward),
+            ]
+            table.add_row(*(shown if h == 0 else ["", *shown[1:3], "", "", "", "", ""]))
+    console.print(table)
+    compared = Table(title="predicted seconds of one step of every task")
+    compared.add_column("policy")
+    compared.add_column("seconds", justify="right")
+    compared.add_column("against this plan", justify="right")
+    latency = plan.predicted_latency_s or 0.0
+    compared.add_row("this plan", f"{latency:.4g}", "")
+    for name, value in plan.alternatives.items():
+        compared.add_row(
+            "zero-padded" if name == "padded" else name,
+            "does not fit" if value is None else f"{value:.4g}",
+            "" if value is None or not latency else f"{value / latency:.2f}x",
+        )
+    console.print(compared)
+    shares = plan.padding
+    if shares:
+        console.print(
+            f"tokens that carry no information: {shares['plan']:.1%}; padded within each task "
+            f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
+        )
+    memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
+    limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
+    console.print(f"predicted memory of each stage: {memory}{limit} GiB")
+    console.print(f"by the {plan.costs}; planned in {seconds:.3f} s")
+
+
+def _print_meshes(found: Sequence[tuple[Plan, float]], refused: Mapping[Mesh, str]) -> None:
+    """What else the ranks could be divided into."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="ways to divide the ranks")
+    for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
+        table.add_column(column, justify="left" if column == "flags" else "right")
+    from megatron_mux.fusion.planner import Mesh
+
+    for plan, _ in found:
+        mesh = Mesh(plan.tensor, plan.stages, plan.data)
+        table.add_row(
+            str(mesh.tensor),
+            str(mesh.pipeline),
+            str(mesh.data),
+            f"{plan.predicted_latency_s:.4g}",
+            f"{max(plan.memory_bytes) / (1 << 30):.2f}",
+            flags(mesh),
+        )
+    for mesh, why in refused.items():
+        table.add_row(str(mesh.tensor), str(mesh.pipeline), str(mesh.data), "-", "-", f"does not fit: {why}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Measure what a backbone's operators take on this device, for the planner.
+
+    python tools/profile_backbone.py --backbone DIR
+    torchrun --nproc-per-node 2 tools/profile_backbone.py --backbone DIR --tensor-model-parallel-size 2
+
+A minute on two cores. The profile is kept under a name made of everything it depends on; runs and tools/plan.py find it
+there. With two processes or more, all-reduce and transfers between ranks are measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import at_least, path
+from megatron_mux.errors import UserError, tell
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
+    add("--tensor-model-parallel-size", type=at_least(1), default=1, metavar="N", help="ranks to a layer (1)")
+    add("--bf16", action="store_true", help="in bfloat16 (default: fp32)")
+    add(
+        "--most-tokens",
+        type=at_least(32),
+        metavar="N",
+        help="rows of the largest measurement (2048; on a GPU 16384)",
+    )
+    add("--rounds", type=at_least(1), default=7, metavar="N", help="turns of each measurement (7)")
+    add("--directory", type=path, metavar="DIR", help="where to keep it (default: the user's cache)")
+    add("--force", action="store_true", help="measure again what is there already")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, keep, print; 2 when the input was wrong."""
+    with ExitStack() as at_the_end:
+        try:
+            arguments = parse(argv)
+            from megatron_mux.runtime import shutdown
+
+            at_the_end.callback(shutdown)
+            run(arguments)
+        except UserError as error:
+            tell(error, "profile_backbone.py")
+            return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The work, once the command line is good."""
+    import torch
+
+    from megatron_mux.backbone.model import Backbone
+    from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.fusion.measure import Measuring, measure
+    from megatron_mux.fusion.profile import about_run, load_profile, profile_directory, save_profile
+    from megatron_mux.runtime import initialize
+
+    info = read_backbone_info(arguments.backbone)
+    info.check_parallel(arguments.tensor_model_parallel_size, 1)
+    parallel = initialize(arguments.tensor_model_parallel_size)
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    about = about_run(info.shape, parallel.device.type, dtype, parallel.tp_size)
+    directory = arguments.directory or profile_directory()
+    profile = None if arguments.force else load_profile(about, directory)
+    seconds = 0.0
+    if profile is None:
+        backbone = Backbone.load(arguments.backbone, parallel, dtype)
+        most = arguments.most_tokens or (2048 if parallel.device.type == "cpu" else 16384)
+        start = time.perf_counter()
+        with _progress(parallel.rank == 0) as told:
+            profile = measure(backbone, about, Measuring(most, arguments.rounds), told)
+        seconds = time.perf_counter() - start
+        if parallel.rank == 0:
+            save_profile(profile, directory)
+    if parallel.rank != 0:
+        return
+    where = directory / f"{profile.key}.json"
+    if arguments.json:
+        print(json.dumps({**asdict(profile), "path": str(where), "seconds": seconds}))
+    else:
+        _table(profile, where, seconds)
+
+
+class _progress:
+    """A bar on standard error."""
+
+    def __init__(self, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("measuring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not shown or not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> _progress:
+        self._bar.start()
+        self._task = self._bar.add_task("measuring", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _table(profile: object, where: Path, seconds: float) -> None:
+    """Forward and backward milliseconds of every curve at four of its sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megatron_mux.fusion.profile import Profile
+
+    assert isinstance(profile, Profile)
+    table = Table(title=f"{profile.source} on {profile.about['device']}, {profile.about['dtype']}")
+    for column in ("operator", "size: forward / backward ms", "", "", ""):
+        table.add_column(column)
+    for name, curve in profile.curves.items():
+        if name.startswith("utilisation"):
+            continue
+        chosen = sorted({round(i * (len(curve.sizes) - 1) / 3) for i in range(4)})
+        cells = [
+            f"{curve.sizes[i]:.0f}: {curve.forward[i] * 1e3:.2f} / {curve.backward[i] * 1e3:.2f}"
+            for i in chosen
+        ]
+        table.add_row(name, *cells)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{'measured in ' + format(seconds, '.0f') + ' s' if seconds else 'was there already'}: {where}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
