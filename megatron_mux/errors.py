@@ -52,8 +52,8 @@ def tell(error: UserError, program: str) -> None:
     first = _is_first(error)
     if first or (first is None and (rank == "0" or not alike)):
         who = "" if alike or rank == "0" else f"rank {rank}: "
-        for problem in error.problems:
-            print(f"{program}: {who}{problem}", file=sys.stderr, flush=True)
+        for line in (line for problem in error.problems for line in problem.splitlines()):
+            print(f"{program}: {who}{line}", file=sys.stderr, flush=True)
 
 
 def told_elsewhere(error: RuntimeError) -> bool:

@@ -74,6 +74,7 @@ class Planner:
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
+        overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Planner:
         alignment: Mode = "dense",
         chunk: Chunking = "auto",
         micro_batches: int | None = None,
+        overlap: bool = False,
     ) -> None:
+        self.overlap = overlap
         self.profile = profile
         self.info = info
         self.mesh = mesh
@@ -136,7 +139,7 @@ class Planner:
         """What a plain policy means for these tasks, with predicted figures."""
         ordered = [loads[name] for name in sorted(loads)]
         desk = _Desk(self, ordered, self.alignment)
-        return desk.worked_out(desk.of_policy(policy)).plan
+        return self._finished(desk.worked_out(desk.of_policy(policy)), desk)
 
     def _best(self, desk: _Desk) -> _WorkedOut:
         """The search's layout if it is worth it, else the best plain policy that fits."""
@@ -293,6 +296,7 @@ class _Desk:
             mesh.data,
             planner.itemsize,
             planner.recompute,
+            planner.overlap,
         )
         self.weights: Weights = self.costs.weights()
         self.tokens = [float(load.total) for load in self.loads]

@@ -54,6 +54,8 @@ class StageCosts:
         data: Pipelines that share each task's sequences.
         itemsize: Bytes of the backbone's dtype.
         recompute: Whether layers are computed again in the backward pass.
+        overlap: Whether hybrid tasks of one bucket hide each other's communication, as the paper's do. Else it is part
+            of every pass.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class StageCosts:
         data: int = 1,
         itemsize: int = 4,
         recompute: bool = False,
+        overlap: bool = True,
     ) -> None:
+        self.overlap = overlap
         self.profile = profile
         self.shape = shape
         self.loads = list(loads)
@@ -145,6 +149,9 @@ class StageCosts:
         if self.tensor > 1:
             one = self._curves["all_reduce"].at(total)[0]
             exposed = tuple(2 * len(layers) * one for layers in self.stages)
+            if not self.overlap:
+                seconds += np.array(exposed)[:, None]
+                exposed = ()
         transfer: tuple[float, ...] = ()
         if len(self.stages) > 1:
             transfer = (self._curves["transfer"].at(total)[0],) * (len(self.stages) - 1)
@@ -275,12 +282,24 @@ class StageCosts:
         """Seconds of a step outside its passes: reading, laying out, optimizers."""
         chosen = range(len(self.loads)) if tasks is None else list(tasks)
         profile = self.profile
-        return profile.step_seconds + sum(
-            self.loads[t].tensors * profile.tensor_seconds / len(self.stages)
-            + self.loads[t].elements * profile.element_seconds / len(self.stages)
-            + len(self.loads[t].tokens) * profile.sequence_seconds
-            for t in chosen
+        return (
+            profile.step_seconds
+            + sum(
+                self.loads[t].tensors * profile.tensor_seconds / len(self.stages)
+                + self.loads[t].elements * profile.element_seconds / len(self.stages)
+                + len(self.loads[t].tokens) * profile.sequence_seconds
+                for t in chosen
+            )
+            + self._gradients(chosen)
         )
+
+    def _gradients(self, chosen: Iterable[int]) -> float:
+        """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""
+        if self.data == 1:
+            return 0.0
+        elements = sum(self.loads[t].elements for t in chosen) / len(self.stages)
+        rows = 2 * 4 * elements / (self.shape.hidden * self.itemsize)
+        return self._curves["transfer"].at(rows)[0]
 
     def weights(self) -> Weights:
         """What a token, a pair and a label take of all stages, to balance micro-batches by."""

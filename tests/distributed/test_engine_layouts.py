@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
@@ -68,12 +71,37 @@ def cases_of(family: str, vocab: int) -> list[Case]:
     ]
 
 
+def _planning(policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case]) -> Planning:
+    """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut."""
+    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
+    shape = backbone.info.shape
+    about = {"device": "made-up", "kind": "cpu", "threads": 1}
+    planner = Planner(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8)
+    if policy == "auto":
+        return Planning("auto", mesh.pipeline, planner)
+    if policy == "side by side":
+        names = sorted(case.name for case in cases)
+        groups = [names[:2], names[2:3], names[3:]]
+        hybrids = [HybridTask(tuple(group)) for group in groups]
+        seconds = {"forward": (1.0,) * mesh.pipeline, "backward": (1.0,) * mesh.pipeline}
+        buckets = (
+            Bucket(tuple(hybrids[:2]), 3, chunk=5, **seconds),  # type: ignore[arg-type]
+            Bucket((hybrids[2],), 2, **seconds),  # type: ignore[arg-type]
+        )
+        return Planning(
+            "auto", mesh.pipeline, planner, given=Plan("auto", mesh.pipeline, buckets, data=mesh.data)
+        )
+    if policy == "chunks":
+        return Planning("spatial", mesh.pipeline, chunk=4)
+    return Planning(policy, mesh.pipeline)  # type: ignore[arg-type]
+
+
 def _train(
     joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str
 ) -> tuple[Results, Tensors]:
     parallel = joined(layout[0], layout[1], layout[2])
     backbone = Backbone.load(path, parallel, torch.float64)
-    engine = Engine(backbone, parallel, Planning(policy, parallel.pp_size))  # type: ignore[arg-type]
+    engine = Engine(backbone, parallel, _planning(policy, backbone, parallel, cases))
     engine.register_tasks([case.task for case in cases])
     results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in engine.step().items()} for _ in range(STEPS)]
     tensors: Tensors = {case.name: engine.adapter_tensors(case.name) for case in cases}
@@ -82,7 +110,16 @@ def _train(
 
 @pytest.mark.parametrize(
     ("family", "policy"),
-    [("llama", "spatial"), ("llama", "temporal"), ("gpt2", "spatial"), ("llama-one-kv-head", "spatial")],
+    [
+        ("llama", "spatial"),
+        ("llama", "temporal"),
+        ("llama", "chunks"),
+        ("llama", "auto"),
+        ("llama", "side by side"),
+        ("gpt2", "spatial"),
+        ("gpt2", "chunks"),
+        ("llama-one-kv-head", "spatial"),
+    ],
 )
 def test_every_layout_gives_the_same_adapters(
     family: str, policy: str, shared_dir: Path, joined: Callable[..., Parallel]
@@ -92,9 +129,10 @@ def test_every_layout_gives_the_same_adapters(
         tiny_models.make(path, family)
     dist.barrier()
     cases = cases_of(family, 96)
-    wanted_results, wanted = _train(joined, path / family, cases, LAYOUTS[0], policy)
+    plain = policy if policy == "temporal" else "spatial"
+    wanted_results, wanted = _train(joined, path / family, cases, LAYOUTS[0], plain)
     problems: list[str] = []
-    for layout in LAYOUTS[1:]:
+    for layout in LAYOUTS[policy == plain :]:
         results, tensors = _train(joined, path / family, cases, layout, policy)
         for step, (found, expected) in enumerate(zip(results, wanted_results, strict=True)):
             assert set(found) == {case.name for case in cases}

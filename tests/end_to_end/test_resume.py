@@ -153,7 +153,7 @@ def test_killed_again_and_again(workplace: Workplace, server: Server, undisturbe
     assert_same_outcome(directory, undisturbed[0])
 
 
-@pytest.mark.parametrize("policy", ["serial", "temporal"])
+@pytest.mark.parametrize("policy", ["serial", "temporal", "spatial"])
 def test_every_policy_resumes_exactly(policy: str, workplace: Workplace, server: Server) -> None:
     flags = ["--save-interval", "3", "--mux-policy", policy]
     wanted, directory = workplace.root / f"whole-{policy}", workplace.root / f"killed-{policy}"

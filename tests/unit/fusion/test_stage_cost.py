@@ -101,6 +101,9 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     exposed = costs(loads, profile=profile, tensor=2).hybrid((0,), 1).exposed
     assert exposed == pytest.approx((2 * LAYERS * profile.curves["all_reduce"].at(256)[0],))
     assert costs(loads).hybrid((0,), 1).exposed == ()
+    hidden = costs(loads, profile=profile, tensor=2).hybrid((0,), 1)
+    plain = costs(loads, profile=profile, tensor=2, overlap=False).hybrid((0,), 1)
+    assert plain.exposed == () and plain.alone() == pytest.approx(hidden.alone())
 
 
 def test_chunks_of_a_long_sequence_cost_more_the_later_they_come() -> None:

@@ -1,0 +1,197 @@
+"""`tools/plan.py`, `--mux-plan` and `--mux-policy auto`, as a user meets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_mux.fusion.plan import Plan
+from tests.end_to_end.complaints import complaints
+from tests.end_to_end.forked import ROOT, Server
+from tests.end_to_end.workplace import TASKS, Workplace
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def tool(name: str) -> ModuleType:
+    """A script of `tools/`, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plan(
+    workplace: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
+    """Runs tools/plan.py on the workplace's tasks: status, output, errors."""
+    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
+
+    def call(*more: str | Path) -> tuple[int, str, str]:
+        usual = ["--backbone", workplace.backbone, "--tasks", workplace.tasks, "--threads", "2"]
+        capsys.readouterr()
+        status = tool("plan").main([str(part) for part in [*usual, *more]])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def test_what_programs_read(plan: Call) -> None:
+    status, output, _ = plan("--json", "--stages", "2")
+    found = json.loads(output)
+    assert status == 0
+    names = [name for b in found["buckets"] for h in b["hybrid_tasks"] for name in h["tasks"]]
+    assert sorted(names) == sorted(TASKS)
+    assert set(found["alternatives"]) == {"serial", "spatial", "temporal", "padded"}
+    assert 0 < found["predicted_latency_s"] <= found["alternatives"]["serial"]
+    assert 0 < found["planning_s"] < 5
+    assert found["flags"] == "--pipeline-model-parallel-size 2 "
+
+
+def test_what_people_read(plan: Call) -> None:
+    status, output, errors = plan("--stages", "2", "--memory-limit", "1GiB")
+    assert status == 0 and not errors
+    for word in (
+        *TASKS,
+        "zero-padded",
+        "temporal",
+        "carry no information",
+        "of 1.00 GiB",
+        "roofline",
+        "torchrun",
+    ):
+        assert word in output, word
+
+
+def test_ranks_are_divided(plan: Call) -> None:
+    status, output, _ = plan("--gpus", "4", "--device", "H100", "--bf16", "--json")
+    found = json.loads(output)
+    meshes = {(m["tensor"], m["pipeline"], m["data"]) for m in found["mesh"]}
+    assert status == 0 and {(1, 1, 4), (1, 4, 1), (2, 2, 1), (4, 1, 1)} <= meshes
+    seconds = [m["predicted_latency_s"] for m in found["mesh"]]
+    assert seconds == sorted(seconds) and seconds[0] == found["predicted_latency_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpus", "4", "--stages", "2"], "--gpus: chooses --stages"),
+        (["--stages", "9"], "its 4 layers cannot fill 9 pipeline stages"),
+        (["--gpus", "7"], "cannot be divided among 7 ranks"),
+        (["--device", "abacus"], "--device abacus: is not known"),
+        (["--memory-limit", "1MiB"], "the memory limit of 1 MiB is less than the"),
+        (["--memory-limit", "much"], "must be a size such as"),
+        (["--chunk-size", "-3"], "must be a whole number of at least 1"),
+        (["--output", "/proc/nowhere/plan.json"], "cannot be written"),
+        (["--tasks", "nowhere.yaml"], "nowhere.yaml"),
+        (["--backbone", "nowhere"], "nowhere is not a directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(plan: Call, more: list[str], said: str) -> None:
+    status, output, errors = plan(*more)
+    assert status == 2 and not output
+    (line,) = errors.splitlines()
+    assert line.startswith("plan.py: ") and said in line
+
+
+def test_a_planned_run_follows_its_plan(
+    plan: Call, workplace: Workplace, server: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    assert plan("--output", file, "--chunk-size", "8", "--micro-batches", "2")[0] == 0
+    run = server.run(workplace.arguments("--mux-plan", file, "--save", tmp_path / "run"))
+    assert run.status == 0, run.errors
+    assert f"following {file}" in run.output
+    kept = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert {(b["micro_batches"], b["chunk"]) for b in kept["buckets"]} == {(2, 8)}
+
+
+def test_the_default_is_planned(workplace: Workplace, server: Server, tmp_path: Path) -> None:
+    run = server.run(workplace.arguments("--save", tmp_path / "run"))
+    assert run.status == 0, run.errors
+    assert "plan: auto, 1 stage" in run.output and "roofline" in run.output
+    assert Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text())).policy == "auto"
+
+
+def _set(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda plan: plan.update(entries)
+
+
+def _drop(plan: dict[str, Any]) -> None:
+    (hybrid,) = [h for b in plan["buckets"] for h in b["hybrid_tasks"] if "lora" in h["tasks"]]
+    hybrid["tasks"].remove("lora")
+
+
+def _backward_first(plan: dict[str, Any]) -> None:
+    plan["template"][0].reverse()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (_set(backbone="f" * 64), "backbone: the plan is for another backbone (ffffffffffff, not "),
+        (_set(stages=2), "stages: the plan is for 2, this run has 1"),
+        (_set(data=3), "data: the plan is for 3, this run has 1"),
+        (_set(format=1), "format: must be 2, got 1"),
+        (_set(colour="red"), "colour: extra inputs are not permitted"),
+        (_drop, "'lora'"),
+        (_backward_first, ">0B0.0<"),
+    ],
+)
+def test_a_plan_that_is_not_for_this_run(
+    edit: Callable[[dict[str, Any]], None],
+    said: str,
+    plan: Call,
+    workplace: Workplace,
+    server: Server,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "plan.json"
+    assert plan("--output", file)[0] == 0
+    value = json.loads(file.read_text())
+    edit(value)
+    file.write_text(json.dumps(value))
+    lines = complaints(server, workplace.arguments("--mux-plan", file, "--save", tmp_path / "run"))
+    assert str(file) in lines[0]
+    assert any(said in line for line in lines), lines
+    assert not list((tmp_path / "run").rglob("checkpoint-*"))
+
+
+def test_memory_is_kept_or_refused(workplace: Workplace, server: Server, tmp_path: Path) -> None:
+    arguments = workplace.arguments("--mux-memory-limit", "2MiB", "--save", tmp_path / "run")
+    (line,) = complaints(server, arguments)
+    assert "the memory limit of 2 MiB is less than the" in line
+    run = server.run(workplace.arguments("--mux-memory-limit", "1GiB", "--save", tmp_path / "run"))
+    assert run.status == 0, run.errors
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["memory_limit_bytes"] == 1 << 30
+
+
+def test_a_profile_is_measured_kept_and_used(
+    workplace: Workplace, plan: Call, capsys: pytest.CaptureFixture[str], parallel: object
+) -> None:
+    profile = tool("profile_backbone")
+    flags = ["--backbone", str(workplace.backbone), "--most-tokens", "64", "--rounds", "1", "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        # This process's world is not the tool's to leave.
+        patch.setattr("megatron_mux.runtime.shutdown", lambda: None)
+        assert profile.main(flags) == 0
+        first = json.loads(capsys.readouterr().out)
+        assert first["source"] == "measured" and first["seconds"] > 0
+        assert profile.main(flags) == 0
+        again = json.loads(capsys.readouterr().out)
+    assert again["path"] == first["path"] and again["seconds"] == 0
+    assert again["curves"] == first["curves"]
+    for curve in first["curves"].values():
+        assert all(value >= 0 for value in (*curve["forward"], *curve["backward"]))
+    threads = str(first["about"]["threads"])
+    status, output, _ = plan("--threads", threads, "--json")
+    assert status == 0 and json.loads(output)["costs"].startswith("profile ")

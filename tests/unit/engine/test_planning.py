@@ -1,0 +1,134 @@
+"""Plans change between steps, at the same step whatever the planner takes, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from megatron_mux.engine.planning import Planning
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.fusion.planner import Mesh, Planner
+from tests.unit.fusion import backbone
+
+STEP = 1.0
+
+
+class Slow:
+    """A planner that works when it is let; each plan is one hybrid task, named by how many were made."""
+
+    memory_limit: float | None = None
+
+    def __init__(self, seconds: float = STEP) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.made: list[tuple[str, ...]] = []
+        self._seconds = seconds
+
+    def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
+        """See `MakesPlans`."""
+        assert self.go.wait(30)
+        self.made.append(tuple(sorted(loads)))
+        return Plan("auto", 1, (Bucket((HybridTask(tuple(sorted(loads))),), 7),), costs="planned")
+
+    def check(self, loads: Mapping[str, TaskLoad]) -> None:
+        """See `MakesPlans`."""
+
+    def seconds(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> float:
+        """See `MakesPlans`."""
+        return self._seconds
+
+
+def loads(names: str) -> dict[str, TaskLoad]:
+    return {name: backbone.load(name, [8, 8]) for name in names}
+
+
+def test_the_first_plan_is_there_at_once() -> None:
+    planning = Planning("auto", 1, Slow())
+    assert planning.begin(loads("ab")).tasks == ("a", "b")
+
+
+@pytest.mark.parametrize("now", ["a", "abc", "ac"])
+def test_steps_go_on_while_the_planner_works(now: str) -> None:
+    slow = Slow()
+    planning = Planning("auto", 1, slow)
+    planning.begin(loads("ab"))
+    slow.go.clear()
+    plans = [
+        planning.begin(loads(now)) for _ in range(2)
+    ]  # two seconds of planning: two steps, then the next
+    for plan in plans:
+        assert sorted(plan.tasks) == sorted(now) and plan.predicted_latency_s is None
+    assert plans[0].buckets[0].micro_batches == 7, "those who stay keep their bucket"
+    assert len(slow.made) == 1, "nobody waited"
+    slow.go.set()
+    last = planning.begin(loads(now))
+    assert last.tasks == tuple(sorted(now)) and len(last.buckets) == 1 and slow.made[-1] == last.tasks
+
+
+def test_every_rank_changes_at_the_same_step() -> None:
+    """However long the planner takes on one of them."""
+    histories = []
+    for hurried in (True, False):
+        slow = Slow(0.3)
+        planning = Planning("auto", 1, slow)
+        planning.begin(loads("ab"))
+        if not hurried:
+            slow.go.clear()
+            threading.Timer(0.3, slow.go.set).start()
+        histories.append([len(planning.begin(loads("abc")).buckets) for _ in range(12)])
+    assert histories[0] == histories[1] and set(histories[0]) == {1, 2}
+
+
+def test_a_second_change_begins_anew() -> None:
+    slow = Slow()
+    planning = Planning("auto", 1, slow)
+    planning.begin(loads("ab"))
+    planning.begin(loads("abc"))
+    for _ in range(3):
+        last = planning.begin(loads("bc"))
+    assert last.tasks == ("b", "c") and last.costs == "planned" and len(last.buckets) == 1
+
+
+def test_a_continued_run_changes_when_the_first_would_have() -> None:
+    names = "abc"
+    first = Planning("auto", 1, Slow(0.5))
+    first.begin(loads("ab"))
+    first.begin(loads(names))
+    saved = Plan.from_json(first.next(loads(names)).to_json())
+    assert saved.replan_in > 1
+    second = Planning("auto", 1, Slow(0.5), given=saved)
+    for _ in range(8):
+        ours, theirs = first.begin(loads(names)), second.begin(loads(names))
+        assert (ours.buckets, first.next(loads(names))) == (theirs.buckets, second.next(loads(names)))
+    assert len(ours.buckets) == 1
+
+
+def test_looking_at_the_next_plan_changes_nothing() -> None:
+    planning = Planning("auto", 1, Slow())
+    planning.begin(loads("ab"))
+    for _ in range(5):
+        assert planning.next(loads("abc")).tasks == ("a", "b", "c")
+    assert len(planning.begin(loads("abc")).buckets) == 2
+
+
+def test_newcomers_are_cautious_where_memory_is_short() -> None:
+    slow = Slow()
+    slow.memory_limit = 1e9
+    planning = Planning("auto", 1, slow)
+    planning.begin(loads("ab"))
+    assert planning.begin(loads("abc")).buckets[-1].micro_batches == 2, "one sequence at a time"
+
+
+def test_auto_needs_a_planner() -> None:
+    with pytest.raises(ValueError, match="needs a planner"):
+        Planning("auto", 1)
+
+
+def test_the_real_planner_refuses_what_does_not_fit_before_anyone_runs() -> None:
+    planner = Planner(backbone.profile(), backbone.info(), Mesh(), memory_limit=1e6)
+    with pytest.raises(UserError, match="give more memory"):
+        planner.check(loads("ab"))
