@@ -162,16 +162,13 @@ def _meshes(info: Any, ranks: int) -> list[Mesh]:
     """Every way to divide the ranks that the backbone allows."""
     from megatron_mux.fusion.planner import Mesh
 
-    found = [
+    return [
         Mesh(tensor, pipeline, ranks // (tensor * pipeline))
         for tensor in range(1, ranks + 1)
         if ranks % tensor == 0
         for pipeline in range(1, ranks // tensor + 1)
         if (ranks // tensor) % pipeline == 0 and not info.shape.parallel_problems(tensor, pipeline)
     ]
-    if not found:
-        raise UserError(f"--gpus {ranks}: the backbone cannot be divided among {ranks} ranks in any way")
-    return found
 
 
 def flags(mesh: Mesh) -> str:

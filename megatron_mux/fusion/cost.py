@@ -49,6 +49,10 @@ class CostModel(Protocol):
         """One of `micro_batches` equal parts of a step of `tasks` together."""
         ...
 
+    def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
+        """The same of many hybrid tasks: the planner asks for thousands."""
+        ...
+
 
 def pipeline_latency(cost: HybridCost, micro_batches: int) -> float:
     """Seconds of a step of one hybrid task in a pipeline of its own (equation 4).

@@ -61,14 +61,14 @@ def _tables(
     count = len(order)
     first = [math.inf] * (count + 1)
     further = [[math.inf] * (count + 1) for _ in range(count + 1)]
-    for i in range(count):
-        for m in range(i + 1, count + 1):
-            cost = model.hybrid(tuple(sorted(order[i:m])), micro_batches)
-            if not fits(bucket_cost([cost], micro_batches), memory_limit):
-                continue
-            further[i][m] = micro_batches * max(cost.alone())
-            if i == 0:
-                first[m] = pipeline_latency(cost, micro_batches)
+    runs = [(i, m) for i in range(count) for m in range(i + 1, count + 1)]
+    costs = model.hybrids([tuple(sorted(order[i:m])) for i, m in runs], micro_batches)
+    for (i, m), cost in zip(runs, costs, strict=True):
+        if not fits(bucket_cost([cost], micro_batches), memory_limit):
+            continue
+        further[i][m] = micro_batches * max(cost.alone())
+        if i == 0:
+            first[m] = pipeline_latency(cost, micro_batches)
     return first, further
 
 

@@ -332,7 +332,7 @@ class _Bench:
                 for rows in self.coarse:
                     found.append(self._adapted(kind, op, size, rows, tasks=1))
         for kind, op, size in _PAIRS:
-            for rows in self.coarse[1:3]:
+            for rows in self.coarse[1:3] or self.coarse:
                 found.append(self._adapted(kind, op, size, rows, tasks=2))
         return found
 

@@ -32,11 +32,14 @@ Chunking = int | Literal["auto"] | None
 _WORTH = 0.02
 """How much better than a plain policy another layout must be predicted to be: predictions are no better than that."""
 
-_MOST_ACTIONS = 40_000
-"""Passes simulated while numbers of micro-batches and chunk sizes are compared: a fifth of a second."""
+_MOST_ACTIONS = 8_000
+"""Passes simulated while numbers of micro-batches and chunk sizes are compared: a quarter of a second."""
 
 _MOST_COUNTS = 6
 """Numbers of micro-batches that are tried."""
+
+_MANY = 32
+"""Micro-batches a stage of all tasks: more of them fill no more of a pipeline's bubble."""
 
 _PLAIN: tuple[Literal["spatial", "temporal"], ...] = ("spatial", "temporal")
 
@@ -169,6 +172,8 @@ class Planner:
         most = max(least, sum(len(load.tokens) for load in desk.loads) // self.mesh.data)
         counts = [least]
         while counts[-1] < most and len(counts) < _MOST_COUNTS:
+            if self.memory_limit is None and counts[-1] * len(desk.loads) >= _MANY * self.mesh.pipeline:
+                break  # a pipeline that is full does not get fuller
             counts.append(counts[-1] * 2)
         return counts
 
@@ -225,10 +230,7 @@ class Planner:
     def _alternatives(self, desk: _Desk) -> dict[str, float | None]:
         """Predicted seconds of a step of every task by the plain policies; None: does not fit into memory."""
         found: dict[str, float | None] = {}
-        alone = []
-        for load in desk.raw:
-            one = _Desk(self, [load], self.alignment)
-            alone.append(one.worked_out(one.of_policy("spatial")))
+        alone = [desk.worked_out(desk.of_policy("spatial", [load])) for load in desk.loads]
         found["serial"] = sum(a.latency for a in alone) if all(a.fits for a in alone) else None
         for policy in _PLAIN:
             known = desk.worked_out(desk.of_policy(policy))
@@ -306,6 +308,7 @@ class _Desk:
         self.limit: list[float] | None = None
         if planner.memory_limit is not None:
             self.limit = [max(0.0, planner.memory_limit - r) for r in self.costs.resident()]
+        self._index = {load.name: i for i, load in enumerate(loads)}
         self._known: dict[tuple[Bucket, ...], _WorkedOut] = {}
 
     @property
@@ -333,11 +336,13 @@ class _Desk:
         plan = plan_for("temporal", accumulation, self.planner.mesh.pipeline, most, None, self.alignment)
         return replace(plan, data=self.planner.mesh.data, weights=self.weights)
 
-    def of_policy(self, policy: Literal["temporal", "spatial"]) -> Plan:
-        """A plain policy's plan."""
+    def of_policy(
+        self, policy: Literal["temporal", "spatial"], loads: Sequence[TaskLoad] | None = None
+    ) -> Plan:
+        """A plain policy's plan, of all tasks or of some."""
         planner = self.planner
         chunk = planner.chunk if isinstance(planner.chunk, int) else None
-        accumulation = {load.name: load.accumulation for load in self.loads}
+        accumulation = {load.name: load.accumulation for load in loads or self.loads}
         plan = plan_for(
             policy, accumulation, planner.mesh.pipeline, planner.micro_batches, chunk, self.alignment
         )
@@ -365,8 +370,11 @@ class _Desk:
 
     def _work_out(self, plan: Plan) -> _WorkedOut:
         grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
-        costs = [self._bucket(grids, b) for b in range(len(plan.buckets))]
-        order = sorted(range(len(costs)), key=lambda i: (-costs[i].latency, i))
+        costs = self._buckets(grids, len(plan.buckets))
+        first = [
+            cost.forward[0] * max(size, default=1) for cost, size in zip(costs, grids[0].sizes, strict=True)
+        ]
+        order = sorted(range(len(costs)), key=lambda i: (-first[i], i))
         # A micro-batch that does not fit alone has no template within the limit: its memory is reported without one.
         limit = self.limit if all(can_fit(costs[b], self.limit) for b in order) else None
         # Its passes are known now, so its template can be the structured one, whatever made it.
@@ -386,10 +394,11 @@ class _Desk:
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
+        tasks = [self._index[name] for name in plan.tasks]
         texts = tuple(tuple(str(action) for action in stage) for stage in templates[0])
         return _WorkedOut(
             replace(plan, template=texts),
-            max(found.latency for found in simulations) + self.costs.step_overhead(),
+            max(found.latency for found in simulations) + self.costs.step_overhead(tasks),
             tuple(r + p for r, p in zip(self.costs.resident(), peaks, strict=True)),
             fits,
             sum(len(stage) for template in templates for stage in template),
@@ -410,17 +419,22 @@ class _Desk:
             transfer=cost.transfer,
         )
 
-    def _bucket(self, grids: Sequence[StepGrid], bucket: int) -> BucketCost:
-        """Means of a bucket's chunks on all pipelines; the most that one of them keeps."""
-        units = [chunks for grid in grids for unit, chunks in grid.chunks.items() if unit.bucket == bucket]
-        costs = [bucket_cost([self.costs.chunk(chunk) for chunk in chunks], 1) for chunks in units]
-        stages = range(self.planner.mesh.pipeline)
-        count = len(costs)
+    def _buckets(self, grids: Sequence[StepGrid], count: int) -> list[BucketCost]:
+        """Of each bucket, means of its chunks on all pipelines; the most that one of them keeps."""
+        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
+        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        of_bucket: list[list[BucketCost]] = [[] for _ in range(count)]
+        for bucket, chunks in units:
+            of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks], 1))
+        return [self._mean(own, [grid.sizes[b] for grid in grids]) for b, own in enumerate(of_bucket)]
+
+    def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[tuple[int, ...]]) -> BucketCost:
+        stages, count = range(self.planner.mesh.pipeline), len(costs)
         return BucketCost(
-            micro_batches=max(len(grid.sizes[bucket]) for grid in grids),
+            micro_batches=max(len(own) for own in sizes),
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
-            chunks=max(max(grid.sizes[bucket], default=1) for grid in grids),
+            chunks=max(max(own, default=1) for own in sizes),
             memory=tuple(max(c.kept(s) for c in costs) for s in stages),
             transfer=tuple(sum(c.to_next(s) for c in costs) / count for s in stages[:-1]),
         )

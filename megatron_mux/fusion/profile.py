@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
@@ -69,6 +71,28 @@ class Curve:
             max(0.0, self.forward[i - 1] + share * (self.forward[i] - self.forward[i - 1])),
             max(0.0, self.backward[i - 1] + share * (self.backward[i] - self.backward[i - 1])),
         )
+
+    def many(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same of many sizes `[B]`: `[2, B]`."""
+        known, seconds = np.array(self.sizes), np.array([self.forward, self.backward])
+        if len(known) == 1:
+            return np.repeat(seconds, len(sizes), axis=1)
+        clamped = np.maximum(sizes, known[0])
+        i = np.clip(np.searchsorted(known, clamped, side="right"), 1, len(known) - 1)
+        share = (clamped - known[i - 1]) / (known[i] - known[i - 1])
+        found: npt.NDArray[np.float64] = seconds[:, i - 1] + share * (seconds[:, i] - seconds[:, i - 1])
+        return found.clip(min=0.0)
+
+
+def summed(curves: Sequence[Curve]) -> Curve:
+    """One curve for several operators, exact between their points."""
+    sizes = sorted({size for curve in curves for size in curve.sizes})
+    found = [[curve.at(size) for curve in curves] for size in sizes]
+    return Curve(
+        tuple(sizes),
+        tuple(sum(f for f, _ in here) for here in found),
+        tuple(sum(b for _, b in here) for here in found),
+    )
 
 
 @dataclass(frozen=True)

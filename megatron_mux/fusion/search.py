@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound
 from megatron_mux.fusion.grouping import balanced, every_grouping
 from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
@@ -23,6 +26,11 @@ _EFFORT = 20_000
 
 _WORTH_A_START = 0.1
 """How much slower than the best so far another number of micro-batches may start, to be refined too."""
+
+_ROUNDING = 1e-12
+"""What sums of the same seconds in another order may differ by."""
+
+Array = npt.NDArray[np.float64]
 
 Candidate = tuple[float, int, Partition]
 """A bound on its latency, the number of micro-batches, hybrid tasks."""
@@ -79,7 +87,7 @@ class Judge:
         self.effort = 0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
         self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
-        self._hidden: dict[tuple[Hybrid, int], BucketCost | None] = {}
+        self._bounds: dict[tuple[Hybrid, int], Array | None] = {}
 
     def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
         """The model's answer, asked for once."""
@@ -88,9 +96,21 @@ class Judge:
             self._costs[key] = self.model.hybrid(tasks, micro_batches)
         return self._costs[key]
 
+    def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
+        """The model's answers, those it has not given yet asked for together."""
+        new = [tasks for tasks in dict.fromkeys(sets) if (tasks, micro_batches) not in self._costs]
+        if new:
+            for tasks, cost in zip(new, self.model.hybrids(new, micro_batches), strict=True):
+                self._costs[tasks, micro_batches] = cost
+        return [self._costs[tasks, micro_batches] for tasks in sets]
+
     def rest(self) -> None:
         """Begin to count effort anew."""
         self.effort = 0
+
+    def left(self, cost: int) -> int:
+        """How many things that cost so much effort can still be done."""
+        return int(min(1e9, max(0.0, self.most_effort - self.effort))) // max(1, cost) + 2
 
     @property
     def is_tired(self) -> bool:
@@ -136,13 +156,15 @@ class Judge:
     def bound(self, partition: Partition, micro_batches: int) -> float:
         """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
         self.effort += len(partition)
-        buckets: list[BucketCost] = []
+        bounds: list[Array] = []
         for hybrid in partition:
-            bucket = self._in_company(hybrid, micro_batches)
-            if bucket is None:
+            bound = self._bound_of(hybrid, micro_batches)
+            if bound is None:
                 return math.inf
-            buckets.append(bucket)
-        return lower_bound(buckets)
+            bounds.append(bound)
+        together = np.stack(bounds)  # [N, 3, S]
+        seconds = together[:, 0].sum(axis=0) + together[:, 1].min(axis=0) + together[:, 2].min(axis=0)
+        return float(seconds.max()) * (1 - _ROUNDING)
 
     def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
         key = (hybrids, micro_batches)
@@ -150,16 +172,24 @@ class Judge:
             self._buckets[key] = bucket_cost([self.hybrid(h, micro_batches) for h in hybrids], micro_batches)
         return self._buckets[key]
 
-    def _in_company(self, hybrid: Hybrid, micro_batches: int) -> BucketCost | None:
-        """A hybrid task whose communication others hide; None if it does not fit."""
+    def _bound_of(self, hybrid: Hybrid, micro_batches: int) -> Array | None:
+        """`[3, S]` of a hybrid task whose communication others hide: its work on each stage, and what a micro-batch
+        of it takes on the stages before and on the way back through them (see `lower_bound`); None: does not fit.
+        """
         key = (hybrid, micro_batches)
-        if key not in self._hidden:
+        if key not in self._bounds:
             cost = self.hybrid(hybrid, micro_batches)
             hidden = BucketCost(
                 micro_batches, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
             )
-            self._hidden[key] = hidden if fits(hidden, self.limit) else None
-        return self._hidden[key]
+            bound: Array | None = None
+            if fits(hidden, self.limit):
+                passes = np.array([cost.forward, cost.backward])
+                on_the_way = passes[:, :-1] + np.array(cost.transfer or [0.0] * (hidden.stages - 1))
+                before = np.concatenate([np.zeros((2, 1)), on_the_way.cumsum(axis=1)], axis=1)
+                bound = np.concatenate([micro_batches * passes.sum(axis=0)[None], before])
+            self._bounds[key] = bound
+        return self._bounds[key]
 
     def _least_work(self, partition: Partition, micro_batches: int, buckets: int) -> float:
         """Seconds of work on the busiest stage in so many buckets, at the least.
@@ -309,7 +339,9 @@ def _refine(judge: Judge, best: Layout) -> Layout:
     while improved:
         improved = False
         candidates: list[tuple[float, Partition]] = []
-        for partition in sorted(set(_neighbours(best.partition))):
+        neighbours = sorted(set(_neighbours(best.partition)))
+        judge.hybrids([h for p in neighbours[: judge.left(len(best.partition))] for h in p], count)
+        for partition in neighbours:
             if judge.is_tired:
                 break
             bound = judge.bound(partition, count)

@@ -10,7 +10,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,8 @@ import numpy.typing as npt
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.load import OPS, Site, TaskLoad
-from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.profile import Profile, summed
+from megatron_mux.layout import BaseOpName
 
 Array = npt.NDArray[np.float64]
 
@@ -83,114 +84,93 @@ class StageCosts:
         self._curves = profile.curves
         self._lengths = _attention_grid(profile)
         self._sites = [_by_stage(load.sites, self.stages) for load in self.loads]
-        self._lowest = [_lowest(load.sites, shape.layers) for load in self.loads]
+        self._lowest = np.array([_lowest(load.sites, shape.layers) for load in self.loads], dtype=np.int64)
+        self._count = np.array([len(load.tokens) for load in self.loads])
+        self._total = np.array([float(load.total) for load in self.loads])
+        self._labels = np.array([float(sum(load.labels)) for load in self.loads])
+        self._longest = np.array([float(max(load.tokens, default=0)) for load in self.loads])
         # `[K, 2]` seconds of attention of a task's whole step in one layer.
+        self._attention_of = lru_cache(maxsize=None)(self._sequence)
         self._attention = np.array(
             [
-                np.sum([self._sequence(n, load.virtual_tokens) for n in load.tokens], axis=0)
+                np.sum([self._attention_of(n, load.virtual_tokens) for n in load.tokens], axis=0)
                 for load in self.loads
             ]
         ).reshape(-1, 2)
         self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
-        self._dense_at = lru_cache(maxsize=4096)(self._dense)
+        self._frozen = _Frozen(profile, self.stages)
+        self._kept_by = self._adapter_bytes()
 
     # -- equation 3
 
     def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
         """One of `micro_batches` equal parts of a step of `tasks` together; see `CostModel`."""
-        count = sum(len(self.loads[t].tokens) for t in tasks)
+        return self.hybrids([tasks], micro_batches)[0]
+
+    def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
+        """The same of many hybrid tasks at once; see `CostModel`."""
+        member = np.zeros((len(sets), len(self.loads)))
+        for i, tasks in enumerate(sets):
+            member[i, list(tasks)] = 1.0
         # There are no more micro-batches than sequences.
-        parts = max(1, min(micro_batches * self.data, count))
-        rows = {t: self.loads[t].total / parts for t in tasks}
-        labels = sum(sum(self.loads[t].labels) for t in tasks) / parts
-        attention = self._attention[list(tasks)].sum(axis=0) / parts
-        longest = max(max(self.loads[t].tokens, default=0) for t in tasks)
-        return self._combine(rows, labels, attention, longest)
+        parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
+        return self._combine(
+            member * self._total / parts[:, None],
+            member @ self._labels / parts,
+            member @ self._attention / parts[:, None],
+            (member * self._longest).max(axis=1),
+        )
 
     def chunk(self, chunk: Chunk) -> HybridCost:
         """Exactly this chunk of a hybrid task, its sequences' lengths and pasts as they are."""
-        rows: dict[int, float] = {}
-        labels, attention = 0.0, np.zeros(2)
-        for piece in chunk:
-            task = self._index[piece.task]
-            load = self.loads[task]
-            rows[task] = rows.get(task, 0.0) + piece.tokens
-            # Labels are mostly the end of a sequence.
-            whole = load.tokens[piece.sequence] if piece.sequence < len(load.tokens) else piece.stop
-            first = whole - load.labels[piece.sequence] if piece.sequence < len(load.labels) else 0
-            labels += max(0, min(piece.stop, whole) - max(piece.start, first))
-            attention = attention + self._sequence(piece.tokens, load.virtual_tokens + piece.start)
-        return self._combine(rows, labels, attention)
+        return self.chunks([chunk])[0]
 
-    def _combine(
-        self, rows: Mapping[int, float], labels: float, attention: Array, longest: float = 0.0
-    ) -> HybridCost:
-        """Seconds and bytes of a batch: rows of each task, labels, attention's seconds in one layer `[2]`.
+    def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
+        """The same of many chunks."""
+        rows = np.zeros((len(chunks), len(self.loads)))
+        labels, attention = np.zeros(len(chunks)), np.zeros((len(chunks), 2))
+        for i, chunk in enumerate(chunks):
+            for piece in chunk:
+                task = self._index[piece.task]
+                load = self.loads[task]
+                rows[i, task] += piece.tokens
+                # Labels are mostly the end of a sequence.
+                whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
+                labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
+                attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)))
 
-        It keeps as much as `longest` rows at least: sequences are not divided among micro-batches.
+    def _combine(self, rows: Array, labels: Array, attention: Array, longest: Array) -> list[HybridCost]:
+        """Seconds and bytes of B batches.
+
+        Args:
+            rows: `[B, K]` of each task.
+            labels: `[B]`.
+            attention: `[B, 2]` seconds in one layer.
+            longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
         """
-        total = sum(rows.values())
-        lowest = min((self._lowest[t] for t in rows), default=(self.shape.layers, "linear_fc2"))
+        total = rows.sum(axis=1)
+        nothing = len(OPS) * self.shape.layers
+        lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
         if self.profile.attention_in_one_call:
             attention = attention + np.array(self._curves["attention:8:0"].at(1))
-        seconds = np.array(
-            [self._stage(s, total, labels, attention, lowest) for s in range(len(self.stages))]
-        )
-        adapters = [
-            self._adapters_at(t, round(n, 3)) for t, n in rows.items()
-        ]  # K of [2 (sum, weighted), 2, S, ops]
-        if adapters:
-            plain = np.max([a[0] for a in adapters], axis=0)
-            fused = np.sum([a[1] for a in adapters], axis=0)
-            seconds += np.maximum(plain, fused).sum(axis=2).T
+        seconds = self._frozen.seconds(total, labels, attention, lowest) + self._adapters(rows)  # [B, 2, S]
         if self.recompute:
             seconds[:, 1] += seconds[:, 0]
-        exposed: tuple[float, ...] = ()
+        layers = np.array([len(own) for own in self.stages])
+        exposed = np.zeros((len(rows), 0))
         if self.tensor > 1:
-            one = self._curves["all_reduce"].at(total)[0]
-            exposed = tuple(2 * len(layers) * one for layers in self.stages)
+            one = self._curves["all_reduce"].many(total)[0]
+            exposed = 2 * one[:, None] * layers
             if not self.overlap:
-                seconds += np.array(exposed)[:, None]
-                exposed = ()
-        transfer: tuple[float, ...] = ()
-        if len(self.stages) > 1:
-            transfer = (self._curves["transfer"].at(total)[0],) * (len(self.stages) - 1)
-        return HybridCost(
-            forward=tuple(float(x) for x in seconds[:, 0]),
-            backward=tuple(float(x) for x in seconds[:, 1]),
-            exposed=exposed,
-            memory=tuple(self._kept(layers, max(total, longest), rows) for layers in self.stages),
-            transfer=transfer,
-        )
-
-    def _stage(
-        self, stage: int, rows: float, labels: float, attention: Array, lowest: tuple[int, str]
-    ) -> tuple[float, float]:
-        """Seconds of the BaseOps and all else that is frozen."""
-        layers = self.stages[stage]
-        last = stage == len(self.stages) - 1
-        above = len([layer for layer in layers if layer >= lowest[0]])
-        attention_half = self._dense_at("attention", rows)
-        mlp_half = self._dense_at("mlp", rows)
-        forward = len(layers) * (attention_half[0] + mlp_half[0] + attention[0])
-        backward = above * (attention_half[1] + mlp_half[1] + attention[1])
-        if lowest[0] in layers:
-            backward -= sum(self._curves[op].at(rows)[1] for op in _BELOW[lowest[1]])
-            if lowest[1] in ("linear_proj", "linear_fc1", "linear_fc2"):
-                backward -= attention[1]
-        if stage == 0:
-            forward += self._curves["entry"].at(rows)[0]
-        if last and layers:
-            trimmed = self._dense_at("mlp", labels)
-            head = self._curves["head"].at(labels)
-            forward += trimmed[0] - mlp_half[0] + head[0]
-            backward += (trimmed[1] - mlp_half[1]) * (above > 0) + head[1]
-        return forward, max(0.0, backward)
-
-    def _dense(self, half: str, rows: float) -> tuple[float, float]:
-        ops = _ATTENTION_OPS if half == "attention" else _MLP_OPS
-        found = [self._curves[op].at(rows) for op in ops]
-        return sum(f for f, _ in found), sum(b for _, b in found)
+                seconds += exposed[:, None, :]
+                exposed = exposed[:, :0]
+        transfer = np.zeros((len(rows), 0))
+        if len(layers) > 1:
+            transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
+        memory = self._kept(layers, np.maximum(total, longest), rows)
+        columns = (seconds[:, 0], seconds[:, 1], exposed, memory, transfer)
+        return [HybridCost(*map(tuple, costs)) for costs in zip(*(c.tolist() for c in columns), strict=True)]
 
     def _sequence(self, length: int, past: int) -> Array:
         """Attention of one sequence in one layer: between the grid's lengths and pasts linear."""
@@ -217,16 +197,30 @@ class StageCosts:
 
     # -- adapters
 
+    def _adapters(self, rows: Array) -> Array:
+        """`[B, 2, S]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
+        shape = (len(rows), 2, len(self.stages), len(OPS))
+        fused, longest = np.zeros(shape), np.zeros(shape)
+        for task in range(len(self.loads)):
+            present = np.nonzero(rows[:, task])[0]
+            sizes, which = np.unique(np.round(rows[present, task], 3), return_inverse=True)
+            if not len(sizes):
+                continue
+            known = np.stack([self._adapters_at(task, size) for size in sizes.tolist()])[which]
+            fused[present] += known[:, 1]
+            longest[present] = np.maximum(longest[present], known[:, 0])
+        found: Array = np.maximum(fused, longest).sum(axis=3)
+        return found
+
     def _adapters_of(self, task: int, rows: float) -> Array:
         """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
         found = np.zeros((2, 2, len(self.stages), len(OPS)))
-        for (stage, op, kind, size), count in self._sites[task].items():
-            alone = np.array(self._adapter(kind, op, size, rows)) * count
+        for (op, kind, size), counts in self._sites[task].items():
+            alone = np.array(self._adapter(kind, op, size, rows))
             shares = self._curves.get(f"utilisation:{kind}")
             share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
-            place = OPS.index(op)
-            found[0, :, stage, place] += alone
-            found[1, :, stage, place] += alone * share
+            found[0, :, :, OPS.index(op)] += alone[:, None] * counts
+            found[1, :, :, OPS.index(op)] += (alone * share)[:, None] * counts
         return found
 
     def _adapter(self, kind: str, op: str, size: int, rows: float) -> tuple[float, float]:
@@ -245,17 +239,29 @@ class StageCosts:
 
     # -- equation 5
 
-    def _kept(self, layers: range, rows: float, of_task: Mapping[int, float]) -> float:
-        """Bytes that a stage keeps of a batch from its forward to its backward pass."""
+    def _kept(self, layers: npt.NDArray[np.int64], total: Array, rows: Array) -> Array:
+        """`[B, S]` bytes that a stage keeps of a batch from its forward to its backward pass."""
+        found: Array = total[:, None] * layers
         if self.recompute:
-            kept = rows * self.shape.hidden * self.itemsize * len(layers)
+            found = found * (self.shape.hidden * self.itemsize)
         else:
-            kept = rows * len(layers) * sum(self.profile.activation_bytes.values())
-        for task, own in of_task.items():
-            for site in self.loads[task].sites:
-                if site.layer in layers and not self.recompute:
-                    kept += own * site.size * self.itemsize
-        return float(kept)
+            found = found * sum(self.profile.activation_bytes.values()) + rows @ self._kept_by
+        return found
+
+    def _adapter_bytes(self) -> Array:
+        """`[K, S]` bytes that a row of a task keeps for its adapter."""
+        found = np.zeros((len(self.loads), len(self.stages)))
+        for task, sites in enumerate(self._sites):
+            for (op, kind, size), counts in sites.items():
+                outputs = self.shape.out_features(op) * self.itemsize
+                found[task] += counts * {
+                    "LORA": size * self.itemsize,
+                    "LORA_DROPOUT": size * self.itemsize + self.shape.in_features(op),  # the mask
+                    "BOTTLENECK": 2 * size * self.itemsize,
+                    "IA3": outputs,
+                    "DIFF_PRUNING": outputs,
+                }.get(kind, 0)
+        return found
 
     def resident(self, tasks: Iterable[int] | None = None) -> tuple[float, ...]:
         """`[S]` bytes that are always there: the backbone's part, the tasks' adapters with what trains them."""
@@ -305,7 +311,7 @@ class StageCosts:
         """What a token, a pair and a label take of all stages, to balance micro-batches by."""
         layers = self.shape.layers
         most = max(64.0, sum(load.total for load in self.loads) / 4)
-        token = sum(sum(self._dense_at(half, most)) for half in ("attention", "mlp")) * layers / most
+        token = (sum(self._frozen.half.at(most)) + sum(self._frozen.mlp.at(most))) * layers / most
         lengths, _ = self._lengths
         long = max(n for n in lengths if n <= 1024)
         pair = float(self._attention_point(long, 0).sum()) * layers / (long * (long + 1) / 2)
@@ -314,23 +320,68 @@ class StageCosts:
         return Weights(token, pair, label)
 
 
-def _by_stage(sites: Sequence[Site], stages: Sequence[range]) -> dict[tuple[int, str, str, int], int]:
-    """How many layers of each stage have the same adapter at the same BaseOp."""
-    found: dict[tuple[int, str, str, int], int] = {}
+class _Frozen:
+    """Seconds of what is frozen, by stage.
+
+    Args:
+        profile: Seconds of operators.
+        stages: The layers of each stage.
+    """
+
+    def __init__(self, profile: Profile, stages: Sequence[range]) -> None:
+        curves = profile.curves
+        self.curves = curves
+        self.half = summed([curves[op] for op in _ATTENTION_OPS])
+        self.mlp = summed([curves[op] for op in _MLP_OPS])
+        self.below = [summed([curves[op] for op in _BELOW[op]]) for op in OPS]
+        self.layers = np.array([len(layers) for layers in stages])
+        self.starts = np.array([layers.start for layers in stages])
+        self.stops = np.array([layers.stop for layers in stages])
+
+    def seconds(self, rows: Array, labels: Array, attention: Array, lowest: npt.NDArray[np.int64]) -> Array:
+        """`[B, 2, S]` of B batches.
+
+        Args:
+            rows: `[B]`.
+            labels: `[B]`.
+            attention: `[B, 2]` seconds in one layer.
+            lowest: `[B]` number of the lowest BaseOp with an adapter: layer times BaseOps of a layer, and its index.
+        """
+        layer, op = np.divmod(lowest, len(OPS))
+        half, mlp, trimmed = self.half.many(rows), self.mlp.many(rows), self.mlp.many(labels)
+        whole = half + mlp + attention.T  # [2, B]
+        found = np.zeros((len(rows), 2, len(self.layers)))
+        found[:, 0] = whole[0][:, None] * self.layers
+        above = np.clip(self.stops - np.maximum(layer[:, None], self.starts), 0, self.layers)
+        found[:, 1] = whole[1][:, None] * above
+        here = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
+        cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
+        cut = cut + np.where(op > 0, attention[:, 1], 0.0)
+        found[:, 1] = np.maximum(0.0, found[:, 1] - here * cut[:, None])
+        found[:, 0, 0] += self.curves["entry"].many(rows)[0]
+        head = self.curves["head"].many(labels)
+        found[:, 0, -1] += trimmed[0] - mlp[0] + head[0]
+        found[:, 1, -1] = np.maximum(
+            0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0) + head[1]
+        )
+        return found
+
+
+def _by_stage(
+    sites: Sequence[Site], stages: Sequence[range]
+) -> dict[tuple[BaseOpName, str, int], npt.NDArray[np.int64]]:
+    """For each kind of adapter at a BaseOp, `[S]` how many layers of each stage have it."""
+    found: dict[tuple[BaseOpName, str, int], npt.NDArray[np.int64]] = {}
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     for site in sites:
-        for stage, layers in enumerate(stages):
-            if site.layer in layers:
-                key = (stage, site.op, site.kind, site.size)
-                found[key] = found.get(key, 0) + 1
+        counts = found.setdefault((site.op, site.kind, site.size), np.zeros(len(stages), np.int64))
+        counts[stage_of[site.layer]] += 1
     return found
 
 
-def _lowest(sites: Sequence[Site], layers: int) -> tuple[int, str]:
-    """The lowest layer that has an adapter, and the lowest BaseOp of it that has one."""
-    if not sites:
-        return layers, "linear_fc2"
-    site = min(sites, key=lambda s: (s.layer, OPS.index(s.op)))
-    return site.layer, site.op
+def _lowest(sites: Sequence[Site], layers: int) -> int:
+    """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
+    return min((site.layer * len(OPS) + OPS.index(site.op) for site in sites), default=layers * len(OPS))
 
 
 def _attention_grid(profile: Profile) -> tuple[list[int], dict[int, list[int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_mux.fusion.cost import Hybrid, HybridCost
@@ -29,6 +30,10 @@ class Synthetic:
     weights: tuple[float, ...]
     exposed: float
     transfer: float
+
+    def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
+        """See `CostModel.hybrids`."""
+        return [self.hybrid(tasks, micro_batches) for tasks in sets]
 
     def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
         """See `CostModel.hybrid`."""
