@@ -12,6 +12,9 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Planning
+from megatron_mux.fusion.measure import Measuring, measure
+from megatron_mux.fusion.profile import about_run
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.grouped import LoopProducts, StackedProducts
 from megatron_mux.layout import Segment
@@ -26,14 +29,18 @@ pytestmark = [
 
 @pytest.mark.parametrize("window", [None, 48])
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_variable_length_attention_is_the_exact_one(window: int | None, prefixed: bool) -> None:
+@pytest.mark.parametrize("pasts", [(0, 0, 0, 0, 0), (128, 0, 0, 0, 64)])
+def test_variable_length_attention_is_the_exact_one(
+    window: int | None, prefixed: bool, pasts: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     lengths = [64, 7, 128, 200, 64]
     segments, start = [], 0
-    for i, length in enumerate(lengths):
-        segments.append(Segment("ab"[i % 2], start, length, i))
+    for i, (length, past) in enumerate(zip(lengths, pasts, strict=True)):
+        segments.append(Segment("ab"[i % 2], start, length, i, past))
         start += length
-    shapes = [(start, 8, 64), (start, 2, 64), (start, 2, 64)]
+    keys = start + sum(pasts)
+    shapes = [(start, 8, 64), (keys, 2, 64), (keys, 2, 64)]
     exact = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     prefix = (torch.randn(5, 2, 64, dtype=torch.float64), torch.randn(5, 2, 64, dtype=torch.float64))
     given = {"a": prefix} if prefixed else None
@@ -71,8 +78,9 @@ def test_stacked_products_are_the_loop() -> None:
         assert float((ours - theirs).float().norm() / theirs.float().norm().clamp(min=1e-6)) < 2e-2
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
+def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, chunk: int | None, tmp_path: Path) -> None:
     path = tiny_models.make(tmp_path, family)
     targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 10, "seed": 1}
@@ -89,7 +97,21 @@ def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, tmp_path: Path) -
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         parallel = runtime.initialize(device=device)
         backbone = Backbone.load(path, parallel, dtype)
-        curves[device] = train(backbone, parallel, cases, 10)
+        planning = Planning("spatial", 1, chunk=chunk if device == "cuda" else None)
+        curves[device] = train(backbone, parallel, cases, 10, planning=planning)
         runtime.shutdown()
     for case in cases:
         assert curves["cuda"].losses(case.name) == pytest.approx(curves["cpu"].losses(case.name), rel=3e-2)
+
+
+def test_a_profile_can_be_measured(tmp_path: Path) -> None:
+    parallel = runtime.initialize(device="cuda")
+    backbone = Backbone.load(tiny_models.make(tmp_path, "llama"), parallel, torch.bfloat16)
+    about = about_run(backbone.shape, "cuda", torch.bfloat16, 1)
+    profile = measure(backbone, about, Measuring(most_tokens=256, rounds=2))
+    runtime.shutdown()
+    assert profile.attention_in_one_call
+    for name, curve in profile.curves.items():
+        assert min(*curve.forward, *curve.backward) >= 0, name
+        if name.startswith("utilisation"):
+            assert max(*curve.forward, *curve.backward) <= 1, name
