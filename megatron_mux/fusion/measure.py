@@ -9,61 +9,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from megatron_mux import layout, runtime
-from megatron_mux.adapters import KINDS
-from megatron_mux.adapters.base_op import AttachedBaseOp
-from megatron_mux.adapters.host import Host
-from megatron_mux.backbone import rotary
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.load import OPS
-from megatron_mux.fusion.profile import DENSE, Curve, Profile, grid_up_to, points
+from megatron_mux.fusion.probes import KINDS_MEASURED, SEGMENT, STACK, Probe, Probes
+from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
 from megatron_mux.fusion.roofline import activation_bytes, roofline
-from megatron_mux.kernels.attention import has_one_call, segment_attention
-from megatron_mux.kernels.pointwise import rotate
-from megatron_mux.layout import BaseOpInfo, MicroBatch, Segment
-from megatron_mux.tasks import TaskSpec
+from megatron_mux.kernels.attention import has_one_call
 
 Progress = Callable[[int, int], None]
 """Told how many measurements are done, of how many."""
 
-_SEGMENT = 64
-"""Tokens of a sequence where only the number of rows matters."""
-
 _TURN_SECONDS = 4e-3
 """A probe shorter than this is repeated within its turn until it is not."""
-
-_STACK = 4
-"""Layers that are run on top of each other to measure what a layer takes beyond its operators."""
-
-
-@dataclass
-class Probe:
-    """One forward and backward pass to be timed.
-
-    Attributes:
-        name: The curve it is a point of.
-        size: The point.
-        make: Prepares what one pass needs; what it returns is called for the forward, and gives outputs and the
-            tensors whose gradients are wanted.
-        rounds: Forward and backward seconds of each round.
-    """
-
-    name: str
-    size: float
-    make: Callable[[], Callable[[], tuple[Tensor, Sequence[Tensor]]]]
-    rounds: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Medians."""
-        return statistics.median(f for f, _ in self.rounds), statistics.median(b for _, b in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -91,7 +52,7 @@ def measure(
         progress: Told how far it is.
     """
     bench = _Bench(backbone, how)
-    probes = bench.probes()
+    probes = bench.probes.all()
     total = len(probes) * (how.rounds + 1)
     for turn in range(how.rounds + 1):  # the first one warms up
         for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
@@ -107,16 +68,13 @@ def measure(
 
 
 class _Bench:
-    """Makes probes of a backbone, times them, and makes curves of their seconds."""
+    """Times probes of a backbone, and makes curves of their seconds."""
 
     def __init__(self, backbone: Backbone, how: Measuring) -> None:
         self.backbone = backbone
         self.how = how
         self.device, self.dtype = backbone.device, backbone.dtype
-        self.layers: Any = backbone.model.decoder.layers  # type: ignore[union-attr]
-        self.ops = {info.name: info for info in backbone.base_ops() if info.layer == backbone.layers.start}
-        self.rows = grid_up_to(how.most_tokens)
-        self.coarse = [n for n in (32, 128, 512, 2048, 8192) if n <= how.most_tokens]
+        self.probes = Probes(backbone, how.most_tokens)
 
     # -- timing
 
@@ -151,249 +109,6 @@ class _Bench:
         """With collectives inside, every rank must repeat a probe as often as the others: once."""
         return self.backbone.parallel.world_size > 1
 
-    # -- what to time
-
-    def probes(self) -> list[Probe]:
-        """All of them."""
-        found: list[Probe] = []
-        for rows in self.rows:
-            found += self._dense(rows)
-        found += self._attention()
-        found += self._ends()
-        found += self._adapters()
-        found += self._collectives()
-        return found
-
-    def _batch(self, rows: int, tasks: int = 1) -> MicroBatch:
-        """Rows of several tasks, each made of short sequences."""
-        sequences: list[layout.PackedSequence] = []
-        for task in range(tasks):
-            left = rows // tasks
-            while left:
-                length = min(_SEGMENT, left)
-                tokens = torch.zeros(length, dtype=torch.int64)
-                labelled = torch.zeros(length, dtype=torch.bool)
-                labelled[length // 2 :] = True
-                sequences.append((f"probe-{task}", len(sequences), tokens, labelled, 1.0))
-                left -= length
-        names = tuple(f"probe-{task}" for task in range(tasks))
-        return layout.pack(sequences, names, dict.fromkeys(names, 0), device=self.device)
-
-    def _input(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(0.1).requires_grad_()
-
-    def _module(self, name: str, rows: int, module: Callable[[Tensor], Any], width: int) -> Probe:
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            x, batch = self._input(rows, 1, width), self._batch(rows)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                with layout.activate(batch):
-                    out = module(x)
-                return (out[0] if isinstance(out, tuple) else out), (x,)
-
-            return run
-
-        return Probe(name, rows, make)
-
-    def _dense(self, rows: int) -> list[Probe]:
-        shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
-        layer = self.layers[0]
-        half = shape.out_features("linear_fc1") // tp
-        found = [self._module(op, rows, self.ops[op].module, self._width(op)) for op in OPS]
-        found.append(self._module("norm", rows, layer.input_layernorm, shape.hidden))
-        mlp = layer.mlp
-        found.append(self._module("activation", rows, _activation(mlp), half))
-        if shape.rope is not None:
-            found.append(self._rotary(rows))
-        for name, part in (("attention_half", runtime.attention_half), ("mlp_half", runtime.mlp_half)):
-            found.append(self._stack(name, rows, part))
-        return found
-
-    def _width(self, op: str) -> int:
-        info = self.ops[op]  # type: ignore[index]
-        return info.in_features if info.parallel == "column" else info.in_stop - info.in_start
-
-    def _angles(self, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        frequencies = self.backbone._frequencies
-        return None if frequencies is None else rotary.turns(batch.positions, frequencies, self.dtype)
-
-    def _heads(self) -> tuple[int, int, int]:
-        shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
-        return shape.heads // tp, shape.kv_heads_on_rank(tp), shape.head_dim
-
-    def _rotary(self, rows: int) -> Probe:
-        heads, keys, size = self._heads()
-
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            turns = self._angles(self._batch(rows))
-            assert turns is not None
-            query, key = self._input(rows, heads, size), self._input(rows, keys, size)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                return torch.cat([rotate(query, *turns), rotate(key, *turns)], dim=1), (query, key)
-
-            return run
-
-        return Probe("rotary", rows, make)
-
-    def _stack(self, name: str, rows: int, part: Callable[..., Tensor]) -> Probe:
-        """Half layers on top of each other, so that what they keep is kept as in a step."""
-        hidden = self.backbone.shape.hidden
-        layers = list(self.layers)[:_STACK]
-
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            x, batch = self._input(rows, 1, hidden), self._batch(rows)
-            turns = self._angles(batch)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                out = x
-                with layout.activate(batch):
-                    for layer in layers:
-                        out = part(layer, out, turns) if name == "attention_half" else part(layer, out)
-                return out, (x,)
-
-            return run
-
-        return Probe(name, rows, make)
-
-    def _attention(self) -> list[Probe]:
-        """One sequence and eight of each length; one with each past."""
-        found = []
-        most = min(1024, self.how.most_tokens)
-        for length in grid_up_to(most, least=8):
-            for past in (0, 256, 1024):
-                if past and (length < 16 or length > 256):
-                    continue
-                for count in (1, 8) if not past and length * 8 <= 2 * self.how.most_tokens else (1,):
-                    found.append(self._attention_of(length, past, count))
-        return found
-
-    def _attention_of(self, length: int, past: int, count: int) -> Probe:
-        heads, keys, size = self._heads()
-        shape = self.backbone.shape
-        segments = [Segment("probe", i * length, length, i, past) for i in range(count)]
-
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            rows = length * count
-            q, k = self._input(rows, heads, size), self._input(rows + past, keys, size)
-            v = self._input(rows + past, keys, size)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                out = segment_attention(q, k, v, segments, scale=shape.scales[0], window=shape.windows[0])
-                return out, (q, k, v)
-
-            return run
-
-        return Probe(f"attention:{length}:{past}", count, make)
-
-    def _ends(self) -> list[Probe]:
-        """The entry, by rows; the final norm and the loss head, by labels."""
-        backbone = self.backbone
-        found = [self._entry(rows) for rows in self.coarse] if backbone.parallel.is_first_stage else []
-        if not backbone.parallel.is_last_stage:
-            return found
-        norm: Any = backbone.model.decoder.final_layernorm  # type: ignore[union-attr]
-        for labels in [n for n in (1, 4, *self.rows) if n <= max(self.how.most_tokens // 2, 16)]:
-
-            def make(labels: int = labels) -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-                x = self._input(labels, 1, backbone.shape.hidden)
-                targets = torch.zeros(labels, dtype=torch.int64, device=self.device)
-                batch = replace(
-                    self._batch(2 * labels),
-                    labels=targets,
-                    label_rows=targets,
-                    label_weights=torch.ones(labels, device=self.device),
-                )
-
-                def run() -> tuple[Tensor, Sequence[Tensor]]:
-                    return backbone.loss(norm(x), batch)[0], (x,)
-
-                return run
-
-            found.append(Probe("head", labels, make))
-        return found
-
-    def _entry(self, rows: int) -> Probe:
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            batch = self._batch(rows)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                self._angles(batch)
-                return self.backbone._embed(batch), ()
-
-            return run
-
-        return Probe("entry", rows, make)
-
-    def _adapters(self) -> list[Probe]:
-        found: list[Probe] = []
-        for kind, size, ops in _ADAPTERS:
-            for op in ops:
-                for rows in self.coarse:
-                    found.append(self._adapted(kind, op, size, rows, tasks=1))
-        for kind, op, size in _PAIRS:
-            for rows in self.coarse[1:3] or self.coarse:
-                found.append(self._adapted(kind, op, size, rows, tasks=2))
-        return found
-
-    def _adapted(self, kind: str, op: str, size: int, rows: int, tasks: int) -> Probe:
-        """A BaseOp with adapters of one kind: what it takes more than the BaseOp alone is theirs."""
-        info = self.ops[op]  # type: ignore[index]
-        host = Host([info], self.backbone.parallel, self.dtype, self.backbone.shape)
-        specs = [_spec(f"probe-{i}", kind, size, info) for i in range(tasks)]
-        adapters = [KINDS[spec.adapter.peft_type](host, spec, 10, None) for spec in specs]
-        parameters = [p.value for adapter in adapters for p in adapter.parameters]
-        attached = AttachedBaseOp(info, self.backbone.parallel)
-        # Not through `add`: the module itself stays as it is.
-        attached.adapters = {adapter.name: adapter.at[0] for adapter in adapters}
-
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            x, batch = self._input(rows, 1, self._width(op)), self._batch(rows, tasks)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                with layout.activate(batch):
-                    return attached.forward(x)[0], (x, *parameters)
-
-            return run
-
-        return Probe(_name(kind, op, size, tasks), rows, make)
-
-    def _collectives(self) -> list[Probe]:
-        """All-reduce among tensor ranks; a transfer from the first rank to the second and back, where there are two."""
-        parallel, hidden = self.backbone.parallel, self.backbone.shape.hidden
-        found: list[Probe] = []
-
-        def reduce(x: Tensor) -> None:
-            dist.all_reduce(x, group=parallel.tp_group)
-
-        def transfer(x: Tensor) -> None:
-            if parallel.rank == 0:
-                dist.send(x, 1)
-                dist.recv(x, 1)
-            elif parallel.rank == 1:
-                dist.recv(x, 0)
-                dist.send(x, 0)
-
-        wanted = [("all_reduce", reduce)] * (parallel.tp_size > 1) + [("transfer", transfer)] * (
-            parallel.world_size > 1
-        )
-        for name, exchange in wanted:
-            for rows in self.rows:
-
-                def make(
-                    rows: int = rows, exchange: Callable[[Tensor], None] = exchange
-                ) -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-                    x = self._input(rows, hidden).detach()
-
-                    def run() -> tuple[Tensor, Sequence[Tensor]]:
-                        exchange(x)
-                        return x, ()
-
-                    return run
-
-                found.append(Probe(name, rows, make))
-        return found
-
     # -- what was found
 
     def profile(self, about: dict[str, Any], curves: dict[str, Curve]) -> Profile:
@@ -404,7 +119,7 @@ class _Bench:
         plain = dict(curves)
         if "rotary" not in curves:
             curves["rotary"] = Curve((1,), (0.0,), (0.0,))
-        depth = min(_STACK, len(self.layers))
+        depth = min(STACK, len(self.probes.layers))
         for half, parts in (
             ("attention", ("norm", "linear_qkv", "rotary", "linear_proj")),
             ("mlp", ("norm", "linear_fc1", "activation", "linear_fc2")),
@@ -413,7 +128,7 @@ class _Bench:
             curves[f"glue_{half}"] = self._glue(whole, depth, parts, curves, half == "attention")
         for name in list(curves):
             kind, _, rest = name.partition(":")
-            if kind in _KINDS and not name.endswith("-tasks"):
+            if kind in KINDS_MEASURED and not name.endswith("-tasks"):
                 curves[name] = _less(curves[name], plain[rest.partition(":")[0]])
         for name in [n for n in curves if n.endswith("-tasks")]:
             both = curves.pop(name)
@@ -449,7 +164,7 @@ class _Bench:
             forward, backward = whole.forward[i] / depth, whole.backward[i] / depth
             known = [curves[part].at(rows) for part in parts]
             if attends:
-                length = min(_SEGMENT, int(rows))
+                length = min(SEGMENT, int(rows))
                 known.append(curves[f"attention:{length}:0"].at(rows / length))
             found[rows] = (
                 max(0.0, forward - sum(f for f, _ in known)),
@@ -484,72 +199,9 @@ class _Bench:
         rounds = []
         for _ in range(self.how.rounds + 1):
             start = time.perf_counter()
-            self._batch(32 * _SEGMENT)
+            self.probes.batch(32 * SEGMENT)
             rounds.append((time.perf_counter() - start) / 32)
         return statistics.median(rounds[1:])
-
-
-_ROW_PARALLEL = ("linear_proj", "linear_fc2")
-
-_ADAPTERS: Sequence[tuple[str, int, Sequence[str]]] = (
-    ("LORA", 8, OPS),
-    ("LORA", 64, OPS),
-    ("LORA_DROPOUT", 8, OPS),
-    ("LORA_DROPOUT", 64, ("linear_qkv",)),
-    ("IA3", 0, OPS),
-    ("BOTTLENECK", 8, _ROW_PARALLEL),
-    ("BOTTLENECK", 64, _ROW_PARALLEL),
-    ("DIFF_PRUNING", 0, OPS),
-)
-"""Kinds, sizes and places whose cost is measured; prefix tuning's is that of longer keys."""
-
-_PAIRS: Sequence[tuple[str, str, int]] = (
-    ("LORA", "linear_qkv", 8),
-    ("IA3", "linear_qkv", 0),
-    ("BOTTLENECK", "linear_proj", 8),
-    ("DIFF_PRUNING", "linear_qkv", 0),
-)
-"""Of which two adapters are measured beside each other: equation 3's utilisation."""
-
-_KINDS = frozenset(kind for kind, _, _ in _ADAPTERS)
-
-
-def _name(kind: str, op: str, size: int, tasks: int) -> str:
-    return f"{kind}:{op}:{size}" + (f":{tasks}-tasks" if tasks > 1 else "")
-
-
-def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """What the MLP does between its products, as Megatron's module does it."""
-    function: Callable[[Tensor], Tensor] = mlp.activation_func
-    if not mlp.config.gated_linear_unit:
-        return function
-
-    def gated(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return function(gate) * up
-
-    return gated
-
-
-def _spec(name: str, kind: str, size: int, info: BaseOpInfo) -> TaskSpec:
-    """A task whose adapter has all modules of one BaseOp."""
-    adapter: dict[str, Any] = {"peft_type": kind, "target_modules": "all-linear"}
-    if kind in ("LORA", "LORA_DROPOUT"):
-        rank = max(1, size // len(info.parts))
-        adapter |= {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-        if kind == "LORA_DROPOUT":
-            adapter["lora_dropout"] = 0.1
-    elif kind == "BOTTLENECK":
-        adapter["bottleneck_size"] = size
-    elif kind == "IA3":
-        names = [path.rpartition(".")[2] for path in info.parts]
-        adapter |= {
-            "target_modules": names,
-            "feedforward_modules": names if info.name == "linear_fc2" else [],
-        }
-    return TaskSpec.model_validate(
-        {"name": name, "adapter": adapter, "data": {"path": "probe"}, "training": {"max_steps": 10}}
-    )
 
 
 def _less(whole: Curve, part: Curve) -> Curve:

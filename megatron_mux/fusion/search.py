@@ -236,7 +236,28 @@ def search(
         raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
     starts.sort(key=lambda layout: layout.latency)
     # Another number of micro-batches wants other hybrid tasks: each is a place of its own to start from.
-    return min((_refine(judge, start) for start in starts), key=lambda layout: layout.latency)
+    refined = []
+    for start in starts:
+        judge.rest()
+        refined.append(_refine(judge, start))
+    refined.sort(key=lambda layout: layout.latency)
+    return _from_elsewhere(judge, tokens, refined)
+
+
+def _from_elsewhere(judge: Judge, tokens: Sequence[float], refined: Sequence[Layout]) -> Layout:
+    """The best of `refined` and of what other numbers of hybrid tasks lead to: single moves rarely change these."""
+    best = refined[0]
+    judge.rest()
+    for count in [layout.micro_batches for layout in refined]:
+        for _, partition in _equation_6(judge, tokens, count):
+            if judge.is_tired:
+                return best
+            if len(partition) == len(best.partition):
+                continue
+            start = judge.best_grouping(partition, count, math.inf)
+            if start is not None:
+                best = min(best, _refine(judge, start), key=lambda layout: layout.latency)
+    return best
 
 
 def plain_equation_6(
@@ -334,7 +355,6 @@ def _all_groupings(judge: Judge, partition: Partition, count: int, below: float)
 def _refine(judge: Judge, best: Layout) -> Layout:
     """Move tasks for as long as that lowers the simulated latency and the effort is not spent."""
     count = best.micro_batches
-    judge.rest()
     improved = True
     while improved:
         improved = False
@@ -360,6 +380,8 @@ def _neighbours(partition: Partition) -> Iterator[Partition]:
     """One task in another hybrid task or on its own; two exchanged; two hybrid tasks as one."""
     for a, here in enumerate(partition):
         others = [hybrid for i, hybrid in enumerate(partition) if i != a]
+        for b in range(a, len(others)):
+            yield _sorted([*others[:b], *others[b + 1 :], (*here, *others[b])])
         for task in here:
             rest = tuple(t for t in here if t != task)
             if rest:
