@@ -18,10 +18,11 @@ from workload import TaskShape, made_up_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.measure import Measuring, measure
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory, save_profile
 from megatron_mux.fusion.roofline import cpu_name
 from megatron_mux.runtime import Parallel

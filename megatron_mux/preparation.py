@@ -16,9 +16,10 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Planning, Task
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
@@ -204,11 +205,22 @@ def prepare_planning(
         for task in tasks
         if task.spec.name not in done
     }
+    planner.check(loads)
     given = _given_plan(arguments, planner, loads, manifest, say)
     if given is None and loads:
-        given = planner.plan(loads)
+        given = _from_first(planner.plan(loads))
         say(f"{given}\n  predicted {given.predicted_latency_s:.3g} s a step, by the {given.costs}")
-    return Planning("auto", parallel.pp_size, planner, given=given)
+    return Planning(
+        "auto", parallel.pp_size, planner, given=given, leads=parallel.rank == 0, share=_from_first
+    )
+
+
+def _from_first(what: Any) -> Any:
+    """What the first rank has, on every rank; all of them call it."""
+    shared = [what]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _given_plan(
@@ -235,6 +247,13 @@ def _given_plan(
         check_plan(plan, planner.info.fingerprint, planner.mesh, sorted(loads))
     except UserError as error:
         raise UserError(*(f"{arguments.mux_plan}: {problem}" for problem in error.problems)) from error
+    if planner.memory_limit is not None:
+        needed = max(planner.priced(plan, loads).memory_bytes)
+        if needed > planner.memory_limit:
+            raise UserError(
+                f"{arguments.mux_plan}: needs {needed / (1 << 20):.0f} MiB on a rank, more than --mux-memory-limit: "
+                "plan anew with --memory-limit"
+            )
     say(f"following {arguments.mux_plan}\n{plan}")
     return replace(plan, policy="auto", replan_in=0)
 
@@ -243,18 +262,15 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     """The measured profile of this backbone on the first rank's device, else a roofline; the same on every rank."""
     kind = parallel.device.type
     about = about_run(info.shape, kind, arguments.dtype, parallel.tp_size)
-    found: list[Profile | str | None] = [None]
+    found: Profile | str | None = None
     if parallel.rank == 0:
         try:
-            found = [load_profile(about, profile_directory())]
+            found = load_profile(about, profile_directory())
         except UserError as error:
-            found = [str(error)]
-    if parallel.world_size > 1:
-        everything: list[Any] = [about, found[0]]
-        dist.broadcast_object_list(everything, src=0)
-        about, found = everything[0], everything[1:]
-    if isinstance(found[0], Profile):
-        return found[0]
-    if isinstance(found[0], str):
-        say(f"{found[0]}; going on without it")
+            found = str(error)
+    about, found = _from_first((about, found))
+    if isinstance(found, Profile):
+        return found
+    if found is not None:
+        say(f"{found}; going on without it")
     return roofline(info.shape, about, arguments.dtype.itemsize, parallel.tp_size)

@@ -204,6 +204,8 @@ class Loop:
         results = self.engine.step(self._timed.append if pictured else None)
         seconds = time.perf_counter() - start
         self._plan = self.engine.last_plan or self._plan
+        while self.engine.planning.news:
+            self.reporter.say(self.engine.planning.news.pop(0))
         due = False
         for name, result in results.items():
             self._note(name, result)

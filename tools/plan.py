@@ -26,9 +26,9 @@ from megatron_mux.arguments.values import at_least, chunk_size, path, size
 from megatron_mux.errors import UserError, tell
 
 if TYPE_CHECKING:
+    from megatron_mux.fusion.desk import Mesh
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.plan import Plan
-    from megatron_mux.fusion.planner import Mesh
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.data.tokenizer import load_tokenizer
+    from megatron_mux.fusion.desk import Mesh
     from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.planner import Mesh
     from megatron_mux.preparation import prepare
     from megatron_mux.tasks import load_task_file
 
@@ -105,10 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
     _print(best, seconds)
     if arguments.gpus is not None:
         _print_meshes(found, refused)
-    print(
-        f"run it with: torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py "
-        f"{flags(mesh)}--mux-tasks {arguments.tasks} ..."
-    )
+    print(f"run it with: {_command(arguments, mesh)}")
 
 
 def _plans(
@@ -160,7 +157,7 @@ def _plans(
 
 def _meshes(info: Any, ranks: int) -> list[Mesh]:
     """Every way to divide the ranks that the backbone allows."""
-    from megatron_mux.fusion.planner import Mesh
+    from megatron_mux.fusion.desk import Mesh
 
     return [
         Mesh(tensor, pipeline, ranks // (tensor * pipeline))
@@ -179,6 +176,24 @@ def flags(mesh: Mesh) -> str:
     if mesh.pipeline > 1:
         text += f"--pipeline-model-parallel-size {mesh.pipeline} "
     return text
+
+
+def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
+    """The command line that runs the plan."""
+    words = [
+        f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone {arguments.backbone}"
+    ]
+    words.append(f"--mux-tasks {arguments.tasks}")
+    if arguments.bf16:
+        words.append("--bf16")
+    if arguments.recompute_granularity:
+        words.append(f"--recompute-granularity {arguments.recompute_granularity}")
+    if arguments.memory_limit:
+        words.append(f"--mux-memory-limit {arguments.memory_limit}")
+    words.append(
+        f"--mux-plan {arguments.output}" if arguments.output else "--mux-plan FILE (--output FILE writes it)"
+    )
+    return " ".join(words)
 
 
 def _write(file: Path, plan: Plan) -> None:
@@ -261,7 +276,7 @@ def _print_meshes(found: Sequence[tuple[Plan, float]], refused: Mapping[Mesh, st
     table = Table(title="ways to divide the ranks")
     for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
         table.add_column(column, justify="left" if column == "flags" else "right")
-    from megatron_mux.fusion.planner import Mesh
+    from megatron_mux.fusion.desk import Mesh
 
     for plan, _ in found:
         mesh = Mesh(plan.tensor, plan.stages, plan.data)

@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
     about = about_run(info.shape, parallel.device.type, dtype, parallel.tp_size)
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)
+    if profile is not None and parallel.world_size > 1 and not profile.links:
+        profile = None  # measured by a process alone: transfers are wanting
     seconds = 0.0
     if profile is None:
         backbone = Backbone.load(arguments.backbone, parallel, dtype)

@@ -78,6 +78,14 @@ def _planning(arguments: MuxArguments) -> list[str]:
             problems.append(
                 f"--mux-plan: says itself how tasks share a step: leave out --mux-policy {arguments.mux_policy}"
             )
+        fixed = {
+            "--mux-align": arguments.mux_align != "dense",
+            "--mux-chunk-size": arguments.mux_chunk_size != "auto",
+            "--mux-micro-batches": arguments.mux_micro_batches is not None,
+        }
+        problems += [
+            f"{flag}: --mux-plan says so itself: leave it out" for flag, given in fixed.items() if given
+        ]
     if arguments.mux_memory_limit is not None and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"

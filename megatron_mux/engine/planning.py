@@ -2,24 +2,26 @@
 
 When tasks join or leave, nobody waits: those that are left go on with the plan they have, newcomers in a hybrid task of
 their own, while the planner works in a thread. The new plan takes over after a number of steps that is fixed when the
-planner sets out, so that every rank changes at the same step without asking the others, and a resumed run at the same
-step as one that was never interrupted.
+planner sets out, so that every rank changes at the same step, and a resumed run at the same step as one that was never
+interrupted. One rank plans for all: rounding must not make them differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, plan_for
 
-_PLANNING_SECONDS = 2.0
-"""What planning takes at most, generously: 64 tasks on 8 stages take a second."""
+_LEAST_SECONDS = 0.5
+_SECONDS_A_TASK_AND_STAGE = 0.004
+"""How long planning may take beside running steps: twice what it does, and more for few tasks."""
 
 _MOST_STEPS = 50
 """Steps after which a new plan takes over at the latest, however short they are."""
@@ -40,8 +42,8 @@ class MakesPlans(Protocol):
         """Refuse tasks that cannot fit into memory with a `UserError`."""
         ...
 
-    def seconds(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> float:
-        """Predicted seconds of a step by `plan`."""
+    def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
+        """The same plan with what is predicted of it for these tasks, its buckets in the order that follows."""
         ...
 
 
@@ -54,6 +56,11 @@ class Planning:
         planner: Makes plans for the policy `auto`.
         micro_batches, chunk, alignment: For the other policies, see `plan_for`.
         given: A plan to begin with, for `auto`: from a file, or of the run that is continued.
+        leads: Whether this rank makes the plans that others follow.
+        share: Gives every rank what the one that leads has; all of them call it between the same two steps.
+
+    Attributes:
+        news: What has changed, for people; whoever tells them empties it.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Planning:
         chunk: int | None = None,
         alignment: Mode = "dense",
         given: Plan | None = None,
+        leads: bool = True,
+        share: Callable[[Any], Any] = lambda what: what,
     ) -> None:
         if policy == "auto" and planner is None:
             raise ValueError("the policy auto needs a planner")
@@ -77,10 +86,13 @@ class Planning:
         self._plan = given
         self._left = 0 if given is None else given.replan_in
         self._thread: ThreadPoolExecutor | None = None
-        self._making: tuple[frozenset[str], Future[Plan]] | None = None
+        self._making: Future[Plan] | None = None
+        self._leads = leads
+        self._share = share
+        self.news: list[str] = []
 
     def next(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan of the next step, without a change to anything.
+        """The plan of the next step, without a change to anything: what a continued run goes on with.
 
         Args:
             loads: The tasks that take part, in the order of `serial`.
@@ -94,47 +106,60 @@ class Planning:
         assert self.planner is not None
         if self._plan is None or not loads:
             return self.planner.plan(loads)
-        new = [load for name, load in loads.items() if name not in self._plan.tasks]
-        # Until there is a plan for them: as the user asked, or where memory is short one sequence at a time.
-        parts = [len(n.tokens) if self.planner.memory_limit else n.accumulation for n in new]
-        changed = self._plan.only(loads).with_tasks(list(loads), max(parts, default=1))
-        return replace(changed, replan_in=self._left)
+        plan, left = self._interim(self._plan, loads)
+        return replace(plan, replan_in=left)
 
     def begin(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan of the step that begins now. Sets the planner to work when the tasks have changed."""
+        """The plan of the step that begins now; every rank calls it. Sets the planner to work if tasks have changed."""
         if self.policy != "auto" or not loads:
             return self.next(loads)
         assert self.planner is not None
         if self._plan is None:
-            self._plan = self.planner.plan(loads)
-            return self._plan
-        names = frozenset(loads)
-        if names != frozenset(self._plan.tasks):
-            self._plan = replace(self.next(loads), replan_in=0)
-            self._left = self._steps_to_plan(self._plan, loads)
-            self._making = None  # for tasks of the past
-        if self._left and self._making is None:
-            self._making = names, self._start(loads)
+            self._plan = self._share(self.planner.plan(loads))
+        elif frozenset(loads) != frozenset(self._plan.tasks):
+            self._plan, self._left = self._share(self._interim(self._plan, loads))
+            if self._making is not None:
+                self._making.cancel()  # it was for tasks of the past
+                self._making = None
+        if self._left and self._making is None and self._leads:
+            self._making = self._start(loads)
         if self._left:
             self._left -= 1
             if not self._left:
                 self._take_over()
         return self._plan
 
+    def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
+        """What to follow with these tasks, and after how many steps, the coming one included, a new plan takes over."""
+        assert self.planner is not None
+        if frozenset(loads) == frozenset(plan.tasks):
+            return plan, self._left
+        new = [load for name, load in loads.items() if name not in plan.tasks]
+        # As the user asked, or where memory is short one sequence at a time.
+        parts = [len(n.tokens) if self.planner.memory_limit else n.accumulation for n in new]
+        plan = self.planner.priced(plan.only(loads).with_tasks(list(loads), max(parts, default=1)), loads)
+        planning = _LEAST_SECONDS + len(loads) * self.stages * _SECONDS_A_TASK_AND_STAGE
+        steps = math.ceil(planning / plan.predicted_latency_s) if plan.predicted_latency_s else _MOST_STEPS
+        return replace(plan, replan_in=0), 1 + min(max(steps, 1), _MOST_STEPS)
+
     def _take_over(self) -> None:
-        assert self._making is not None
-        self._plan = self._making[1].result()
-        self._making = None
+        """Follow the new plan, on every rank the first one's. If there is none, the old one does."""
+        made: tuple[Plan | None, str] = (None, "")
+        if self._making is not None:
+            try:
+                made = self._making.result(), ""
+            except UserError as error:
+                made = None, str(error)
+            self._making = None
+        plan, problem = self._share(made)
+        if plan is not None:
+            self._plan = plan
+            self.news.append(f"from here on {plan}")
+        else:
+            self.news.append(f"no new plan, going on with the old one: {problem}")
 
     def _start(self, loads: Mapping[str, TaskLoad]) -> Future[Plan]:
         assert self.planner is not None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "planner")
         return self._thread.submit(self.planner.plan, dict(loads))
-
-    def _steps_to_plan(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> int:
-        """How many steps planning is given: by predicted seconds, which are the same on every rank."""
-        assert self.planner is not None
-        seconds = self.planner.seconds(plan, loads)
-        steps = _MOST_STEPS if seconds <= 0 else math.ceil(_PLANNING_SECONDS / seconds)
-        return 1 + min(max(steps, 1), _MOST_STEPS)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Mesh
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.check import TemplateError, check, marked
 from megatron_mux.pipeline.template import Template
+
+_MOST_UNITS = 100_000
+"""Chunks of a step: many more than any step has."""
 
 ALSO_PRINTED = ("planning_s", "mesh", "flags")
 """What `tools/plan.py --json` prints beside a plan; a file that holds them is still a plan."""
@@ -99,7 +102,7 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
         ):
             if found and len(found) != wanted:
                 yield f"{place}.{name}: has {len(found)} entries, {wanted} are needed for {plan.stages} stage(s)"
-        if plan.policy == "auto" and not (bucket.forward and bucket.backward):
+        if bool(bucket.forward) != bool(bucket.backward) or (plan.policy == "auto" and not bucket.forward):
             yield f"{place}: has no predicted seconds: plan anew"
         if len(bucket.chunks) > bucket.micro_batches:
             yield f"{place}.chunks: is for {len(bucket.chunks)} micro-batches, the bucket has {bucket.micro_batches}"
@@ -112,11 +115,19 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
                 f"({longest:.4g} s): buckets enter in descending order"
             )
         longest = latency if latency is not None else longest
+    if sum(sum(bucket.chunks) for bucket in plan.buckets) > _MOST_UNITS:
+        yield f"buckets: have more than {_MOST_UNITS} chunks together"
     if plan.activation_limit and len(plan.activation_limit) != plan.stages:
         yield f"activation_limit: has {len(plan.activation_limit)} entries for {plan.stages} stage(s)"
 
 
 def _wrong_template(plan: Plan) -> Iterator[str]:
+    sizes = [bucket.chunks for bucket in plan.buckets]
+    try:
+        made = step_template(plan, sizes)
+    except ValueError as error:  # a micro-batch is larger than the plan's own limit
+        yield f"activation_limit: {error}"
+        return
     if not plan.template:
         return
     if len(plan.template) != plan.stages:
@@ -133,16 +144,10 @@ def _wrong_template(plan: Plan) -> Iterator[str]:
                 return
         rows.append(tuple(actions))
     template: Template = tuple(rows)
-    sizes = [bucket.chunks for bucket in plan.buckets]
     try:
         check(template, sizes, plan.stages)
     except TemplateError as error:
         yield f"template: {error}"
-        return
-    try:
-        made = step_template(plan, sizes)
-    except ValueError as error:  # a micro-batch is larger than the plan's own limit
-        yield f"activation_limit: {error}"
         return
     for s, (ours, theirs) in enumerate(zip(made, template, strict=True)):
         for i, (wanted, found) in enumerate(zip(ours, theirs, strict=True)):

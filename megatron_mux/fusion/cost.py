@@ -28,6 +28,8 @@ class HybridCost:
             itself; empty: none. (The paper takes all communication for overlapped.)
         memory: `[S]` bytes kept between the two; empty: not counted.
         transfer: `[S - 1]` seconds between stages; empty: none.
+        parts: How many micro-batches there are of it on a pipeline, where sequences are too few for as many as were
+            asked for; 0: as many as were asked for.
     """
 
     forward: tuple[float, ...]
@@ -35,6 +37,11 @@ class HybridCost:
     exposed: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
+    parts: int = 0
+
+    def count(self, micro_batches: int) -> int:
+        """How many micro-batches there are if `micro_batches` are asked for."""
+        return min(micro_batches, self.parts) if self.parts else micro_batches
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""
@@ -61,7 +68,7 @@ def pipeline_latency(cost: HybridCost, micro_batches: int) -> float:
     backward are counted as they are instead of as twice the forward.
     """
     passes = cost.alone()
-    return sum(passes[:-1]) + micro_batches * max(passes)
+    return sum(passes[:-1]) + cost.count(micro_batches) * max(passes)
 
 
 def bucket_cost(costs: Sequence[HybridCost], micro_batches: int) -> BucketCost:
@@ -69,7 +76,7 @@ def bucket_cost(costs: Sequence[HybridCost], micro_batches: int) -> BucketCost:
     stages = len(costs[0].forward)
     exposed = costs[0].exposed if len(costs) == 1 and costs[0].exposed else (0.0,) * stages
     return BucketCost(
-        micro_batches=micro_batches,
+        micro_batches=max(cost.count(micro_batches) for cost in costs),
         forward=tuple(sum(c.forward[s] for c in costs) + exposed[s] for s in range(stages)),
         backward=tuple(sum(c.backward[s] for c in costs) + exposed[s] for s in range(stages)),
         memory=_sum(costs, "memory", stages),

@@ -64,9 +64,9 @@ def _tables(
     runs = [(i, m) for i in range(count) for m in range(i + 1, count + 1)]
     costs = model.hybrids([tuple(sorted(order[i:m])) for i, m in runs], micro_batches)
     for (i, m), cost in zip(runs, costs, strict=True):
-        if not fits(bucket_cost([cost], micro_batches), memory_limit):
+        if memory_limit is not None and not fits(bucket_cost([cost], micro_batches), memory_limit):
             continue
-        further[i][m] = micro_batches * max(cost.alone())
+        further[i][m] = cost.count(micro_batches) * max(cost.alone())
         if i == 0:
             first[m] = pipeline_latency(cost, micro_batches)
     return first, further

@@ -67,6 +67,7 @@ class TaskLoad:
         sites: Where its adapter acts, by layer.
         tensors: How many parameters it has.
         elements: Their elements.
+        longest: Tokens of the longest record there is; a typical step need not have one.
     """
 
     name: str
@@ -78,6 +79,7 @@ class TaskLoad:
     sites: tuple[Site, ...]
     tensors: int
     elements: int
+    longest: int = 0
 
     @classmethod
     def of(
@@ -109,7 +111,13 @@ class TaskLoad:
             sites=_sites(spec.adapter, targets, info),
             tensors=len(shapes),
             elements=sum(int(np.prod(shape)) for shape in shapes.values()),
+            longest=int(lengths.max()),
         )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that a step may have."""
+        return max(self.longest, *self.tokens)
 
     @property
     def total(self) -> int:

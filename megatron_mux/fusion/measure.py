@@ -126,6 +126,9 @@ class _Bench:
         ):
             whole = curves.pop(f"{half}_half")
             curves[f"glue_{half}"] = self._glue(whole, depth, parts, curves, half == "attention")
+        if "transfer" in curves:  # it was timed there and back
+            there = curves["transfer"]
+            curves["transfer"] = Curve(there.sizes, *(tuple(s / 2 for s in there.forward),) * 2)
         for name in list(curves):
             kind, _, rest = name.partition(":")
             if kind in KINDS_MEASURED and not name.endswith("-tasks"):
@@ -147,6 +150,7 @@ class _Bench:
             source="measured",
             about=about,
             curves=curves,
+            links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             activation_bytes=activation_bytes(shape, itemsize, tp),
             tensor_seconds=tensor,

@@ -21,7 +21,7 @@ from megatron_mux.fusion.alignment import Mode, Weights
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 FORMAT: Literal[2] = 2
 
-_Count = Annotated[int, Field(ge=1, strict=True)]
+_Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Amounts = tuple[_Amount, ...]
 

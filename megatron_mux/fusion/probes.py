@@ -307,6 +307,8 @@ class Probes:
 
             return run
 
+        if kind.startswith("LORA"):  # a rank for each module: their sum may not be what was asked for
+            size = max(1, size // len(info.parts)) * len(info.parts)
         return Probe(_name(kind, op, size, tasks), rows, make)
 
     def _collectives(self) -> list[Probe]:

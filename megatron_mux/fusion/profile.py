@@ -105,6 +105,7 @@ class Profile:
         curves: By name. Over rows: those of `DENSE`, `entry` (embedding, angles), `all_reduce`, `transfer`,
             `<KIND>:<BaseOp>:<size>` (what an adapter adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in
             seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
+        links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         activation_bytes: Bytes a row keeps for the backward pass: of the `attention` half and the `mlp` half of a
             layer.
@@ -119,6 +120,7 @@ class Profile:
     source: Literal["measured", "roofline"]
     about: dict[str, Any]
     curves: dict[str, Curve]
+    links: bool = False
     attention_in_one_call: bool = False
     activation_bytes: dict[str, float] = field(default_factory=dict)
     tensor_seconds: float = 0.0

@@ -179,15 +179,16 @@ class Judge:
         key = (hybrid, micro_batches)
         if key not in self._bounds:
             cost = self.hybrid(hybrid, micro_batches)
+            count = cost.count(micro_batches)
             hidden = BucketCost(
-                micro_batches, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
+                count, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
             )
             bound: Array | None = None
             if fits(hidden, self.limit):
                 passes = np.array([cost.forward, cost.backward])
                 on_the_way = passes[:, :-1] + np.array(cost.transfer or [0.0] * (hidden.stages - 1))
                 before = np.concatenate([np.zeros((2, 1)), on_the_way.cumsum(axis=1)], axis=1)
-                bound = np.concatenate([micro_batches * passes.sum(axis=0)[None], before])
+                bound = np.concatenate([count * passes.sum(axis=0)[None], before])
             self._bounds[key] = bound
         return self._bounds[key]
 
@@ -200,9 +201,14 @@ class Judge:
         alone = max(0, 2 * buckets - len(costs))
         most = 0.0
         for stage in range(len(costs[0].forward)):
-            exposed = sorted(cost.exposed[stage] if cost.exposed else 0.0 for cost in costs)[:alone]
-            work = sum(cost.forward[stage] + cost.backward[stage] for cost in costs) + 2 * sum(exposed)
-            most = max(most, micro_batches * work)
+            counts = [cost.count(micro_batches) for cost in costs]
+            exposed = sorted(
+                count * (cost.exposed[stage] if cost.exposed else 0.0)
+                for cost, count in zip(costs, counts, strict=True)
+            )[:alone]
+            passes = zip(costs, counts, strict=True)
+            work = sum(count * (cost.forward[stage] + cost.backward[stage]) for cost, count in passes)
+            most = max(most, work + 2 * sum(exposed))
         return most
 
 
@@ -223,7 +229,7 @@ def search(
     Raises:
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
-    judge = Judge(model, memory_limit, _EFFORT)
+    judge = Judge(model, memory_limit, _EFFORT / len(micro_batches))
     starts: list[Layout] = []
     for count in micro_batches:
         judge.rest()

@@ -11,6 +11,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -88,7 +89,7 @@ class StageCosts:
         self._count = np.array([len(load.tokens) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
-        self._longest = np.array([float(max(load.tokens, default=0)) for load in self.loads])
+        self._longest = np.array([float(load.longest_sequence) for load in self.loads])
         # `[K, 2]` seconds of attention of a task's whole step in one layer.
         self._attention_of = lru_cache(maxsize=None)(self._sequence)
         self._attention = np.array(
@@ -114,12 +115,15 @@ class StageCosts:
             member[i, list(tasks)] = 1.0
         # There are no more micro-batches than sequences.
         parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
-        return self._combine(
+        found = self._combine(
             member * self._total / parts[:, None],
             member @ self._labels / parts,
             member @ self._attention / parts[:, None],
             (member * self._longest).max(axis=1),
+            np.zeros(len(sets)),
         )
+        counts = np.ceil(parts / self.data).astype(int).tolist()
+        return [replace(cost, parts=count) for cost, count in zip(found, counts, strict=True)]
 
     def chunk(self, chunk: Chunk) -> HybridCost:
         """Exactly this chunk of a hybrid task, its sequences' lengths and pasts as they are."""
@@ -128,7 +132,7 @@ class StageCosts:
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
         """The same of many chunks."""
         rows = np.zeros((len(chunks), len(self.loads)))
-        labels, attention = np.zeros(len(chunks)), np.zeros((len(chunks), 2))
+        labels, attention, kept = np.zeros(len(chunks)), np.zeros((len(chunks), 2)), np.zeros(len(chunks))
         for i, chunk in enumerate(chunks):
             for piece in chunk:
                 task = self._index[piece.task]
@@ -138,9 +142,21 @@ class StageCosts:
                 whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
                 labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)))
+                if piece.start or piece.stop < whole or load.virtual_tokens:
+                    # Put together with what comes before them, and left for later chunks: in each place a copy.
+                    kept[i] += load.virtual_tokens + piece.stop + piece.tokens * (piece.stop < whole)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept)
 
-    def _combine(self, rows: Array, labels: Array, attention: Array, longest: Array) -> list[HybridCost]:
+    def longest(self, task: int) -> tuple[float, ...]:
+        """`[S]` bytes kept of the longest sequence that a task may have."""
+        rows = np.zeros((1, len(self.loads)))
+        rows[0, task] = self._longest[task]
+        nothing = np.zeros(1)
+        return self._combine(rows, nothing, np.zeros((1, 2)), nothing, nothing)[0].memory
+
+    def _combine(
+        self, rows: Array, labels: Array, attention: Array, longest: Array, copied: Array
+    ) -> list[HybridCost]:
         """Seconds and bytes of B batches.
 
         Args:
@@ -148,6 +164,7 @@ class StageCosts:
             labels: `[B]`.
             attention: `[B, 2]` seconds in one layer.
             longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
+            copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
         """
         total = rows.sum(axis=1)
         nothing = len(OPS) * self.shape.layers
@@ -169,8 +186,11 @@ class StageCosts:
         if len(layers) > 1:
             transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
         memory = self._kept(layers, np.maximum(total, longest), rows)
+        heads = self.shape.kv_heads_on_rank(self.tensor)
+        memory += (copied * 2 * heads * self.shape.head_dim * self.itemsize)[:, None] * layers
         columns = (seconds[:, 0], seconds[:, 1], exposed, memory, transfer)
-        return [HybridCost(*map(tuple, costs)) for costs in zip(*(c.tolist() for c in columns), strict=True)]
+        listed = zip(*(column.tolist() for column in columns), strict=True)
+        return [HybridCost(tuple(f), tuple(b), tuple(e), tuple(m), tuple(t)) for f, b, e, m, t in listed]
 
     def _sequence(self, length: int, past: int) -> Array:
         """Attention of one sequence in one layer: between the grid's lengths and pasts linear."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models

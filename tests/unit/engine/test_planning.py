@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from megatron_mux.engine.planning import Planning
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from tests.unit.fusion import backbone
 
-STEP = 1.0
+STEP = 0.3
 
 
 class Slow:
@@ -37,9 +39,9 @@ class Slow:
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
         """See `MakesPlans`."""
 
-    def seconds(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> float:
+    def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
         """See `MakesPlans`."""
-        return self._seconds
+        return replace(plan, predicted_latency_s=self._seconds)
 
 
 def loads(names: str) -> dict[str, TaskLoad]:
@@ -59,9 +61,9 @@ def test_steps_go_on_while_the_planner_works(now: str) -> None:
     slow.go.clear()
     plans = [
         planning.begin(loads(now)) for _ in range(2)
-    ]  # two seconds of planning: two steps, then the next
+    ]  # half a second of planning: two steps, then the next
     for plan in plans:
-        assert sorted(plan.tasks) == sorted(now) and plan.predicted_latency_s is None
+        assert sorted(plan.tasks) == sorted(now)
     assert plans[0].buckets[0].micro_batches == 7, "those who stay keep their bucket"
     assert len(slow.made) == 1, "nobody waited"
     slow.go.set()
@@ -73,7 +75,7 @@ def test_every_rank_changes_at_the_same_step() -> None:
     """However long the planner takes on one of them."""
     histories = []
     for hurried in (True, False):
-        slow = Slow(0.3)
+        slow = Slow(0.1)
         planning = Planning("auto", 1, slow)
         planning.begin(loads("ab"))
         if not hurried:
@@ -93,18 +95,53 @@ def test_a_second_change_begins_anew() -> None:
     assert last.tasks == ("b", "c") and last.costs == "planned" and len(last.buckets) == 1
 
 
-def test_a_continued_run_changes_when_the_first_would_have() -> None:
-    names = "abc"
-    first = Planning("auto", 1, Slow(0.5))
+@pytest.mark.parametrize("steps_before_the_save", [0, 1, 3])
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_continued_run_changes_when_the_first_would_have(names: str, steps_before_the_save: int) -> None:
+    """Whether it was saved before the first step with other tasks, which is when a task finishes, or later."""
+    first = Planning("auto", 1, Slow(0.1))
     first.begin(loads("ab"))
-    first.begin(loads(names))
+    for _ in range(steps_before_the_save):
+        first.begin(loads(names))
     saved = Plan.from_json(first.next(loads(names)).to_json())
     assert saved.replan_in > 1
-    second = Planning("auto", 1, Slow(0.5), given=saved)
-    for _ in range(8):
+    second = Planning("auto", 1, Slow(0.1), given=saved)
+    for _ in range(12):
         ours, theirs = first.begin(loads(names)), second.begin(loads(names))
         assert (ours.buckets, first.next(loads(names))) == (theirs.buckets, second.next(loads(names)))
-    assert len(ours.buckets) == 1
+    assert ours.costs == "planned" and len(ours.buckets) == 1
+
+
+def test_a_plan_that_cannot_be_made_leaves_the_old_one() -> None:
+    class Failing(Slow):
+        def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
+            if len(loads) == 3:
+                raise UserError("too large")
+            return super().plan(loads)
+
+    planning = Planning("auto", 1, Failing())
+    planning.begin(loads("ab"))
+    for _ in range(5):
+        plan = planning.begin(loads("abc"))
+    assert sorted(plan.tasks) == ["a", "b", "c"]
+    assert planning.news == ["no new plan, going on with the old one: too large"]
+
+
+def test_ranks_follow_the_first() -> None:
+    """A rank that does not lead makes no plan after the first, and takes what is shared."""
+    follower = Slow()
+    theirs = Slow().plan(loads("abc"))
+    shared: list[object] = []
+
+    def share(what: object) -> object:
+        shared.append(what)
+        return (theirs, "") if isinstance(what, tuple) and what[0] is None else what
+
+    planning = Planning("auto", 1, follower, leads=False, share=share)
+    planning.begin(loads("ab"))
+    for _ in range(4):
+        last = planning.begin(loads("abc"))
+    assert last == theirs and follower.made == [("a", "b")]
 
 
 def test_looking_at_the_next_plan_changes_nothing() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.plan import dumps
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from tests.unit.fusion import backbone
 
 MESH = Mesh(1, 2, 1)
@@ -129,6 +130,12 @@ def _another_order(value: dict[str, Any]) -> None:
             lambda value: value.update(activation_limit=[1.0, 1.0]),
             "activation_limit: one micro-batch of bucket 0",
         ),
+        (
+            lambda value: value.update(template=[], activation_limit=[1.0, 1.0]),
+            "activation_limit: one micro-batch",
+        ),
+        (lambda value: value["buckets"][0].update(chunks=[10**9]), "buckets[0].chunks[0]"),
+        (lambda value: value["buckets"][0].update(micro_batches=10**8), "buckets[0].micro_batches"),
         (
             lambda value: value.update(activation_limit=[1.0]),
             "activation_limit: has 1 entries for 2 stage(s)",

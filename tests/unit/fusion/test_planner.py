@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
+from megatron_mux.fusion.desk import Mesh
 from megatron_mux.fusion.plan import Plan, dumps
-from megatron_mux.fusion.planner import Mesh, Planner
+from megatron_mux.fusion.planner import Planner
 from tests.unit.fusion import backbone
 
 meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))

@@ -1,0 +1,267 @@
+"""Plans worked out: what a plan takes and keeps on the chunk grid of a step of typical lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_mux.backbone.shape import stage_layers
+from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
+from megatron_mux.fusion.cost import bucket_cost
+from megatron_mux.fusion.cost import fits as can_fit
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.search import Layout
+from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, step_grid, step_template
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+
+Chunking = int | Literal["auto"] | None
+"""Tokens of a chunk; `auto`: by predicted cost; None: packs are not cut."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How ranks are divided.
+
+    Attributes:
+        tensor: Ranks that share each layer.
+        pipeline: Stages.
+        data: Pipelines.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Premises:
+    """What plans are made on, whatever the tasks.
+
+    Attributes:
+        profile: Seconds of operators at this tensor-parallel degree.
+        info: The backbone (`BackboneInfo`).
+        mesh: Its division.
+        itemsize: Bytes of its dtype.
+        recompute: Whether layers are computed again in the backward pass.
+        memory_limit: Bytes that a rank may use; None: not limited.
+        alignment: How sequences are padded, if at all.
+        chunk: See `Chunking`.
+        micro_batches: C; None: chosen.
+        overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
+    """
+
+    profile: Profile
+    info: Any
+    mesh: Mesh = Mesh()
+    itemsize: int = 4
+    recompute: bool = False
+    memory_limit: float | None = None
+    alignment: Mode = "dense"
+    chunk: Chunking = "auto"
+    micro_batches: int | None = None
+    overlap: bool = False
+
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each stage."""
+        count = self.mesh.pipeline
+        return [stage_layers(self.info.shape.layers, stage, count) for stage in range(count)]
+
+
+@dataclass(frozen=True)
+class WorkedOut:
+    """A plan, and what is predicted of it.
+
+    Attributes:
+        plan: With the costs of its buckets and its template.
+        latency: Seconds of a step.
+        memory: `[S]` bytes at the peak.
+        fits: Whether that is within the limit, with the longest sequences there are too.
+        actions: Passes of its template.
+    """
+
+    plan: Plan
+    latency: float
+    memory: tuple[float, ...]
+    fits: bool
+    actions: int
+
+
+class Desk:
+    """The tasks of one plan, and what is worked out for them."""
+
+    def __init__(self, premises: Premises, loads: Sequence[TaskLoad], alignment: Mode) -> None:
+        self.premises = premises
+        self.raw = list(loads)
+        self.alignment: Mode = alignment
+        self.pad_to = padded_lengths(alignment, {load.name: load.max_length for load in loads})
+        self.loads = [
+            replace(load, tokens=(self.pad_to[load.name],) * len(load.tokens)) if self.pad_to else load
+            for load in loads
+        ]
+        mesh = premises.mesh
+        self.costs = StageCosts(
+            premises.profile,
+            premises.info.shape,
+            self.loads,
+            premises.stages,
+            mesh.tensor,
+            mesh.data,
+            premises.itemsize,
+            premises.recompute,
+            premises.overlap,
+        )
+        self.weights: Weights = self.costs.weights()
+        self.tokens = [float(load.total) for load in self.loads]
+        self.lengths = {
+            raw.name: Lengths(raw.tokens, raw.labels, self.pad_to.get(raw.name, 0)) for raw in loads
+        }
+        self.limit: list[float] | None = None
+        if premises.memory_limit is not None:
+            self.limit = [max(0.0, premises.memory_limit - r) for r in self.costs.resident()]
+        self._index = {load.name: i for i, load in enumerate(loads)}
+        self._known: dict[tuple[Bucket, ...], WorkedOut] = {}
+
+    @property
+    def too_large(self) -> list[int]:
+        """Tasks of which one sequence alone does not fit beside what is always there."""
+        if self.limit is None:
+            return []
+        tight = any(r > (self.premises.memory_limit or 0.0) for r in self.costs.resident())
+        return [
+            task
+            for task in range(len(self.loads))
+            if tight or any(k > limit for k, limit in zip(self.longest(task), self.limit, strict=True))
+        ]
+
+    def longest(self, task: int) -> tuple[float, ...]:
+        """`[S]` bytes kept of the longest sequence that the task may ever have."""
+        return self.costs.longest(task)
+
+    def smallest(self) -> Plan:
+        """What takes the least memory: one sequence at a time."""
+        most = max(len(load.tokens) for load in self.loads)
+        accumulation = {load.name: len(load.tokens) for load in self.loads}
+        plan = plan_for("temporal", accumulation, self.premises.mesh.pipeline, most, None, self.alignment)
+        return replace(plan, data=self.premises.mesh.data, weights=self.weights)
+
+    def of_policy(
+        self,
+        policy: Literal["temporal", "spatial"],
+        loads: Sequence[TaskLoad] | None = None,
+        micro_batches: int | None = None,
+    ) -> Plan:
+        """A plain policy's plan, of all tasks or of some."""
+        premises = self.premises
+        chunk = premises.chunk if isinstance(premises.chunk, int) else None
+        accumulation = {load.name: load.accumulation for load in loads or self.loads}
+        plan = plan_for(
+            policy,
+            accumulation,
+            premises.mesh.pipeline,
+            premises.micro_batches or micro_batches,
+            chunk,
+            self.alignment,
+        )
+        return replace(plan, data=premises.mesh.data, weights=self.weights)
+
+    def of_layout(self, layout: Layout, micro_batches: int, chunk: int | None) -> Plan:
+        """A searched layout's plan."""
+        names = [load.name for load in self.loads]
+        buckets = tuple(
+            Bucket(
+                tuple(HybridTask(tuple(names[t] for t in hybrid)) for hybrid in bucket), micro_batches, chunk
+            )
+            for bucket in layout.buckets
+        )
+        mesh = self.premises.mesh
+        return Plan(
+            "auto", mesh.pipeline, buckets, data=mesh.data, alignment=self.alignment, weights=self.weights
+        )
+
+    def worked_out(self, plan: Plan) -> WorkedOut:
+        """Costs of its chunks, its template, its latency and memory."""
+        if plan.buckets not in self._known:
+            self._known[plan.buckets] = self._work_out(plan)
+        return self._known[plan.buckets]
+
+    def _work_out(self, plan: Plan) -> WorkedOut:
+        grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
+        costs = self._buckets(grids, len(plan.buckets))
+        first = [
+            cost.forward[0] * max(size, default=1) for cost, size in zip(costs, grids[0].sizes, strict=True)
+        ]
+        order = sorted(range(len(costs)), key=lambda i: (-first[i], i))
+        # A micro-batch that does not fit alone has no template within the limit: its memory is reported without one.
+        limit = self.limit if all(can_fit(costs[b], self.limit) for b in order) else None
+        # Its passes are known now, so its template can be the structured one, whatever made it.
+        plan = replace(
+            plan,
+            policy="auto",
+            buckets=tuple(self._described(plan.buckets[b], costs[b], grids[0].sizes[b]) for b in order),
+            activation_limit=tuple(limit or ()),
+        )
+        buckets = [bucket_costs(bucket) for bucket in plan.buckets]
+        templates, simulations = [], []
+        for grid in grids:
+            sizes = [grid.sizes[b] for b in order]
+            templates.append(step_template(plan, sizes))
+            simulations.append(simulate(templates[-1], buckets, sizes=sizes))
+        peaks = [max(found.peak(stage) for found in simulations) for stage in range(plan.stages)]
+        fits = self.limit is None or all(
+            peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
+        )
+        tasks = [self._index[name] for name in plan.tasks]
+        texts = tuple(tuple(str(action) for action in stage) for stage in templates[0])
+        return WorkedOut(
+            replace(plan, template=texts),
+            max(found.latency for found in simulations) + self.costs.step_overhead(tasks),
+            tuple(r + p for r, p in zip(self.costs.resident(), peaks, strict=True)),
+            fits,
+            sum(len(stage) for template in templates for stage in template),
+        )
+
+    def _described(self, bucket: Bucket, cost: BucketCost, chunks: tuple[int, ...]) -> Bucket:
+        """A bucket with what is predicted of it."""
+        total = {load.name: float(load.total) for load in self.raw}
+        return replace(
+            bucket,
+            hybrid_tasks=tuple(
+                HybridTask(h.tasks, sum(total[t] for t in h.tasks)) for h in bucket.hybrid_tasks
+            ),
+            chunks=chunks,
+            forward=cost.forward,
+            backward=cost.backward,
+            memory=cost.memory,
+            transfer=cost.transfer,
+        )
+
+    def _buckets(self, grids: Sequence[StepGrid], count: int) -> list[BucketCost]:
+        """Of each bucket, means of its chunks on all pipelines; the most that one of them keeps."""
+        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
+        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        of_bucket: list[list[BucketCost]] = [[] for _ in range(count)]
+        for bucket, chunks in units:
+            of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks], 1))
+        return [self._mean(own, [grid.sizes[b] for grid in grids]) for b, own in enumerate(of_bucket)]
+
+    def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[tuple[int, ...]]) -> BucketCost:
+        stages, count = range(self.premises.mesh.pipeline), len(costs)
+        return BucketCost(
+            micro_batches=max(len(own) for own in sizes),
+            forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
+            backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
+            chunks=max(max(own, default=1) for own in sizes),
+            memory=tuple(max(c.kept(s) for c in costs) for s in stages),
+            transfer=tuple(sum(c.to_next(s) for c in costs) / count for s in stages[:-1]),
+        )
