@@ -1,7 +1,8 @@
 """A profile that nobody has measured: the roofline of the device, its peak and its bandwidth.
 
-An operator takes the longer of its arithmetic at the device's peak and its traffic at the device's bandwidth, and a
-little to begin. Good enough to compare layouts; predicted seconds may be far off, and a plan made from it says so.
+An operator takes the longer of its arithmetic at the device's peak and its traffic at the device's bandwidth (on a CPU
+both), and a little to begin. Good enough to compare layouts; predicted seconds may be far off, and a plan made from it
+says so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Device:
         overhead: Seconds to begin an operator.
         link: Bytes a second to the next rank.
         latency: Seconds of a message of no length.
+        adds: Whether arithmetic and traffic take turns instead of hiding each other: a CPU's products read their
+            weights through caches that they fill again and again.
     """
 
     name: str
@@ -34,6 +37,12 @@ class Device:
     overhead: float
     link: float
     latency: float
+    adds: bool = False
+
+    def seconds(self, flops: float, traffic: float, itemsize: int) -> float:
+        """Of an operator with so many operations and bytes."""
+        arithmetic, moving = flops / self.peak[itemsize], traffic / self.bandwidth
+        return (arithmetic + moving if self.adds else max(arithmetic, moving)) + self.overhead
 
 
 GPUS: Mapping[str, tuple[float, float, float]] = {
@@ -61,14 +70,15 @@ def device_of(kind: str, name: str, threads: int) -> Device:
             (limits for part, limits in GPUS.items() if part in name.upper()), GPUS["A100"]
         )
         return Device(name, {2: half, 4: single, 8: single / 2}, memory, 8e-6, 50e9, 2e-5)
-    core = 60e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
+    core = 90e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
     return Device(
         f"{threads} CPU thread(s)",
         {2: core * threads / 2, 4: core * threads, 8: core * threads / 2},
-        12e9 * threads,
+        6e9 * threads,
         2e-5,
         3e9,
         1e-4,
+        adds=True,
     )
 
 
@@ -122,7 +132,7 @@ def roofline(
         seconds = []
         for size in sizes:
             flops, traffic = work(size)
-            seconds.append(max(flops / device.peak[itemsize], traffic / device.bandwidth) + device.overhead)
+            seconds.append(device.seconds(flops, traffic, itemsize))
         return Curve(tuple(sizes), tuple(seconds), tuple(backward * s for s in seconds))
 
     def product(k: float, n: float) -> Curve:
@@ -199,8 +209,10 @@ def _attention(shape: Any, device: Device, itemsize: int, tp: int) -> dict[str, 
             flops = 4 * pairs * shape.heads * shape.head_dim / tp
             keys = 2 * (length + past) * shape.kv_heads + 2 * length * shape.heads
             traffic = itemsize * keys * shape.head_dim / tp
-            one = max(2 * flops / device.peak[itemsize], traffic / device.bandwidth)
-            seconds = (device.overhead + one, device.overhead + 8 * one)
+            seconds = (
+                device.seconds(2 * flops, traffic, itemsize),
+                device.seconds(16 * flops, 8 * traffic, itemsize),
+            )
             found[f"attention:{length}:{past}"] = Curve((1, 8), seconds, tuple(2 * s for s in seconds))
     return found
 

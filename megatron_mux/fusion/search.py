@@ -24,6 +24,9 @@ from megatron_mux.pipeline.structured import descending, schedule
 _EFFORT = 20_000
 """How long to look for a start, and to refine it: passes simulated or hybrid tasks compared, a tenth of a second."""
 
+_FEW = 16
+"""Tasks that are few: each number of micro-batches gets the whole effort."""
+
 _WORTH_A_START = 0.1
 """How much slower than the best so far another number of micro-batches may start, to be refined too."""
 
@@ -229,7 +232,9 @@ def search(
     Raises:
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
-    judge = Judge(model, memory_limit, _EFFORT / len(micro_batches))
+    # Where tasks are few a little more finds the best there is; where they are many nothing does in reasonable time.
+    effort = _EFFORT if len(tokens) <= _FEW else _EFFORT / len(micro_batches)
+    judge = Judge(model, memory_limit, effort)
     starts: list[Layout] = []
     for count in micro_batches:
         judge.rest()
