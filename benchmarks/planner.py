@@ -6,6 +6,7 @@ python benchmarks/planner.py                    # 60 instances of up to eight ta
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.grouping import balanced, every_grouping, imbalance
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
 from tests.unit.fusion import backbone
@@ -45,6 +47,7 @@ def main() -> int:
     for name, values in (("search", gaps), ("equation 6 alone", plain)):
         print(f"  {name}: median {statistics.median(values):.2%}, worst {max(values):.2%}")
     print(f"  search took {statistics.median(seconds):.3f} s in the median, {max(seconds):.3f} s at most")
+    _grouping()
     for seed in range(3):
         model = synthetic(seed, tasks=64, stages=8)
         start = time.perf_counter()
@@ -59,6 +62,25 @@ def main() -> int:
         took = time.perf_counter() - start
         print(f"64 tasks on 8 stages, costs of a roofline, alternatives and all: planned in {took:.2f} s")
     return 0
+
+
+def _grouping() -> None:
+    """Equation 7's answer against every grouping of eight to ten hybrid tasks, for each number of buckets."""
+    gaps = []
+    for seed in range(12):
+        r = random.Random(seed)
+        values = [r.uniform(0.1, 1.0) for _ in range(r.choice([8, 9, 10]))]
+        best: dict[int, float] = {}
+        for grouping in every_grouping(len(values)):
+            found, count = imbalance(values, grouping), len(grouping)
+            best[count] = min(best.get(count, math.inf), found)
+        for count, least in best.items():
+            spread = math.sqrt(imbalance(values, balanced(values, count)) / count) - math.sqrt(least / count)
+            gaps.append(spread * count / sum(values))
+    print(
+        f"grouping of 8 to 10 hybrid tasks, {len(gaps)} cases: spread of buckets above the least possible, share of "
+        f"their mean: median {statistics.median(gaps):.2%}, worst {max(gaps):.2%}"
+    )
 
 
 def _memory(model: Synthetic, seed: int) -> list[float]:
