@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.grouping import balanced, every_grouping, imbalance
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
@@ -56,7 +56,7 @@ def main() -> int:
         print(f"64 tasks on 8 stages, {model.exposed:.0%} communication: searched in {took:.2f} s")
     for seed in range(3):
         loads, mesh = backbone.random_loads(seed, 64), Mesh(pipeline=8)
-        planner = Planner(backbone.profile(), backbone.info(), mesh)
+        planner = Planner(Premises(backbone.profile(), backbone.info(), mesh))
         start = time.perf_counter()
         planner.plan(loads)
         took = time.perf_counter() - start

@@ -18,7 +18,7 @@ from workload import TaskShape, made_up_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.measure import Measuring, measure
 from megatron_mux.fusion.plan import Plan
@@ -85,7 +85,6 @@ def stand(
     profile: Profile,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
-    **planning: Any,
 ) -> Stand:
     """Register tasks on a backbone."""
     follows = Follows()
@@ -95,7 +94,7 @@ def stand(
         s.name: TaskLoad.of(s, r.lengths, r.label_counts, backbone.info)
         for s, r in zip(specs, records, strict=True)
     }
-    planner = Planner(profile, backbone.info, Mesh(), backbone.dtype.itemsize, **planning)
+    planner = Planner(Premises(profile, backbone.info, itemsize=backbone.dtype.itemsize))
     return Stand(engine, follows, loads, planner)
 
 

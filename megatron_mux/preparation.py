@@ -16,7 +16,7 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Planning, Task
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
@@ -184,7 +184,7 @@ def prepare_planning(
         return Planning(
             policy, parallel.pp_size, None, arguments.mux_micro_batches, fixed, arguments.mux_align
         )
-    planner = Planner(
+    premises = Premises(
         _profile(arguments, info, parallel, say),
         info,
         Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
@@ -192,9 +192,10 @@ def prepare_planning(
         arguments.recompute_granularity == "full",
         arguments.mux_memory_limit,
         arguments.mux_align,
-        chunk if isinstance(chunk, int) or chunk is None else "auto",
+        chunk,
         arguments.mux_micro_batches,
     )
+    planner = Planner(premises)
     done = (
         {entry.name for entry in manifest.tasks if entry.status != "running"}
         if manifest is not None

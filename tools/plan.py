@@ -114,6 +114,7 @@ def _plans(
     """A plan for each mesh on which the tasks fit, the fastest first, with the seconds it took to make."""
     import torch
 
+    from megatron_mux.fusion.desk import Premises
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
     from megatron_mux.fusion.roofline import GPUS, roofline
@@ -132,7 +133,7 @@ def _plans(
         profile = load_profile(about, arguments.profiles or profile_directory())
         if profile is None:
             profile = roofline(info.shape, about, dtype.itemsize, mesh.tensor)
-        planner = Planner(
+        premises = Premises(
             profile,
             info,
             mesh,
@@ -143,6 +144,7 @@ def _plans(
             chunk,
             arguments.micro_batches,
         )
+        planner = Planner(premises)
         start = time.perf_counter()
         try:
             found.append((planner.plan(loads), time.perf_counter() - start))

@@ -29,11 +29,8 @@ def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
 
 def lengths_of(data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> Lengths:
     """What the data's index says of the records of a step: the same on every rank, without reading them."""
-    return Lengths(
-        tuple(int(data.lengths[i]) for i in records),
-        tuple(int(data.label_counts[i]) for i in records),
-        pad_to,
-    )
+    chosen = list(records)
+    return Lengths(tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to)
 
 
 def weighted(name: str, data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> list[PackedSequence]:

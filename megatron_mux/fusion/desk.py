@@ -10,10 +10,10 @@ from megatron_mux.backbone.shape import stage_layers
 from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
 from megatron_mux.fusion.cost import bucket_cost
 from megatron_mux.fusion.cost import fits as can_fit
+from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.search import Layout
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, step_grid, step_template
 from megatron_mux.pipeline.bucket import BucketCost
@@ -141,12 +141,8 @@ class Desk:
         return [
             task
             for task in range(len(self.loads))
-            if tight or any(k > limit for k, limit in zip(self.longest(task), self.limit, strict=True))
+            if tight or any(k > limit for k, limit in zip(self.costs.longest(task), self.limit, strict=True))
         ]
-
-    def longest(self, task: int) -> tuple[float, ...]:
-        """`[S]` bytes kept of the longest sequence that the task may ever have."""
-        return self.costs.longest(task)
 
     def smallest(self) -> Plan:
         """What takes the least memory: one sequence at a time."""

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import Mode, padding_of, paper_chunk
-from megatron_mux.fusion.desk import Chunking, Desk, Mesh, Premises, WorkedOut
+from megatron_mux.fusion.alignment import padding_of, paper_chunk
+from megatron_mux.fusion.desk import Desk, Premises, WorkedOut
+from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.search import DoesNotFitError, Layout, search
+from megatron_mux.fusion.search import DoesNotFitError, search
 
 _WORTH = 0.02
 """How much better than a plain policy another layout must be predicted to be: predictions are no better than that."""
@@ -39,37 +39,18 @@ class Planner:
     """Makes plans for a backbone on a mesh.
 
     Args:
-        profile: Seconds of operators at this tensor-parallel degree.
-        info: The backbone (`BackboneInfo`).
-        mesh: Its division.
-        itemsize: Bytes of its dtype.
-        recompute: Whether layers are computed again in the backward pass.
-        memory_limit: Bytes that a rank may use; None: not limited.
-        alignment: How sequences are padded, if at all.
-        chunk: See `Chunking`.
-        micro_batches: C; None: chosen.
-        overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
+        premises: What they are made on.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        info: Any,
-        mesh: Mesh,
-        itemsize: int = 4,
-        recompute: bool = False,
-        memory_limit: float | None = None,
-        alignment: Mode = "dense",
-        chunk: Chunking = "auto",
-        micro_batches: int | None = None,
-        overlap: bool = False,
-    ) -> None:
-        self.premises = Premises(
-            profile, info, mesh, itemsize, recompute, memory_limit, alignment, chunk, micro_batches, overlap
-        )
-        self.mesh = mesh
-        self.info = info
-        self.memory_limit = memory_limit
+    def __init__(self, premises: Premises) -> None:
+        self.premises = premises
+        self.mesh = premises.mesh
+        self.info = premises.info
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes that a rank may use."""
+        return self.premises.memory_limit
 
     def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
         """The best plan found for these tasks; a function of them alone.
@@ -198,7 +179,6 @@ class Planner:
             policy="auto",
             predicted_latency_s=found.latency,
             memory_bytes=found.memory,
-            activation_limit=tuple(desk.limit or ()),
             alternatives=self._alternatives(desk),
             padding={
                 "plan": padding.share,
@@ -231,7 +211,7 @@ class Planner:
             return [f"the memory limit of {_size(self.memory_limit)} is less than the {held}: {more}"]
         said = []
         for task in desk.too_large:
-            load, kept = desk.loads[task], desk.longest(task)
+            load, kept = desk.loads[task], desk.costs.longest(task)
             longest = load.longest_sequence
             needed = max(r + k for r, k in zip(resident, kept, strict=True))
             room = min((self.memory_limit - r) / k for r, k in zip(resident, kept, strict=True) if k)

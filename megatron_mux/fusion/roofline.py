@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.fusion.load import OPS
-from megatron_mux.fusion.profile import DENSE, Curve, Profile, grid_up_to
+from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
+from megatron_mux.layout import BaseOpName
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,8 @@ def roofline(
 
     tp, h = tensor_parallel, shape.hidden
     inner = shape.out_features("linear_fc1") / tp
-    products = {
-        op: product(
-            shape.in_features(op) / (tp if op in ("linear_proj", "linear_fc2") else 1),
-            shape.out_features(op) / (tp if op in ("linear_qkv", "linear_fc1") else 1),
-        )
-        for op in OPS
-    }
     curves: dict[str, Curve] = {
-        **{str(op): found for op, found in products.items()},
+        **{str(op): product(*_widths(shape, op, tp)) for op in OPS},
         "norm": passes(2 * h),
         "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if shape.rope else 0),
         "activation": passes(inner + shape.ffn / tp),
@@ -173,7 +167,6 @@ def roofline(
     }
     if tp > 1:
         curves["all_reduce"] = _link(sizes, device, 2 * h * itemsize * (tp - 1) / tp)
-    assert set(DENSE) <= set(curves)
     return Profile(
         source="roofline",
         about={**about, "device": device.name},
@@ -185,6 +178,12 @@ def roofline(
         sequence_seconds=5e-5,
         step_seconds=10 * device.overhead,
     )
+
+
+def _widths(shape: Any, op: BaseOpName, tensor_parallel: int) -> tuple[float, float]:
+    """Input and output width of a BaseOp on a rank."""
+    rows = tensor_parallel if op in ("linear_proj", "linear_fc2") else 1
+    return shape.in_features(op) / rows, shape.out_features(op) / (tensor_parallel / rows)
 
 
 def activation_bytes(shape: Any, itemsize: int, tensor_parallel: int) -> dict[str, float]:
@@ -220,8 +219,7 @@ def _attention(shape: Any, device: Device, itemsize: int, tp: int) -> dict[str, 
 def _adapters(shape: Any, tp: int, curve: Callable[..., Curve], itemsize: int) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for op in OPS:
-        k = shape.in_features(op) / (tp if op in ("linear_proj", "linear_fc2") else 1)
-        n = shape.out_features(op) / (tp if op in ("linear_qkv", "linear_fc1") else 1)
+        k, n = _widths(shape, op, tp)
         for rank in (8, 64):
 
             def low_rank(rows: float, k: float = k, n: float = n, rank: int = rank) -> tuple[float, float]:

@@ -10,7 +10,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,22 +20,12 @@ import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
+from megatron_mux.fusion.frozen import Attention, Frozen
 from megatron_mux.fusion.load import OPS, Site, TaskLoad
-from megatron_mux.fusion.profile import Profile, summed
+from megatron_mux.fusion.profile import Profile
 from megatron_mux.layout import BaseOpName
 
 Array = npt.NDArray[np.float64]
-
-_ATTENTION_OPS = ("norm", "linear_qkv", "rotary", "linear_proj", "glue_attention")
-_MLP_OPS = ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp")
-
-_BELOW = {
-    # What has no backward pass in the layer of the lowest adapter, by the BaseOp that has it.
-    "linear_qkv": ("norm", "linear_qkv"),
-    "linear_proj": ("norm", "linear_qkv", "rotary", "linear_proj"),
-    "linear_fc1": (*_ATTENTION_OPS, "norm", "linear_fc1"),
-    "linear_fc2": (*_ATTENTION_OPS, "norm", "linear_fc1", "activation", "linear_fc2"),
-}
 
 _OPTIMIZER_BYTES = 16
 """Of an adapter's element: value, gradient and two moments in fp32 (M_g of equation 5, and the optimizer's)."""
@@ -83,7 +73,7 @@ class StageCosts:
         self.recompute = recompute
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
-        self._lengths = _attention_grid(profile)
+        self._cores = Attention(profile)
         self._sites = [_by_stage(load.sites, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load.sites, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([len(load.tokens) for load in self.loads])
@@ -91,7 +81,7 @@ class StageCosts:
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
         self._longest = np.array([float(load.longest_sequence) for load in self.loads])
         # `[K, 2]` seconds of attention of a task's whole step in one layer.
-        self._attention_of = lru_cache(maxsize=None)(self._sequence)
+        self._attention_of = lru_cache(maxsize=None)(self._cores.of)
         self._attention = np.array(
             [
                 np.sum([self._attention_of(n, load.virtual_tokens) for n in load.tokens], axis=0)
@@ -99,7 +89,7 @@ class StageCosts:
             ]
         ).reshape(-1, 2)
         self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
-        self._frozen = _Frozen(profile, self.stages)
+        self._frozen = Frozen(profile, self.stages)
         self._kept_by = self._adapter_bytes()
 
     # -- equation 3
@@ -125,12 +115,8 @@ class StageCosts:
         counts = np.ceil(parts / self.data).astype(int).tolist()
         return [replace(cost, parts=count) for cost, count in zip(found, counts, strict=True)]
 
-    def chunk(self, chunk: Chunk) -> HybridCost:
-        """Exactly this chunk of a hybrid task, its sequences' lengths and pasts as they are."""
-        return self.chunks([chunk])[0]
-
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
-        """The same of many chunks."""
+        """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
         rows = np.zeros((len(chunks), len(self.loads)))
         labels, attention, kept = np.zeros(len(chunks)), np.zeros((len(chunks), 2)), np.zeros(len(chunks))
         for i, chunk in enumerate(chunks):
@@ -169,9 +155,9 @@ class StageCosts:
         total = rows.sum(axis=1)
         nothing = len(OPS) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
-        if self.profile.attention_in_one_call:
-            attention = attention + np.array(self._curves["attention:8:0"].at(1))
-        seconds = self._frozen.seconds(total, labels, attention, lowest) + self._adapters(rows)  # [B, 2, S]
+        seconds = self._frozen.seconds(
+            total, labels, attention + self._cores.launch, lowest
+        ) + self._adapters(rows)  # [B, 2, S]
         if self.recompute:
             seconds[:, 1] += seconds[:, 0]
         layers = np.array([len(own) for own in self.stages])
@@ -191,29 +177,6 @@ class StageCosts:
         columns = (seconds[:, 0], seconds[:, 1], exposed, memory, transfer)
         listed = zip(*(column.tolist() for column in columns), strict=True)
         return [HybridCost(tuple(f), tuple(b), tuple(e), tuple(m), tuple(t)) for f, b, e, m, t in listed]
-
-    def _sequence(self, length: int, past: int) -> Array:
-        """Attention of one sequence in one layer: between the grid's lengths and pasts linear."""
-        lengths, pasts = self._lengths
-        low, high, share = _between(lengths, length)
-        found = np.zeros(2)
-        for n, weight in ((low, 1 - share), (high, share)):
-            if not weight:
-                continue
-            known = pasts[n]
-            a, b, part = _between(known, past)
-            for p, w in ((a, 1 - part), (b, part)):
-                if w:
-                    found += weight * w * self._attention_point(n, p)
-        return found
-
-    def _attention_point(self, length: int, past: int) -> Array:
-        curve = self._curves[f"attention:{length}:{past}"]
-        one = np.array(curve.at(1))
-        if self.profile.attention_in_one_call:
-            # The launch is paid once a batch; a sequence takes what another one more takes.
-            return (np.array(curve.at(8)) - one) / 7 if len(curve.sizes) > 1 else one
-        return one
 
     # -- adapters
 
@@ -283,9 +246,8 @@ class StageCosts:
                 }.get(kind, 0)
         return found
 
-    def resident(self, tasks: Iterable[int] | None = None) -> tuple[float, ...]:
+    def resident(self) -> tuple[float, ...]:
         """`[S]` bytes that are always there: the backbone's part, the tasks' adapters with what trains them."""
-        chosen = range(len(self.loads)) if tasks is None else list(tasks)
         shape, found = self.shape, []
         layer = sum(shape.in_features(op) * shape.out_features(op) for op in OPS) / self.tensor
         vocabulary = shape.vocab * shape.hidden / self.tensor
@@ -294,19 +256,16 @@ class StageCosts:
             first, last = stage == 0, stage == len(self.stages) - 1
             elements += vocabulary * (first + last - (first and last and shape.tied))
             own = sum(
-                self.loads[t].elements
-                * sum(site.layer in layers for site in self.loads[t].sites)
-                / max(1, len(self.loads[t].sites))
-                for t in chosen
+                load.elements * sum(site.layer in layers for site in load.sites) / max(1, len(load.sites))
+                for load in self.loads
             )
             found.append(elements * self.itemsize + own * _OPTIMIZER_BYTES + _LOGITS_BYTES * last)
         return tuple(found)
 
     # -- besides the passes
 
-    def step_overhead(self, tasks: Iterable[int] | None = None) -> float:
-        """Seconds of a step outside its passes: reading, laying out, optimizers."""
-        chosen = range(len(self.loads)) if tasks is None else list(tasks)
+    def step_overhead(self, tasks: Sequence[int]) -> float:
+        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers."""
         profile = self.profile
         return (
             profile.step_seconds
@@ -314,16 +273,16 @@ class StageCosts:
                 self.loads[t].tensors * profile.tensor_seconds / len(self.stages)
                 + self.loads[t].elements * profile.element_seconds / len(self.stages)
                 + len(self.loads[t].tokens) * profile.sequence_seconds
-                for t in chosen
+                for t in tasks
             )
-            + self._gradients(chosen)
+            + self._gradients(tasks)
         )
 
-    def _gradients(self, chosen: Iterable[int]) -> float:
+    def _gradients(self, tasks: Sequence[int]) -> float:
         """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""
         if self.data == 1:
             return 0.0
-        elements = sum(self.loads[t].elements for t in chosen) / len(self.stages)
+        elements = sum(self.loads[t].elements for t in tasks) / len(self.stages)
         rows = 2 * 4 * elements / (self.shape.hidden * self.itemsize)
         return self._curves["transfer"].at(rows)[0]
 
@@ -332,59 +291,11 @@ class StageCosts:
         layers = self.shape.layers
         most = max(64.0, sum(load.total for load in self.loads) / 4)
         token = (sum(self._frozen.half.at(most)) + sum(self._frozen.mlp.at(most))) * layers / most
-        lengths, _ = self._lengths
-        long = max(n for n in lengths if n <= 1024)
-        pair = float(self._attention_point(long, 0).sum()) * layers / (long * (long + 1) / 2)
+        long = max(n for n in self._cores.lengths if n <= 1024)
+        pair = float(self._cores.point(long, 0).sum()) * layers / (long * (long + 1) / 2)
         head = self._curves["head"]
         label = (head.forward[-1] + head.backward[-1]) / head.sizes[-1]
         return Weights(token, pair, label)
-
-
-class _Frozen:
-    """Seconds of what is frozen, by stage.
-
-    Args:
-        profile: Seconds of operators.
-        stages: The layers of each stage.
-    """
-
-    def __init__(self, profile: Profile, stages: Sequence[range]) -> None:
-        curves = profile.curves
-        self.curves = curves
-        self.half = summed([curves[op] for op in _ATTENTION_OPS])
-        self.mlp = summed([curves[op] for op in _MLP_OPS])
-        self.below = [summed([curves[op] for op in _BELOW[op]]) for op in OPS]
-        self.layers = np.array([len(layers) for layers in stages])
-        self.starts = np.array([layers.start for layers in stages])
-        self.stops = np.array([layers.stop for layers in stages])
-
-    def seconds(self, rows: Array, labels: Array, attention: Array, lowest: npt.NDArray[np.int64]) -> Array:
-        """`[B, 2, S]` of B batches.
-
-        Args:
-            rows: `[B]`.
-            labels: `[B]`.
-            attention: `[B, 2]` seconds in one layer.
-            lowest: `[B]` number of the lowest BaseOp with an adapter: layer times BaseOps of a layer, and its index.
-        """
-        layer, op = np.divmod(lowest, len(OPS))
-        half, mlp, trimmed = self.half.many(rows), self.mlp.many(rows), self.mlp.many(labels)
-        whole = half + mlp + attention.T  # [2, B]
-        found = np.zeros((len(rows), 2, len(self.layers)))
-        found[:, 0] = whole[0][:, None] * self.layers
-        above = np.clip(self.stops - np.maximum(layer[:, None], self.starts), 0, self.layers)
-        found[:, 1] = whole[1][:, None] * above
-        here = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
-        cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
-        cut = cut + np.where(op > 0, attention[:, 1], 0.0)
-        found[:, 1] = np.maximum(0.0, found[:, 1] - here * cut[:, None])
-        found[:, 0, 0] += self.curves["entry"].many(rows)[0]
-        head = self.curves["head"].many(labels)
-        found[:, 0, -1] += trimmed[0] - mlp[0] + head[0]
-        found[:, 1, -1] = np.maximum(
-            0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0) + head[1]
-        )
-        return found
 
 
 def _by_stage(
@@ -402,22 +313,3 @@ def _by_stage(
 def _lowest(sites: Sequence[Site], layers: int) -> int:
     """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
     return min((site.layer * len(OPS) + OPS.index(site.op) for site in sites), default=layers * len(OPS))
-
-
-def _attention_grid(profile: Profile) -> tuple[list[int], dict[int, list[int]]]:
-    """Lengths that attention was measured at, and for each the pasts."""
-    pasts: dict[int, list[int]] = {}
-    for name in profile.curves:
-        if name.startswith("attention:"):
-            _, length, past = name.split(":")
-            pasts.setdefault(int(length), []).append(int(past))
-    return sorted(pasts), {length: sorted(known) for length, known in pasts.items()}
-
-
-def _between(known: Sequence[int], value: float) -> tuple[int, int, float]:
-    """The two known points to interpolate between or to extend beyond, and the share of the second."""
-    if len(known) == 1 or value <= known[0]:
-        return known[0], known[0], 0.0
-    i = next((i for i, k in enumerate(known) if k >= value), len(known) - 1)
-    low, high = known[i - 1], known[i]
-    return low, high, (value - low) / (high - low)

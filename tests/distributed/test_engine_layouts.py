@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.roofline import roofline
@@ -77,7 +77,7 @@ def _planning(policy: str, backbone: Backbone, parallel: Parallel, cases: list[C
     mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
     shape = backbone.info.shape
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
-    planner = Planner(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8)
+    planner = Planner(Premises(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8))
     if policy == "auto":
         return Planning("auto", mesh.pipeline, planner)
     if policy == "side by side":

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.plan import dumps
 from megatron_mux.fusion.planner import Planner
 from tests.unit.fusion import backbone
@@ -23,7 +23,7 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def planned() -> dict[str, Any]:
-    planner = Planner(backbone.profile(), backbone.info(), MESH, micro_batches=2, chunk=32)
+    planner = Planner(Premises(backbone.profile(), backbone.info(), MESH, micro_batches=2, chunk=32))
     found: dict[str, Any] = json.loads(dumps(planner.fixed("temporal", LOADS)))
     assert len(found["buckets"]) == 4 and any(max(b["chunks"]) > 1 for b in found["buckets"])
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.plan import Plan, dumps
 from megatron_mux.fusion.planner import Planner
 from tests.unit.fusion import backbone
@@ -20,7 +20,7 @@ meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st
 
 def planner(mesh: Mesh, **changes: object) -> Planner:
     profile = backbone.profile(tensor_parallel=mesh.tensor)
-    return Planner(profile, backbone.info(), mesh, **changes)  # type: ignore[arg-type]
+    return Planner(Premises(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion import search as search_module
+from megatron_mux.fusion import judge as judge_module
 from megatron_mux.fusion.hybrid import consecutive, every_partition
 from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
 from megatron_mux.pipeline.bucket import BucketCost
@@ -96,7 +96,7 @@ def test_many_tasks_are_planned_with_bounded_effort(monkeypatch: pytest.MonkeyPa
         passes += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
         return schedule(buckets, limit)
 
-    monkeypatch.setattr(search_module, "schedule", counted)
+    monkeypatch.setattr(judge_module, "schedule", counted)
     model = synthetic(1, tasks=64, stages=8)
     found = search(model, model.tokens, (1, 2, 4, 8))
     assert sorted(t for hybrid in found.partition for t in hybrid) == list(range(64))

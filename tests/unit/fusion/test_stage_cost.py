@@ -33,7 +33,7 @@ def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
 def test_the_quick_way_and_the_exact_way_agree_on_whole_steps(seed: int) -> None:
     loads = list(backbone.random_loads(seed).values())
     model = costs(loads, stages=2)
-    quick, exact = model.hybrid(tuple(range(len(loads))), 1), model.chunk(whole(loads))
+    quick, exact = model.hybrid(tuple(range(len(loads))), 1), model.chunks([whole(loads)])[0]
     assert quick.forward == pytest.approx(exact.forward)
     assert quick.backward == pytest.approx(exact.backward)
     assert quick.memory == pytest.approx(exact.memory)
@@ -108,7 +108,7 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
 
 def test_chunks_of_a_long_sequence_cost_more_the_later_they_come() -> None:
     model = costs([backbone.load("a", [512])])
-    parts = [model.chunk((Slice("a", 0, at, at + 64),)).forward[0] for at in range(0, 256, 64)]
+    parts = [c.forward[0] for c in model.chunks([(Slice("a", 0, at, at + 64),) for at in range(0, 256, 64)])]
     assert parts == sorted(parts) and parts[0] < parts[-1]
 
 
