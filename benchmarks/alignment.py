@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from script import add_machine, add_output, command_line, measured_on, publish, table
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 # Data set and limit of each name in table 2, and its workloads: data sets in order, and batch sizes.
@@ -36,11 +38,11 @@ MICRO_BATCHES = 4
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = command_line(__doc__)
+    add_machine(parser, device=False)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares-only", action="store_true", help="count tokens, measure nothing")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -67,11 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = _throughput(backbone, parallel, profile, specs, data[name], arguments.rounds)
             result["throughput"][name] = found
             print(json.dumps({name: found}), file=sys.stderr, flush=True)
-    table = markdown(result)
-    print(table)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(table + "\n")
+    publish(result, markdown(result), arguments.output)
     return 0
 
 
@@ -155,18 +153,18 @@ def _throughput(
     backbone: Any, parallel: Any, profile: Any, specs: Sequence[Any], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
     """Tokens a second of all tasks in one hybrid task, by alignment."""
-    import mux_side
     from stand import stand
     from workload import Pair
 
     from megatron_mux.engine.batches import tensors
     from megatron_mux.fusion.load import typical
+    from tests.reference.records import Records
 
     records = []
     for spec, own in zip(specs, data, strict=True):
         chosen = typical(own.lengths, spec.sequences_per_step)
         pairs: list[Pair] = [tensors(own[i]) for i in chosen]
-        records.append(mux_side.InMemory(pairs))
+        records.append(Records(pairs))
     bench = stand(backbone, parallel, profile, specs, records)
     try:
         plan = bench.planner.fixed("spatial", bench.loads)
@@ -203,33 +201,40 @@ def _throughput(
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     lines = [
-        f"**{result['backbone']}** ({result['dtype']}) on {result['hardware']}. {versions}.",
+        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
         "",
         f"Share of computed tokens that carry no information, over {SHARED_STEPS} steps:",
         "",
-        "| workload | dense (ours) | padded within tasks | to the longest | to max_length | to the greatest |",
-        "|---|---|---|---|---|---|",
+        *table(
+            "workload | dense (ours) | padded within tasks | to the longest | to max_length | to the greatest",
+            (
+                (name, *(f"{share:.1%}" for share in shares.values()))
+                for name, shares in result["shares"].items()
+            ),
+        ),
     ]
-    for name, shares in result["shares"].items():
-        cells = " | ".join(f"{shares[key]:.1%}" for key in shares)
-        lines.append(f"| {name} | {cells} |")
     if result["throughput"]:
         lines += [
             "",
             f"One step of typical lengths, in one hybrid task, medians of {result['rounds']} rounds in turns:",
             "",
-            "| workload | alignment | seconds | tokens/s | effective tokens/s | against zero-padded |",
-            "|---|---|---|---|---|---|",
+            *table(
+                "workload | alignment | seconds | tokens/s | effective tokens/s | against zero-padded",
+                (
+                    (
+                        name,
+                        alignment,
+                        f"{one['seconds']:.2f}",
+                        f"{one['tokens_per_s']:.0f}",
+                        f"{one['effective_per_s']:.0f}",
+                        f"{one['effective_per_s'] / found['zero-padded']['effective_per_s']:.2f}x",
+                    )
+                    for name, found in result["throughput"].items()
+                    for alignment, one in found.items()
+                ),
+            ),
         ]
-        for name, found in result["throughput"].items():
-            base = found["zero-padded"]["effective_per_s"]
-            for alignment, one in found.items():
-                lines.append(
-                    f"| {name} | {alignment} | {one['seconds']:.2f} | {one['tokens_per_s']:.0f} | "
-                    f"{one['effective_per_s']:.0f} | {one['effective_per_s'] / base:.2f}x |"
-                )
     return "\n".join(lines)
 
 

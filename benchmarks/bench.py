@@ -15,6 +15,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.tokenise import load_tokenizer
 from megatron_mux.runtime import Parallel, initialize
+from tests.reference.records import Records
 
 
 class Bench:
@@ -35,12 +36,12 @@ class Bench:
         self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
         self.records = [self._records(i, shape) for i, shape in enumerate(self.mix)]
 
-    def _records(self, i: int, shape: TaskShape) -> mux_side.Records:
+    def _records(self, i: int, shape: TaskShape) -> TaskDataset:
         if self.arguments.data is not None and shape.records:
             tokenizer = load_tokenizer(self.arguments.backbone)
             return TaskDataset(self.arguments.data / shape.records, tokenizer, shape.max_length)
         vocab = _vocabulary(self.arguments.backbone)
-        return mux_side.InMemory(made_up_records(shape, shape.batch * self.steps, vocab, seed=i))
+        return Records(made_up_records(shape, shape.batch * self.steps, vocab, seed=i)).as_dataset()
 
     def parallel(self) -> Parallel:
         """This process alone."""

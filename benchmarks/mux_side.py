@@ -3,54 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from workload import LEARNING_RATE, RANK, Pair, TaskShape
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Engine, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
-
-
-class InMemory:
-    """Made-up records that the engine takes for a `TaskDataset`."""
-
-    distinct_completions = None
-    end_of_sequence = -1
-    dropped = 0
-    path = Path("made-up")
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.pairs = list(pairs)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Example:
-        tokens, labelled = self.pairs[index]
-        return Example(tokens.numpy(), labelled.numpy(), None)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """As the index of a file."""
-        return np.array([len(tokens) for tokens, _ in self.pairs], np.int32)
-
-    @property
-    def label_counts(self) -> npt.NDArray[np.int32]:
-        """As the index of a file."""
-        return np.array([int(labelled[1:].sum()) for _, labelled in self.pairs], np.int32)
-
-
-Records: TypeAlias = TaskDataset | InMemory
 
 
 def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> TaskSpec:
@@ -77,7 +42,7 @@ def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> Tas
     )
 
 
-def examples(task: TaskSpec, records: Records, steps: int) -> list[list[Pair]]:
+def examples(task: TaskSpec, records: TaskDataset, steps: int) -> list[list[Pair]]:
     """What each step of the task trains on, in the engine's order: both sides are given the same records."""
     sampler = Sampler(len(records), task.sequences_per_step, task.training.seed, task.data.shuffle)
     chosen: list[list[Pair]] = []
@@ -91,7 +56,7 @@ def make_engine(
     backbone: Backbone,
     parallel: Parallel,
     specs: Sequence[TaskSpec],
-    records: Sequence[Records],
+    records: Sequence[TaskDataset],
     initial: Sequence[dict[str, Tensor] | None],
 ) -> Engine:
     """An engine with these tasks, all in one hybrid task."""

@@ -5,13 +5,14 @@ python benchmarks/planner.py                    # 60 instances of up to eight ta
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 import sys
 import time
 from pathlib import Path
+
+from script import command_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
@@ -27,7 +28,7 @@ COUNTS = (1, 2, 4, 8)
 
 def main() -> int:
     """Print the gaps and the time."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_line(__doc__)
     parser.add_argument("--instances", type=int, default=60)
     arguments = parser.parse_args()
     gaps, plain, seconds = [], [], []

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from script import add_machine, add_output, command_line, measured_on, publish, table
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 # Tasks, shortest and longest max_length, tokens of a step, all of them together.
@@ -39,14 +41,13 @@ LIMIT = 1.03
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_line(__doc__)
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    add_machine(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     parser.add_argument("--measure", action="store_true", help="measure the profile anew")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -71,11 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _one_set(backbone, parallel, profile, seed, chosen, arguments.rounds)
         result["sets"].append(found)
         print(json.dumps(found), file=sys.stderr, flush=True)
-    table = markdown(result)
-    print(table)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(table + "\n")
+    publish(result, markdown(result), arguments.output)
     return 0
 
 
@@ -144,32 +141,32 @@ def errors(result: dict[str, Any]) -> dict[str, list[float]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     lines = [
-        f"**{result['backbone']}** ({result['dtype']}) on {result['hardware']}. {versions}.",
+        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
         f"Medians of {result['rounds']} rounds in turns; predictions by the {result['costs']}.",
         "",
-        "| tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    rows: list[Sequence[object]] = []
     for one in result["sets"]:
-        m, lengths = one["measured"], sorted(one["max_lengths"])
+        lengths = sorted(one["max_lengths"])
         span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
         same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
-        lines.append(
-            f"| {one['tasks']} | {span} | {one['tokens']} | {m['serial']:.3f} | {m['spatial']:.3f} | "
-            f"{m['temporal']:.3f} | {m['auto']:.3f} | {same} | {one['auto_against_best']:.3f} |"
-        )
+        seconds = [f"{one['measured'][name]:.3f}" for name in ("serial", "spatial", "temporal", "auto")]
+        rows.append((one["tasks"], span, one["tokens"], *seconds, same, f"{one['auto_against_best']:.3f}"))
+    lines += table(
+        "tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best",
+        rows,
+    )
     worst = max(one["auto_against_best"] for one in result["sets"])
     lines += ["", f"Worst auto / best: **{worst:.3f}** (limit {LIMIT}).", ""]
-    lines += ["| policy | predicted / measured: median | median error | worst error |", "|---|---|---|---|"]
     found = errors(result)
-    everything = [e for own in found.values() for e in own]
-    for name, own in [*found.items(), ("all", everything)]:
-        middle = statistics.median(abs(e) for e in own)
-        lines.append(
-            f"| {name} | {1 + statistics.median(own):.3f} | {middle:.1%} | {max(abs(e) for e in own):.1%} |"
-        )
+    found["all"] = [e for own in found.values() for e in own]
+    rows = []
+    for name, own in found.items():
+        off = [abs(e) for e in own]
+        middle = f"{1 + statistics.median(own):.3f}"
+        rows.append((name, middle, f"{statistics.median(off):.1%}", f"{max(off):.1%}"))
+    lines += table("policy | predicted / measured: median | median error | worst error", rows)
     return "\n".join(lines)
 
 

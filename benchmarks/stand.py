@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mux_side
 import torch
 from workload import TaskShape, made_up_records
 
@@ -27,6 +26,7 @@ from megatron_mux.fusion.profile import Profile, about_run, load_profile, profil
 from megatron_mux.fusion.roofline import cpu_name
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
+from tests.reference.records import Records
 
 STEPS = 100_000
 """Of each task: more than any measurement takes."""
@@ -112,7 +112,7 @@ def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
 
 def random_tasks(
     count: int, shortest: int, longest: int, tokens: int, vocab: int, seed: int
-) -> tuple[list[TaskSpec], list[mux_side.InMemory]]:
+) -> tuple[list[TaskSpec], list[Records]]:
     """Tasks of mixed adapter kinds and lengths, each with the records of one step.
 
     Args:
@@ -130,7 +130,7 @@ def random_tasks(
         batch = max(1, min(16, round(tokens / count / (0.6 * length))))
         specs.append(_spec(f"task-{i:02d}", r, batch, length))
         pairs = made_up_records(TaskShape("", batch, length), batch, vocab, seed=1000 * seed + i)
-        records.append(mux_side.InMemory(pairs))
+        records.append(Records(pairs))
     return specs, records
 
 

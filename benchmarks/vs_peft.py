@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from script import add_machine, add_output, command_line, publish
+
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / ".quickstart"
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
@@ -27,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkou
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_line(__doc__)
     parser.add_argument(
         "--backbone", type=Path, help="Hugging Face directory (default on CPU: .quickstart/backbone)"
     )
@@ -42,14 +44,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scratch", type=Path, help="where a random backbone is written (default: a temporary place)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    add_machine(parser)
     parser.add_argument("--repeats", type=int, default=7, help="turns of every side")
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before the first turn, not counted")
     parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"])
     parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--output", type=Path, help="write the JSON here, and the table beside it as .md")
+    add_output(parser)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.backbone is not None and arguments.backbone_shape is not None:
@@ -94,11 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **parts.speed(arguments, Path(temporary)),
             "memory": memory,
         }
-    table = markdown(result)
-    print(table)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(table + "\n")
+    publish(result, markdown(result), arguments.output)
     return 0
 
 

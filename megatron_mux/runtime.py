@@ -75,6 +75,19 @@ class Parallel:
         totals: list[int] = counts.tolist()
         return totals
 
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks of the world; every rank calls it. Waits for all of them.
+
+        Args:
+            values: This rank's.
+        """
+        if self.world_size == 1:
+            return list(values)
+        table = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        largest: list[float] = table.tolist()
+        return largest
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this stage embeds tokens."""

@@ -31,9 +31,17 @@ from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
 from megatron_mux.watch import WatchedDirectory
 
-# The picture of the schedule shows one step, once the machine is warm.
-_PICTURED_STEP = 3
+_PICTURED_TURN, _PICTURED_STEPS = 2, 3
+"""Of which steps between two flushes a picture of the schedule is kept, once the machine is warm, and how many."""
+
 _IDLE_SECONDS = 0.5
+
+_MOST_STEPS = 16
+"""Steps between two flushes of the pipeline: what a flush costs is next to nothing by then."""
+
+_MOST_SECONDS = 10.0
+_MOST_SECONDS_WATCHING = 2.0
+"""How long those steps may take: until then a signal, or a task that would join, waits."""
 
 
 def run(arguments: MuxArguments) -> None:
@@ -114,6 +122,9 @@ class Loop:
     stopping: bool = False
     _entries: dict[str, SavedTask] = field(default_factory=dict)
     _steps: int = 0
+    _seconds: float = 0.0
+    _turns: int = 0
+    _pictured: tuple[int, int] = (0, 0)
     _plan: Plan | None = None
     _timed: list[TimedAction] = field(default_factory=list)
     _files: dict[Path, list[str]] = field(default_factory=dict)
@@ -186,7 +197,7 @@ class Loop:
                     break
                 time.sleep(_IDLE_SECONDS)
                 continue
-            self._step()
+            self._advance()
         else:
             saved = "nothing" if self.arguments.save is None else "where every task stands"
             self.reporter.say(f"stopping: {saved} is saved")
@@ -195,31 +206,52 @@ class Loop:
             self._draw()
         raise_together(self.reporter.problem, self.parallel)
 
-    def _step(self) -> None:
-        self._steps += 1
-        pictured = self._steps <= _PICTURED_STEP
+    def _advance(self) -> None:
+        """Take steps until something is due, then do it."""
+        self._turns += 1
+        pictured = self._turns <= _PICTURED_TURN
         if pictured:
             self._timed = []
         start = time.perf_counter()
-        results = self.engine.step(self._timed.append if pictured else None)
-        seconds = time.perf_counter() - start
+        steps = self.engine.steps(self._most_steps(), self._timed.append if pictured else None)
+        self._seconds = (time.perf_counter() - start) / len(steps)
+        if pictured:
+            self._pictured = (self._steps + 1, self._steps + len(steps))
+        self._steps += len(steps)
+        if self._turns == _PICTURED_TURN:
+            self._draw()
         self._plan = self.engine.last_plan or self._plan
         while self.engine.planning.news:
             self.reporter.say(self.engine.planning.news.pop(0))
-        due = False
-        for name, result in results.items():
-            self._note(name, result)
-            self.reporter.step(name, result, seconds)
-            due = self._after(name, result) or due  # every task's turn, whatever is due already
-        if self._steps == _PICTURED_STEP:
-            self._draw()
-        if due:
+        last: dict[str, StepResult] = {}
+        for results in steps:
+            for name, result in results.items():
+                self._note(name, result)
+                self.reporter.step(name, result, self._seconds)
+            last |= results
+        # Every task's turn, whatever is due already.
+        due = [self._after(name, result) for name, result in last.items()]
+        if any(due):
             self._save()
-        for name, result in results.items():
+        for name, result in last.items():
             if result.status == "failed":
                 self._tell_what_is_kept(name)
             if result.status != "running":
                 self.engine.remove_task(name)
+
+    def _most_steps(self) -> int:
+        """How many steps to take before looking up; the same on every rank."""
+        if not self.arguments.mux_rolling or not self._seconds:
+            return 1
+        seconds = _MOST_SECONDS if self.arguments.mux_watch is None else _MOST_SECONDS_WATCHING
+        most = min(_MOST_STEPS, int(seconds / self._seconds))
+        if self._turns <= _PICTURED_TURN:
+            most = min(most, _PICTURED_STEPS)
+        for name in self.engine.active:
+            step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
+            intervals = [self.arguments.save_interval, spec.eval and spec.eval.eval_steps]
+            most = min([most, *(interval - step % interval for interval in intervals if interval)])
+        return max(most, 1)
 
     def _after(self, name: str, result: StepResult) -> bool:
         """Evaluate if due; whether a save is due."""
@@ -307,8 +339,9 @@ class Loop:
             mine = self._timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
             dist.all_gather_object(stages, mine)
         everything = [action for stage in stages for action in stage]
-        step = min(self._steps, _PICTURED_STEP)
-        title = f"{self.engine.planning.policy}, {self.parallel.pp_size} stage(s): step {step} as measured"
+        first, last = self._pictured
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        title = f"{self.engine.planning.policy}, {self.parallel.pp_size} stage(s): {steps} as measured"
         self.reporter.schedule(everything, title)
 
     def _follow(self, watched: WatchedDirectory) -> bool:
@@ -359,7 +392,9 @@ class Loop:
     def _agreed_to_stop(self) -> bool:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
         raise_together(self.reporter.problem, self.parallel)
-        return self.parallel.total([self.stopping])[0] > 0
+        # Steps are as long as on the slowest rank, and every rank takes equally many.
+        stopping, self._seconds = self.parallel.most([float(self.stopping), self._seconds])
+        return stopping > 0
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class MuxArguments:
         mux_watch: Directory whose task files join and leave while the run goes on.
         mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
         mux_keep_checkpoints: Saves to keep; None keeps all.
+        mux_rolling: Steps follow each other without a flush of the pipeline.
         mux_no_progress: No live display.
         shape: Shape flags as given, to hold against the backbone.
     """
@@ -71,6 +72,7 @@ class MuxArguments:
     mux_watch: Path | None
     mux_micro_batches: int | None
     mux_keep_checkpoints: int | None
+    mux_rolling: bool
     mux_no_progress: bool
     shape: Mapping[str, Any]
 

@@ -222,6 +222,10 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--mux-keep-checkpoints", type=at_least(1), metavar="N",
         help="saves to keep, with each task's last good checkpoint (default: all)",
     )  # fmt: skip
+    add(
+        "--mux-rolling", action=argparse.BooleanOptionalAction, default=True,
+        help="let a task's next step begin while other tasks drain, without a flush of the pipeline (default)",
+    )  # fmt: skip
     add("--mux-no-progress", action="store_true", help="no live display")
     return parser
 

@@ -15,7 +15,7 @@ from megatron_mux.fusion.alignment import Chunk
 from megatron_mux.fusion.step import Lengths, StepGrid
 from megatron_mux.kernels.carry import Carry
 from megatron_mux.layout import MicroBatch, PackedSequence
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import Parallel
 
 
@@ -57,69 +57,104 @@ def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def read_together(
-    names: Sequence[str], read: Callable[[str], list[PackedSequence]], parallel: Parallel
-) -> tuple[dict[str, list[PackedSequence]], dict[str, str]]:
-    """Read each task's next batch; data that cannot be read on some rank count as unreadable on all of them.
+    names: Sequence[str], read: Callable[[str, int], list[PackedSequence]], steps: int, parallel: Parallel
+) -> tuple[list[dict[str, list[PackedSequence]]], dict[str, str]]:
+    """Read each task's next batches; data that cannot be read on some rank count as unreadable on all of them.
 
     Args:
-        names: The tasks of the step.
-        read: Gives a task's sequences; a `UserError` says why it cannot.
+        names: The tasks of the steps.
+        read: Gives a task's sequences of a step from now; a `UserError` says why it cannot.
+        steps: How many steps.
         parallel: Where this rank stands.
 
     Returns:
-        The sequences of the tasks that can go on, and of the others what is wrong: the same tasks on every rank.
+        For each step up to the first that lacks something, at least one, the sequences of the tasks that can take the
+        first; and of the others what is wrong: the same on every rank.
     """
-    sequences: dict[str, list[PackedSequence]] = {}
-    problems: dict[str, str] = {}
-    for name in names:
-        try:
-            sequences[name] = read(name)
-        except UserError as error:
-            problems[name] = str(error)
-    unreadable: dict[str, str] = {}
-    counts = parallel.total([name in problems for name in names])
-    for name, count in zip(names, counts, strict=True):
-        if count:
-            sequences.pop(name, None)
-            unreadable[name] = first_problem(problems.get(name, ""), parallel)
-    return sequences, unreadable
+    found: list[dict[str, list[PackedSequence]]] = [{} for _ in range(steps)]
+    problems: list[dict[str, str]] = [{} for _ in range(steps)]
+    for step in range(steps):
+        for name in names:
+            try:
+                found[step][name] = read(name, step)
+            except UserError as error:
+                problems[step][name] = str(error)
+    counts = parallel.total([name in problems[step] for step in range(steps) for name in names])
+    bad = [(i // len(names), names[i % len(names)]) for i, count in enumerate(counts) if count]
+    # In the order of the tasks: each of these calls is one of all ranks.
+    unreadable = {name: first_problem(problems[0].get(name, ""), parallel) for step, name in bad if not step}
+    readable = min((step for step, name in bad if name not in unreadable), default=steps)
+    kept = [name for name in names if name not in unreadable]
+    return [{name: step[name] for name in kept} for step in found[:readable]], unreadable
 
 
-def micro_batches(
-    grid: StepGrid,
-    fetched: Mapping[str, list[PackedSequence]],
-    steps: Mapping[str, int],
-    offsets: Mapping[str, int],
-    parallel: Parallel,
-) -> dict[Unit, tuple[MicroBatch, ...]]:
-    """Lay out what this pipeline computes in a step.
+class Batches:
+    """What this pipeline computes in one or several steps; a unit is laid out when it is first asked for.
 
     Args:
-        grid: What lies in each chunk.
-        fetched: Each task's sequences over all pipelines.
-        steps: Optimizer steps each task has done.
+        grids: For each step, what lies in each chunk.
+        fetched: For each step, each task's sequences over all pipelines.
+        steps: Optimizer steps each task has done before the first of them.
         offsets: Virtual tokens in front of each task's sequences.
         parallel: Where this rank stands.
-
-    Returns:
-        For each unit, a batch for each hybrid task that has something in it.
     """
-    names = tuple(fetched)
-    multiple = parallel.tp_size if parallel.sequence_parallel else 1
-    # Keys and values wait for later chunks of the same micro-batch only.
-    carries = {(unit.bucket, unit.micro_batch): Carry() for unit in grid.chunks if unit.chunk}
 
-    def pack(unit: Unit, chunk: Chunk) -> MicroBatch:
-        return layout.pack(
-            [fetched[s.task][s.sequence] for s in chunk],
-            names,
-            steps,
-            offsets,
-            multiple,
-            training=True,
-            device=parallel.device,
-            spans=[(s.start, s.stop) for s in chunk],
-            carry=carries.get((unit.bucket, unit.micro_batch)),
+    def __init__(
+        self,
+        grids: Sequence[StepGrid],
+        fetched: Sequence[Mapping[str, list[PackedSequence]]],
+        steps: Mapping[str, int],
+        offsets: Mapping[str, int],
+        parallel: Parallel,
+    ) -> None:
+        self.grids = grids
+        self.fetched = fetched
+        self.steps = steps
+        self.offsets = offsets
+        self.parallel = parallel
+        self.names = tuple(fetched[0])
+        self._period = len(grids[0].sizes)
+        self._laid_out: dict[Unit, tuple[MicroBatch, ...]] = {}
+        self._carries: dict[tuple[int, int], Carry] = {}
+
+    def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
+        """A batch for each hybrid task that has something in the unit."""
+        if unit not in self._laid_out:
+            self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
+        return self._laid_out[unit]
+
+    def forget(self, unit: Unit) -> None:
+        """Drop a unit that is done."""
+        del self._laid_out[unit]
+        if not unit.chunk:  # the last to be back-propagated
+            self._carries.pop((unit.bucket, unit.micro_batch), None)
+
+    def label(self, action: Action) -> str:
+        """What to write on a pass: the tasks in it, hybrid task by hybrid task."""
+        order = self.names.index
+        return " | ".join(
+            "+".join(sorted({piece.task for piece in chunk}, key=order))
+            for chunk in self._chunks(action.unit)
         )
 
-    return {unit: tuple(pack(unit, chunk) for chunk in chunks) for unit, chunks in grid.chunks.items()}
+    def _chunks(self, unit: Unit) -> tuple[Chunk, ...]:
+        step, bucket = divmod(unit.bucket, self._period)
+        return self.grids[step].chunks[Unit(bucket, unit.micro_batch, unit.chunk)]
+
+    def _pack(self, unit: Unit, chunk: Chunk) -> MicroBatch:
+        step, bucket = divmod(unit.bucket, self._period)
+        carry = None
+        if self.grids[step].sizes[bucket][unit.micro_batch] > 1:
+            # Keys and values wait for later chunks of the same micro-batch only.
+            carry = self._carries.setdefault((unit.bucket, unit.micro_batch), Carry())
+        return layout.pack(
+            [self.fetched[step][piece.task][piece.sequence] for piece in chunk],
+            self.names,
+            {name: done + step for name, done in self.steps.items()},
+            self.offsets,
+            self.parallel.tp_size if self.parallel.sequence_parallel else 1,
+            training=True,
+            device=self.parallel.device,
+            spans=[(piece.start, piece.stop) for piece in chunk],
+            carry=carry,
+        )

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.batches import Batches
+from megatron_mux.engine.ends import Ends
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
 
 class TrainingCompute:
-    """Forward and backward of the units of one step.
+    """Forward and backward of the units of one or several steps, and the ends of their buckets.
 
     Args:
         backbone: This stage.
-        batches: For each unit of the step, a batch for each hybrid task in it: computed one after the other.
-        tasks: Number of tasks of the step.
+        batches: For each unit, a batch for each hybrid task in it: computed one after the other.
+        ends: Of the buckets' steps.
         last: Whether this is the last stage.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        batches: Mapping[Unit, tuple[MicroBatch, ...]],
-        tasks: int,
+        batches: Batches,
+        ends: Ends,
         last: bool,
     ) -> None:
         self.backbone = backbone
         self.batches = batches
+        self.ends = ends
         self.last = last
-        # Summed per task on the device; read once a step.
-        self.losses: Tensor = torch.zeros(tasks, dtype=torch.float64, device=backbone.device)
+        # Summed per bucket's step and task on the device. A row each: a task's NaN is its own.
+        shape = (len(ends.tokens) * len(ends.buckets), len(ends.running))
+        self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=backbone.device)
         self._outputs: dict[Unit, list[Tensor]] = {}
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
+        if not action.is_pass:
+            return len(self.ends.names(action.bucket)), 2
         rows = sum(self.backbone.hidden_shape(batch)[0] for batch in self.batches[action.unit])
         return (rows, *self.backbone.hidden_shape(self.batches[action.unit][0])[1:])
 
@@ -46,24 +52,24 @@ class TrainingCompute:
         """Hidden states, or the step's share of the loss on the last stage."""
         batches = self.batches[action.unit]
         if len(batches) == 1:
-            return self._forward(batches[0], hidden)
+            return self._forward(action, batches[0], hidden)
         sizes = [self.backbone.hidden_shape(batch)[0] for batch in batches]
         parts: Sequence[Tensor | None] = [None] * len(batches)
         if hidden is not None:
             parts = hidden.split(sizes)
-        outputs = [self._forward(batch, part) for batch, part in zip(batches, parts, strict=True)]
+        outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
         self._outputs[action.unit] = outputs
         # Each batch is back-propagated by itself, below.
         with torch.no_grad():
             return torch.stack(outputs).sum() if self.last else torch.cat(outputs)
 
-    def _forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    def _forward(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         with layout.activate(batch):
             output = self.backbone.forward(batch, hidden, labelled_only=True)
             if not self.last:
                 return output
             loss, nll = self.backbone.loss(output, batch)
-        self.losses.index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
+        self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
@@ -79,10 +85,19 @@ class TrainingCompute:
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
                 batch.carry.forget(batch.segments)
+        self.batches.forget(action.unit)
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
+        return self.ends.norm(action.bucket, self.losses[action.bucket], others)
+
+    def update(self, action: Action, whole: Tensor | None) -> Tensor:
+        """Let the bucket's tasks step."""
+        return self.ends.update(action.bucket, whole)
 
     def label(self, action: Action) -> str:
-        """Tasks of the unit."""
-        return " | ".join("+".join(batch.task_rows) for batch in self.batches[action.unit])
+        """Tasks of the bucket."""
+        return self.batches.label(action) if action.is_pass else "+".join(self.ends.names(action.bucket))
 
 
 class EvaluationCompute:
@@ -128,6 +143,12 @@ class EvaluationCompute:
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Evaluation has none."""
         raise RuntimeError(f"an evaluation has no backward pass, yet {action} was asked for")
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        """Evaluation has no gradient."""
+        raise RuntimeError(f"an evaluation ends no bucket's step, yet {action} was asked for")
+
+    update = norm
 
     def label(self, action: Action) -> str:
         """Tasks of the micro-batch."""

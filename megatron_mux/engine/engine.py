@@ -6,25 +6,22 @@ clipping, accumulation, data order and fate.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.batches import lengths_of, micro_batches, read_together, weighted
+from megatron_mux.engine.batches import Batches, lengths_of, read_together, weighted
 from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.ends import Ends
 from megatron_mux.engine.evaluate import EvalResult, evaluate
-from megatron_mux.engine.optimize import TaskOptimizer, reduce_gradients, squared_norm
+from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.running import Running, Status, StepResult, Task
 from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
@@ -32,95 +29,9 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, most_in_flight, step_grid, step_template
 from megatron_mux.layout import PackedSequence
-from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.pipeline.execute import execute
+from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks import TaskSpec
-
-Status = Literal["running", "finished", "failed"]
-
-
-@dataclass
-class Task:
-    """What the engine needs to train one task.
-
-    Attributes:
-        spec: The validated task.
-        data: Its training records.
-        evaluation: Its held-out records, if any.
-        initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
-        resume: State to continue from; takes precedence over `initial`.
-    """
-
-    spec: TaskSpec
-    data: TaskDataset
-    evaluation: TaskDataset | None = None
-    initial: dict[str, Tensor] | None = None
-    resume: Snapshot | None = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step of one task gave.
-
-    Attributes:
-        step: Optimizer steps done, this one included (a failed step is not counted).
-        total_steps: Steps the task runs for.
-        loss: Mean over the labelled tokens of the whole batch.
-        grad_norm: Norm of the adapter's gradient before clipping, over all ranks.
-        learning_rate: The rate this step used.
-        tokens: Tokens of the batch, none of them padding.
-        status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
-        reason: Why it failed, else empty.
-        diverged: Whether it failed for its loss or gradient, not for data that could not be read.
-    """
-
-    step: int
-    total_steps: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    status: Status
-    reason: str = ""
-    diverged: bool = False
-
-
-@dataclass
-class _Running:
-    """A registered task."""
-
-    task: Task
-    adapter: TaskAdapter
-    optimizer: TaskOptimizer
-    sampler: Sampler
-    load: TaskLoad
-    total_steps: int
-    step: int = 0
-    status: Status = "running"
-
-    def resume(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot, whose adapter is in place already.
-
-        Raises:
-            UserError: The snapshot lacks something or holds it in another shape.
-        """
-        try:
-            self.optimizer.load_state(snapshot.moments, snapshot.step)
-            self.adapter.load_state(snapshot.extra)
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"task {self.task.spec.name!r}: its training state does not fit: {error}"
-            ) from error
-        self.step = snapshot.step
-        if self.step >= self.total_steps:
-            self.status = "finished"
-
-    @property
-    def position_offset(self) -> int:
-        """Virtual tokens in front of every sequence (prefix tuning)."""
-        return int(getattr(self.task.spec.adapter, "num_virtual_tokens", 0))
 
 
 class Engine:
@@ -144,7 +55,7 @@ class Engine:
         self.adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
         self.last_plan: Plan | None = None
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
 
     # -- tasks come and go
 
@@ -178,7 +89,7 @@ class Engine:
         try:
             load = TaskLoad.of(spec, task.data.lengths, task.data.label_counts, self.backbone.info)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-            running = _Running(task, adapter, optimizer, sampler, load, total)
+            running = Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
         except BaseException:
@@ -237,9 +148,9 @@ class Engine:
     def _loads(self) -> dict[str, TaskLoad]:
         return {name: self._running[name].load for name in self.active}
 
-    # -- one step
+    # -- steps
 
-    def step(self, timer: Callable[[TimedAction], None] | None = None) -> dict[str, StepResult]:
+    def step(self, timer: Timer | None = None) -> dict[str, StepResult]:
         """One optimizer step of every task of the plan.
 
         Args:
@@ -248,52 +159,86 @@ class Engine:
         Returns:
             A result per task; empty when no task is active.
         """
+        return self.steps(1, timer)[0]
+
+    def steps(self, most: int, timer: Timer | None = None) -> list[dict[str, StepResult]]:
+        """Several optimizer steps of every task of the plan, rolling: a task's next begins while others drain.
+
+        Every rank calls it with the same number. A task's steps come out as if they were taken one at a time.
+
+        Args:
+            most: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
+            timer: See `step`.
+
+        Returns:
+            A result per task for each step, at least one; a task that fails is in those up to its failure.
+        """
         plan = self._for_this_mesh(self.planning.begin(self._loads()))
+        count = min([most, self.planning.lasts, *(self._running[name].left for name in plan.tasks)])
         pad_to = padded_lengths(
             plan.alignment, {name: self._running[name].task.spec.data.max_length for name in plan.tasks}
         )
-        sequences, failed = self._fetch(plan.tasks, pad_to)
-        plan = plan.only(sequences)  # without those that failed
-        names = plan.tasks
-        self.last_plan = plan if names else self.last_plan
-        if not names:
-            return failed  # nothing left; or a serial run's next task, whose turn is the next step
-        steps = {name: self._running[name].step for name in names}
-        offsets = {name: self._running[name].position_offset for name in names}
-        lengths = {name: self._lengths(name, pad_to.get(name, 0)) for name in names}
-        grid = step_grid(plan, lengths, self.parallel.dp_rank)
-        template = step_template(plan, grid.sizes)
-        fetched = {name: sequences[name] for name in names}
-        batches = micro_batches(grid, fetched, steps, offsets, self.parallel)
-        compute = TrainingCompute(self.backbone, batches, len(names), self.parallel.is_last_stage)
-        self.communicator.expect(most_in_flight(template))
+        sequences, failed = self._fetch(plan.tasks, pad_to, count)
+        self.planning.follow(len(sequences) - 1)
+        plan = plan.only(sequences[0])  # without those that failed
+        self.last_plan = plan if plan.tasks else self.last_plan
+        if not plan.tasks:
+            return [failed]  # nothing left; or a serial run's next task, whose turn is the next step
+        results = self._run(plan, pad_to, sequences, timer)
+        results[0] = {**failed, **results[0]}
+        return results
+
+    def _run(
+        self,
+        plan: Plan,
+        pad_to: Mapping[str, int],
+        sequences: Sequence[Mapping[str, list[PackedSequence]]],
+        timer: Timer | None,
+    ) -> list[dict[str, StepResult]]:
+        """Compute steps whose data are there."""
+        running = {name: self._running[name] for name in plan.tasks}
+        lengths = [
+            {name: self._lengths(name, k, pad_to.get(name, 0)) for name in running}
+            for k in range(len(sequences))
+        ]
+        grids = [step_grid(plan, own, self.parallel.dp_rank) for own in lengths]
+        template = step_template(plan, [bucket for grid in grids for bucket in grid.sizes])
+        batches = Batches(
+            grids,
+            [{name: own[name] for name in running} for own in sequences],
+            {name: task.step for name, task in running.items()},
+            {name: task.position_offset for name, task in running.items()},
+            self.parallel,
+        )
+        tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
+        ends = Ends(running, [bucket.tasks for bucket in plan.buckets], tokens, self.parallel)
+        compute = TrainingCompute(self.backbone, batches, ends, self.parallel.is_last_stage)
+        self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         execute(template[self.parallel.pp_rank], compute, self.communicator, self.backbone.dtype, timer)
-        losses, norms = self._statistics(names, compute.losses)
-        done = {
-            name: self._finish(name, losses[i], norms[i], sum(lengths[name].tokens))
-            for i, name in enumerate(names)
-        }
-        return {**failed, **done}
+        return ends.results
 
     def _for_this_mesh(self, plan: Plan) -> Plan:
         """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""
         return plan if plan.data == self.parallel.dp_size else replace(plan, data=self.parallel.dp_size)
 
-    def _lengths(self, name: str, pad_to: int) -> Lengths:
+    def _lengths(self, name: str, later: int, pad_to: int) -> Lengths:
         running = self._running[name]
-        return lengths_of(running.task.data, running.sampler.batch(running.step), pad_to)
+        return lengths_of(running.task.data, running.sampler.batch(running.step + later), pad_to)
 
     def _fetch(
-        self, names: Sequence[str], pad_to: Mapping[str, int]
-    ) -> tuple[dict[str, list[PackedSequence]], dict[str, StepResult]]:
-        """Read the next batch of each task; a task whose data cannot be read on some rank fails on all of them."""
+        self, names: Sequence[str], pad_to: Mapping[str, int], steps: int
+    ) -> tuple[list[dict[str, list[PackedSequence]]], dict[str, StepResult]]:
+        """Read the next batches of each task; a task whose data cannot be read on some rank fails on all of them.
 
-        def read(name: str) -> list[PackedSequence]:
+        One that fails at a later step than the first ends the steps before it: it fails when its turn comes.
+        """
+
+        def read(name: str, later: int) -> list[PackedSequence]:
             running = self._running[name]
-            records = running.sampler.batch(running.step)
+            records = running.sampler.batch(running.step + later)
             return weighted(name, running.task.data, records, pad_to.get(name, 0))
 
-        sequences, problems = read_together(names, read, self.parallel)
+        sequences, problems = read_together(names, read, steps, self.parallel)
         failed: dict[str, StepResult] = {}
         nothing = float("nan")
         for name, reason in problems.items():
@@ -303,47 +248,6 @@ class Engine:
                 running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
             )
         return sequences, failed
-
-    def _finish(self, name: str, loss: float, norm: float, tokens: int) -> StepResult:
-        """Let one task's optimizer step, or stop the task."""
-        running = self._running[name]
-        rate = running.optimizer.learning_rate(running.step)
-        reason = ""
-        if not math.isfinite(loss):
-            reason = f"its loss was {loss} at step {running.step + 1}"
-        elif not math.isfinite(norm):
-            reason = f"its gradient norm was {norm} at step {running.step + 1}"
-        if reason:
-            running.status = "failed"
-            running.optimizer.zero()
-        else:
-            running.optimizer.clip(norm)
-            running.optimizer.step(running.step)
-            running.step += 1
-            running.adapter.after_step(running.step)
-            if running.step >= running.total_steps:
-                running.status = "finished"
-        return StepResult(
-            running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason, bool(reason)
-        )
-
-    def _statistics(self, names: Sequence[str], losses: Tensor) -> tuple[list[float], list[float]]:
-        """Each task's loss and gradient norm over all ranks; gradients are whole afterwards. One host sync."""
-        parameters = {name: self._running[name].adapter.parameters for name in names}
-        reduce_gradients([p for name in names for p in parameters[name]], self.parallel)
-        for name in names:
-            self._running[name].adapter.penalty(self._running[name].step)
-        squares = [squared_norm(parameters[name], self.parallel.device) for name in names]
-        if not (self.parallel.is_last_stage and self.parallel.tp_rank == 0):
-            losses = torch.zeros_like(losses)
-        table = torch.stack([losses.double(), torch.stack(squares)])
-        if self.parallel.dp_size > 1:
-            dist.all_reduce(table[0], group=self.parallel.dp_group)
-        if self.parallel.tp_size * self.parallel.pp_size > 1:
-            dist.all_reduce(table, group=self.parallel.model_group)
-        table[1].sqrt_()
-        loss_list, norm_list = table.tolist()
-        return loss_list, norm_list
 
     # -- reading it out
 

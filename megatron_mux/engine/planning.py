@@ -27,6 +27,10 @@ _MOST_STEPS = 50
 """Steps after which a new plan takes over at the latest, however short they are."""
 
 
+_FOR_GOOD = 1 << 30
+"""Steps that no run reaches."""
+
+
 class MakesPlans(Protocol):
     """The planner, as the engine sees it."""
 
@@ -128,6 +132,16 @@ class Planning:
             if not self._left:
                 self._take_over()
         return self._plan
+
+    @property
+    def lasts(self) -> int:
+        """Steps, the one that has begun included, that follow its plan whoever does not join or leave."""
+        return self._left or _FOR_GOOD
+
+    def follow(self, steps: int) -> None:
+        """Count steps that are taken after the one that has begun without beginning anew; fewer than `lasts`."""
+        if self._left:
+            self._left -= steps
 
     def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
         """What to follow with these tasks, and after how many steps, the coming one included, a new plan takes over."""

@@ -19,7 +19,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -115,7 +115,7 @@ class Plan:
     activation_limit: _Amounts = ()
     padding: dict[str, _Amount] = field(default_factory=dict)
     replan_in: Annotated[int, Field(ge=0, strict=True)] = 0
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
 
     @property
     def tasks(self) -> tuple[str, ...]:

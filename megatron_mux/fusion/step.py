@@ -12,6 +12,7 @@ from megatron_mux.fusion.alignment import Chunk, Filled, Item, chunk_grid
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.structured import structured
 from megatron_mux.pipeline.template import Template, one_f_one_b
 
@@ -84,17 +85,21 @@ def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> 
 
 
 def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
-    """The actions of a step on every stage.
+    """The actions of one or several steps on every stage, those that end the buckets' steps included.
 
     The planner's plans know what passes take: theirs is the structured multi-bucket template. Others take turns, 1F1B.
 
     Args:
         plan: The plan.
-        sizes: From `step_grid`.
+        sizes: From `step_grid`; of several steps, one after the other.
     """
+    period = len(plan.buckets)
     if plan.policy != "auto" or not all(bucket.forward for bucket in plan.buckets):
-        return one_f_one_b(plan.stages, sizes)
-    return structured([bucket_costs(bucket) for bucket in plan.buckets], plan.activation_limit or None, sizes)
+        passes = one_f_one_b(plan.stages, sizes, period)
+    else:
+        costs = [bucket_costs(bucket) for bucket in plan.buckets]
+        passes = structured(costs, plan.activation_limit or None, sizes)
+    return with_updates(passes, sizes, period)
 
 
 def bucket_costs(bucket: Bucket) -> BucketCost:
@@ -118,6 +123,6 @@ def most_in_flight(template: Template) -> int:
     for actions in template:
         launched = 0
         for action in actions:
-            launched += 1 if action.kind == "F" else -1
+            launched += {"F": 1, "B": -1}.get(action.kind, 0)
             most = max(most, launched)
     return most

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["F", "B"]
+Pass = Literal["F", "B"]
+Kind = Literal["F", "B", "N", "U"]
 
-_FORM = re.compile(r"(\d+)([FB])(\d+)\.(\d+)(?:\.(\d+))?")
+_FORM = re.compile(r"(\d+)(?:([FB])(\d+)\.(\d+)(?:\.(\d+))?|([NU])(\d+))")
 
 
 @dataclass(frozen=True, order=True)
@@ -16,7 +17,8 @@ class Unit:
     """What travels through the pipeline as one tensor: a chunk of a micro-batch of a bucket.
 
     Attributes:
-        bucket: Index of the bucket, from 0.
+        bucket: Index of the bucket, from 0. Where steps follow each other without a flush it counts on over them:
+            bucket b of B of step k is k B + b.
         micro_batch: Index of the micro-batch within its bucket, from 0.
         chunk: Index of the chunk within the packs of the micro-batch, from 0: forward in order, backward in reverse.
     """
@@ -28,24 +30,28 @@ class Unit:
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One forward or backward pass of one chunk on one stage.
+    """One forward or backward pass of one chunk on one stage, or the end of a bucket's step there.
 
-    Its string form is `<stage><F|B><bucket>.<micro-batch>`, for instance `0F1.3`, and `0F1.3.2` for its chunk 2
-    (chunk 0 is not written).
+    The string form of a pass is `<stage><F|B><bucket>.<micro-batch>`, for instance `0F1.3`, and `0F1.3.2` for its
+    chunk 2 (chunk 0 is not written); of the others `<stage><N|U><bucket>`, for instance `0N1`.
 
     Attributes:
         stage: Pipeline stage, from 0; with virtual stages there are several to a rank.
-        kind: `F` forward, `B` backward.
-        bucket, micro_batch, chunk: See `Unit`.
+        kind: `F` forward, `B` backward. `N`: all of a bucket's backward passes are done here: its tasks' losses and
+            the squared norms of their gradients, those of this stage added, go to the stage before. `U`: they have come
+            back from the first stage, whole: clip, let the tasks' optimizers step here, pass them on to the next stage.
+        bucket, micro_batch, chunk: See `Unit`; `N` and `U` are of a whole bucket.
     """
 
     stage: int
     kind: Kind
     bucket: int
-    micro_batch: int
+    micro_batch: int = 0
     chunk: int = 0
 
     def __str__(self) -> str:
+        if self.kind in ("N", "U"):
+            return f"{self.stage}{self.kind}{self.bucket}"
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.stage}{self.kind}{self.bucket}.{self.micro_batch}{chunk}"
 
@@ -69,10 +75,23 @@ class Action:
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>[.<chunk>], like 0F1.3"
+                f"{text!r} is not an action: write <stage><F|B><bucket>.<micro-batch>[.<chunk>], like 0F1.3, "
+                "or <stage><N|U><bucket>, like 0N1"
             )
-        stage, kind, *rest = match.groups(default="0")
-        return cls(int(stage), "F" if kind == "F" else "B", *(int(number) for number in rest))
+        stage, kind, bucket, micro_batch, chunk, end, ended = match.groups()
+        if end:
+            return cls(int(stage), "N" if end == "N" else "U", int(ended))
+        return cls(int(stage), "F" if kind == "F" else "B", int(bucket), int(micro_batch), int(chunk or 0))
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether it computes a unit; else it ends a bucket's step."""
+        return self.kind in ("F", "B")
+
+    @property
+    def source(self) -> int:
+        """The stage whose action of the same kind sends what this one needs; there may be no such stage."""
+        return self.stage + (-1 if self.kind in ("F", "U") else 1)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class BucketCost:
         chunks: In how many pieces each micro-batch is computed.
         memory: `[S]` bytes that a stage keeps of a chunk from its forward to its backward; empty: not counted.
         transfer: `[S - 1]` seconds from a stage to the next and, for the gradient, back; empty: none.
+        update: `[S]` seconds that a stage takes for the optimizer steps of the bucket's tasks; empty: none.
     """
 
     micro_batches: int
@@ -30,15 +31,17 @@ class BucketCost:
     chunks: int = 1
     memory: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        lengths = (len(self.backward), len(self.memory) or stages, len(self.transfer) or stages - 1)
-        if not stages or lengths != (stages, stages, stages - 1):
+        optional = (len(own) or stages for own in (self.memory, self.update))
+        lengths = (len(self.backward), len(self.transfer) or stages - 1, *optional)
+        if not stages or lengths != (stages, stages - 1, stages, stages):
             raise ValueError(f"a bucket's costs must all be for the same number of stages: {self}")
         if self.micro_batches < 0 or self.chunks < 1:
             raise ValueError(f"a bucket has at least 0 micro-batches of at least 1 chunk: {self}")
-        if min(*self.forward, *self.backward, *self.memory, *self.transfer, 0.0) < 0:
+        if min(*self.forward, *self.backward, *self.memory, *self.transfer, *self.update, 0.0) < 0:
             raise ValueError(f"a bucket's costs must not be negative: {self}")
 
     @property
@@ -52,8 +55,9 @@ class BucketCost:
         return self.forward[0] * self.chunks
 
     def seconds(self, action: Action) -> float:
-        """How long a pass takes."""
-        return (self.forward if action.kind == "F" else self.backward)[action.stage]
+        """How long an action takes."""
+        of_kind = {"F": self.forward, "B": self.backward, "U": self.update}.get(action.kind, ())
+        return of_kind[action.stage] if of_kind else 0.0
 
     def kept(self, stage: int) -> float:
         """Bytes that a stage keeps of a chunk."""
@@ -65,7 +69,8 @@ class BucketCost:
 
 
 Sizes = Sequence[Sequence[int]]
-"""For every bucket, in the order in which they enter: the number of chunks of each of its micro-batches."""
+"""For every bucket, in the order in which they enter: the number of chunks of each of its micro-batches. Those of
+several steps that follow each other without a flush stand one after the other."""
 
 
 def forward_order(sizes: Sizes) -> list[Unit]:

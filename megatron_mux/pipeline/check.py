@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from megatron_mux.pipeline.action import Action, Kind, Unit
+from megatron_mux.pipeline.action import Action, Kind, Pass, Unit
 from megatron_mux.pipeline.bucket import Sizes, forward_order
 from megatron_mux.pipeline.template import Template
 
@@ -13,29 +13,37 @@ class TemplateError(ValueError):
     """A template that cannot be run; its text has the grid with the offending cells marked."""
 
 
-def check(template: Template, sizes: Sizes, stages: int) -> None:
+def check(template: Template, sizes: Sizes, stages: int, period: int | None = None) -> None:
     """Refuse a template that is not one for these buckets.
 
-    Forward passes alone are a template too, if there is no backward pass at all.
+    Forward passes alone are a template too, if there is no backward pass at all; passes alone, without the actions
+    that end a bucket's step, if there is none of those at all.
 
     Args:
         template: Actions per rank.
-        sizes: Of the buckets.
+        sizes: Of the buckets, of all steps.
         stages: Number of stages, virtual ones included.
+        period: Buckets of a step; None: all of them.
 
     Raises:
         TemplateError: An action is on another rank than its stage's, is there twice or not at all, breaks the order of
-            a pack's chunks, runs backward before forward, or is sent in another order than it is taken.
+            a pack's chunks, runs backward before forward, ends a bucket's step before its passes or begins its next
+            before the end, or is sent in another order than it is taken.
     """
     wanted = set(forward_order(sizes))
-    _check_places(template, stages, wanted)
+    _check_places(template, stages, wanted, len(sizes))
     has_backward = any(action.kind == "B" for actions in template for action in actions)
-    kinds: tuple[Kind, ...] = ("F", "B") if has_backward else ("F",)
+    kinds: tuple[Pass, ...] = ("F", "B") if has_backward else ("F",)
     for kind in kinds:
         for stage in range(stages):
             _check_passes(template, stage, kind, sizes, wanted)
     for actions in template:
         _check_forward_first(template, actions, sizes)
+    steps = len(sizes) > (period or len(sizes))
+    if has_backward and (steps or any(not action.is_pass for actions in template for action in actions)):
+        for stage in range(stages):
+            _check_ends(template, stage, sizes, period or len(sizes))
+    _check_links(template, stages)
 
 
 def marked(template: Template, cells: Collection[Action] = ()) -> str:
@@ -49,13 +57,14 @@ def _refuse(template: Template, problem: str, *cells: Action) -> TemplateError:
     return TemplateError(f"{problem}\n{marked(template, cells)}")
 
 
-def _check_places(template: Template, stages: int, wanted: Collection[Unit]) -> None:
+def _check_places(template: Template, stages: int, wanted: Collection[Unit], buckets: int) -> None:
     seen: set[Action] = set()
     for rank, actions in enumerate(template):
         for action in actions:
             if action.stage >= stages or action.stage % len(template) != rank:
                 raise _refuse(template, f"{action} is not for a stage of rank {rank}", action)
-            if action.unit not in wanted:
+            end = Action(action.stage, action.kind, action.bucket)
+            if not (action.unit in wanted if action.is_pass else action == end and action.bucket < buckets):
                 raise _refuse(template, f"{action} is for a micro-batch or chunk that no bucket has", action)
             if action in seen:
                 raise _refuse(template, f"{action} is there twice", action)
@@ -67,7 +76,7 @@ def _passes(template: Template, stage: int, kind: Kind) -> list[Action]:
     return [action for action in rank if action.stage == stage and action.kind == kind]
 
 
-def _check_passes(template: Template, stage: int, kind: Kind, sizes: Sizes, wanted: Collection[Unit]) -> None:
+def _check_passes(template: Template, stage: int, kind: Pass, sizes: Sizes, wanted: Collection[Unit]) -> None:
     """One stage's passes of one kind: all there, chunks in order, and in the order of the stage before."""
     passes = _passes(template, stage, kind)
     missing = sorted(set(wanted) - {action.unit for action in passes})
@@ -83,7 +92,7 @@ def _check_passes(template: Template, stage: int, kind: Kind, sizes: Sizes, want
             raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)
 
 
-def _chunks_out_of_order(passes: Sequence[Action], kind: Kind, sizes: Sizes) -> Iterator[tuple[Action, int]]:
+def _chunks_out_of_order(passes: Sequence[Action], kind: Pass, sizes: Sizes) -> Iterator[tuple[Action, int]]:
     """Actions whose chunk is not the next of its micro-batch, with the chunk that should be."""
     following: dict[tuple[int, int], int] = {}
     for action in passes:
@@ -102,6 +111,59 @@ def _check_forward_first(template: Template, actions: Sequence[Action], sizes: S
         if action.kind == "F":
             forwards.add(action)
             continue
+        if action.kind != "B":
+            continue
         last = Unit(action.bucket, action.micro_batch, sizes[action.bucket][action.micro_batch] - 1)
         if Action.of(action.stage, "F", last) not in forwards:
             raise _refuse(template, f"{action} comes before the forward of its last chunk", action)
+
+
+def _check_ends(template: Template, stage: int, sizes: Sizes, period: int) -> None:
+    """On one stage: every bucket's step ends once, after its backward passes and before its next step begins."""
+    rank = template[stage % len(template)]
+    actions = [action for action in rank if action.stage == stage]
+    left = [sum(own) for own in sizes]
+    normed = updated = 0  # buckets end in their order
+    for action in actions:
+        if action.kind == "B":
+            left[action.bucket] -= 1
+        elif action.kind == "F" and action.bucket - period >= updated:
+            before = Action(stage, "U", action.bucket - period)
+            raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
+        elif action.kind == "N":
+            if action.bucket != normed or left[action.bucket]:
+                raise _refuse(
+                    template, f"{action} comes before the last backward pass or out of turn", action
+                )
+            if action.bucket - period >= updated:
+                before = Action(stage, "U", action.bucket - period)
+                raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
+            normed += 1
+        elif action.kind == "U":
+            if action.bucket != updated or normed <= updated:
+                raise _refuse(
+                    template, f"{action} comes before {Action(stage, 'N', updated)} or out of turn", action
+                )
+            updated += 1
+    for kind, count in (("N", normed), ("U", updated)):
+        if count < len(sizes):
+            raise _refuse(template, f"{stage}{kind}{count} is missing")
+
+
+def _check_links(template: Template, stages: int) -> None:
+    """What a stage sends its neighbour is taken in the order in which it is sent, where a stage is all that a rank has.
+
+    (With several stages to a rank, receives are posted in the sender's order, whatever they are used for first.)
+    """
+    if stages != len(template):
+        return
+    pairs: tuple[tuple[Kind, Kind], ...] = (("F", "U"), ("B", "N"))
+    for stage in range(stages - 1):
+        for kinds in pairs:
+            first, second = (stage, stage + 1) if "F" in kinds else (stage + 1, stage)
+            sent = [action for action in template[first] if action.kind in kinds]
+            taken = [action for action in template[second] if action.kind in kinds]
+            for theirs, ours in zip(sent, taken, strict=True):
+                if (theirs.kind, theirs.unit) != (ours.kind, ours.unit):
+                    problem = f"stages {first} and {second} order their transfers differently"
+                    raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)

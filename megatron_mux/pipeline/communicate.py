@@ -3,16 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
+
+_AHEAD = 2
+"""Receives that are posted before they are needed: a tensor then travels while its receiver computes."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What an action needs from a neighbouring stage.
+
+    Attributes:
+        action: The action that needs it.
+        shape, dtype: Of the tensor.
+    """
+
+    action: Action
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Inbox:
+    """What one neighbour will send: receives are posted in the order of its sends, some ahead of their use.
+
+    Args:
+        peer: Global rank of the neighbour.
+        group: The process group of that direction.
+        device: Where received tensors are allocated.
+        messages: All that it will send, in its order; asked for a message at a time.
+    """
+
+    def __init__(
+        self, peer: int, group: dist.ProcessGroup | None, device: torch.device, messages: Iterable[Message]
+    ) -> None:
+        self.peer = peer
+        self.group = group
+        self.device = device
+        self._coming = iter(messages)
+        self._posted: deque[tuple[Action, dist.Work | None, Tensor]] = deque()
+
+    def post(self) -> None:
+        """Ask for the next messages, so that they may arrive while this stage computes."""
+        while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
+            buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
+            work = dist.irecv(buffer, self.peer, group=self.group)
+            self._posted.append((message.action, work, buffer))
+
+    def take(self, action: Action) -> Tensor:
+        """What `action` needs; waits for it."""
+        self.post()
+        due, work, buffer = self._posted.popleft()
+        if due != action:
+            raise RuntimeError(f"{action} is to run, but the neighbour's next message is for {due}")
+        self.post()
+        if work is not None:
+            work.wait()
+        return buffer
 
 
 class Communicator:
-    """Point-to-point transfers of one stage: asynchronous sends, blocking receives.
+    """Point-to-point transfers of one stage: asynchronous both ways.
 
     Forward and backward traffic use a process group each, so that on NCCL (which matches operations in issue
     order within a communicator) two neighbours that both send first do not wait for each other.
@@ -65,27 +123,31 @@ class Communicator:
         )
 
     def expect(self, in_flight: int) -> None:
-        """Prepare for a template that has so many units in flight on some stage.
+        """Prepare for a template that has so many units in flight on some stage, or buckets between two of its steps.
 
         Neighbours never lag further behind each other than that, so older sends are done and waiting is not waiting.
         """
         self._most = max(self._least, in_flight + 1)
 
-    def receive_hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Hidden states of the previous stage, or None on the first stage."""
-        return self._receive(self.previous, shape, dtype, self.forward_group)
+    def inbox(self, messages: Iterable[Message], backward: bool) -> Inbox | None:
+        """Of what the neighbour on one side will send; None where there is no neighbour.
 
-    def send_hidden(self, hidden: Tensor) -> None:
-        """Hand hidden states to the next stage; nothing on the last."""
-        self._send(self.following, hidden, self.forward_group)
+        Args:
+            messages: In the neighbour's order.
+            backward: From the next stage, else from the previous one.
+        """
+        peer = self.following if backward else self.previous
+        if peer is None:
+            return None
+        group = self.backward_group if backward else self.forward_group
+        return Inbox(peer, group, self.device, messages)
 
-    def receive_gradient(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Gradient from the next stage, or None on the last stage."""
-        return self._receive(self.following, shape, dtype, self.backward_group)
-
-    def send_gradient(self, gradient: Tensor) -> None:
-        """Hand the input's gradient to the previous stage; nothing on the first."""
-        self._send(self.previous, gradient, self.backward_group)
+    def send(self, tensor: Tensor, backward: bool) -> None:
+        """Hand a tensor to the previous stage (`backward`) or to the next; nothing where there is none."""
+        if backward:
+            self._send(self.previous, tensor, self.backward_group)
+        else:
+            self._send(self.following, tensor, self.forward_group)
 
     def finish(self) -> None:
         """Wait for every send."""
@@ -103,12 +165,3 @@ class Communicator:
             pending.append((work, tensor))
             while len(pending) > self._most:
                 pending.popleft()[0].wait()
-
-    def _receive(
-        self, peer: int | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None
-    ) -> Tensor | None:
-        if peer is None:
-            return None
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(buffer, peer, group=group)
-        return buffer

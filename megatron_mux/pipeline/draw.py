@@ -1,103 +1,337 @@
-"""Pictures of a schedule: an SVG for people, a Chrome/Perfetto trace for zooming in."""
+"""Pictures of schedules: an SVG for people, a Chrome/Perfetto trace for zooming in.
+
+A bucket has one colour in every picture of a run, simulated or measured: colours follow from the labels alone, not from
+what ran first. Labels that share a task share a colour, since a task is in one bucket, and differ by their hatching.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 from xml.sax.saxutils import escape
 
-from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.pipeline.action import Action, TimedAction
 
-# Colour-blind safe (Okabe-Ito); a backward pass has the darker shade of its forward's colour.
+Schedules = Sequence[TimedAction] | Mapping[str, Sequence[TimedAction]]
+"""What ran on every stage, on one clock (seconds): one schedule, or several by name, each on a clock of its own."""
+
+# Colour-blind safe (Okabe-Ito).
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2", "#999999")
-_ROW, _LEFT, _WIDTH, _HEAD = 44, 70, 1080, 34
+_FILL = {"F": 1.0, "B": 0.68}
+"""Brightness of a pass, of its colour. Whatever else a stage does is short: a narrow tick, of no colour."""
+_TICK = "#222222"
+_CATEGORY = {"F": "forward", "B": "backward"}
+_LEAST = 1e-9
+"""Seconds that can be drawn."""
+# Angle of the lines in degrees, and whether others cross them.
+_HATCHES = ((45, False), (135, False), (45, True), (0, False), (90, False), (0, True))
+_ROW, _LEFT, _WIDTH, _RIGHT, _HEAD, _NAME, _LINE = 44, 70, 1080, 100, 34, 22, 18
 
 
-def to_svg(actions: Sequence[TimedAction], title: str) -> str:
-    """Draw one row per stage, time to the right.
+@dataclass(frozen=True)
+class Style:
+    """How a label's passes are drawn.
+
+    Attributes:
+        colour: Of a forward pass, `#rrggbb`.
+        hatch: 0: none; else which hatching tells it from others of its colour.
+    """
+
+    colour: str
+    hatch: int
+
+    def fill(self, kind: str) -> str:
+        """The SVG paint of a pass, `F` or `B`."""
+        shade = _shade(self.colour, _FILL[kind])
+        return f"url(#{self._pattern_id(shade)})" if self.hatch else shade
+
+    def patterns(self) -> Iterator[str]:
+        """The SVG definitions that its paints need."""
+        if not self.hatch:
+            return
+        coarser, which = divmod(self.hatch - 1, len(_HATCHES))
+        angle, crossed = _HATCHES[which]
+        size = 7 + 5 * coarser
+        lines = f"M{size / 2} 0V{size}" + (f"M0 {size / 2}H{size}" if crossed else "")
+        for brightness in _FILL.values():
+            shade = _shade(self.colour, brightness)
+            yield (
+                f'<pattern id="{self._pattern_id(shade)}" patternUnits="userSpaceOnUse" width="{size}" '
+                f'height="{size}" patternTransform="rotate({angle})"><rect width="{size}" height="{size}" '
+                f'fill="{shade}"/><path d="{lines}" stroke="black" stroke-opacity="0.35" stroke-width="1.6"/></pattern>'
+            )
+
+    def _pattern_id(self, shade: str) -> str:
+        # Says all that the pattern is made of, so that pictures on one page do not take each other's.
+        return f"hatch{self.hatch}-{shade[1:]}"
+
+
+def styles(labels: Iterable[str], order: Sequence[str] = ()) -> dict[str, Style]:
+    """A style for each label, which depends on the set of labels, not on when they turn up.
 
     Args:
-        actions: What ran on every stage, on one clock (seconds).
+        labels: As on actions: tasks joined by `+` within a hybrid task and by `|` between those of a bucket.
+        order: Labels that take the first colours, in this order, seen or not: a plan's buckets, say. Others follow in
+            the order of their first task's name.
+
+    Returns:
+        The style of every label. Of those that share a colour, the one with the most tasks is not hatched.
+    """
+    everything = sorted({*labels, *order})
+    bucket_of: dict[str, frozenset[str]] = {}
+    for label in everything:
+        together = tasks_of(label).union(*(bucket_of.get(task, frozenset()) for task in tasks_of(label)))
+        bucket_of.update(dict.fromkeys(together, together))
+    # What grew later has replaced what its tasks belonged to before: each task is in exactly one of these.
+    rank = {bucket: len(order) for bucket in bucket_of.values()}
+    for i, label in enumerate(order):
+        bucket = bucket_of[min(tasks_of(label))]
+        rank[bucket] = min(rank[bucket], i)
+    buckets = sorted(rank, key=lambda bucket: (rank[bucket], min(bucket)))
+    of_colour: dict[str, list[tuple[bool, int, int, str]]] = {colour: [] for colour in _COLOURS}
+    for i, bucket in enumerate(buckets):
+        own = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
+        for place, (size, label) in enumerate(own):
+            # Parts of buckets come last, so that the looks of whole ones do not depend on which parts there are.
+            of_colour[_COLOURS[i % len(_COLOURS)]].append((place > 0, i, size, label))
+    return {
+        label: Style(colour, hatch)
+        for colour, entries in of_colour.items()
+        for hatch, (_, _, _, label) in enumerate(sorted(entries))
+    }
+
+
+def tasks_of(label: str) -> frozenset[str]:
+    """The tasks that a label names."""
+    return frozenset(part.strip() for part in re.split(r"[+|]", label))
+
+
+def latency(actions: Sequence[TimedAction]) -> float:
+    """Seconds from the first action's start to the last one's end."""
+    return max((t.stop for t in actions), default=0.0) - min((t.start for t in actions), default=0.0)
+
+
+def busy(actions: Sequence[TimedAction]) -> list[float]:
+    """`[S]` seconds that each stage computes."""
+    found = [0.0] * (max((t.action.stage for t in actions), default=0) + 1)
+    for timed in actions:
+        found[timed.action.stage] += timed.stop - timed.start
+    return found
+
+
+def bubble(actions: Sequence[TimedAction]) -> list[float]:
+    """`[S]` share of the whole latency that each stage idles."""
+    whole = latency(actions)
+    return [1 - seconds / whole if whole else 0.0 for seconds in busy(actions)]
+
+
+def to_svg(actions: Schedules, title: str, labels: Sequence[str] = ()) -> str:
+    """Draw one row per stage, time to the right; several schedules below each other, on one scale.
+
+    Args:
+        actions: One schedule, or several by name.
         title: Written above.
+        labels: Which take the first colours, see `styles`.
 
     Returns:
         The SVG document.
     """
-    stages = max((t.action.stage for t in actions), default=0) + 1
-    begin = min((t.start for t in actions), default=0.0)
-    span = max((t.stop for t in actions), default=1.0) - begin or 1.0
-    labels = list(dict.fromkeys(t.label for t in sorted(actions, key=lambda t: t.start)))
-    colours = {label: _COLOURS[i % len(_COLOURS)] for i, label in enumerate(labels)}
-    height = _HEAD + stages * _ROW + 26 + 18 * len(labels)
-    size = f'width="{_LEFT + _WIDTH + 20}" height="{height}"'
-    parts = [
+    schedules = _named(actions)
+    drawn = _styles(schedules, labels)
+    span = max((latency(schedule) for schedule in schedules.values()), default=0.0)
+    span = span if span > _LEAST else 1.0
+    parts: list[str] = []
+    y = _HEAD
+    for name, schedule in schedules.items():
+        head = y - _HEAD + 20  # the title's own line, if the schedule has no name
+        if name:
+            y += _NAME
+            head = y - 6
+            parts.append(f'<text x="8" y="{head}" font-weight="bold">{_text(name)}</text>')
+        end = _LEFT + _WIDTH
+        parts.append(f'<text x="{end}" y="{head}" text-anchor="end">{_seconds(latency(schedule))}</text>')
+        parts += _rows(schedule, y, span, drawn)
+        y += len(busy(schedule)) * _ROW
+    parts += _axis(y, span)
+    foot = _legend([t for schedule in schedules.values() for t in schedule], y + 28, drawn)
+    height = y + 28 + _LINE * len(foot)
+    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{height}"'
+    patterns = "".join(pattern for style in drawn.values() for pattern in style.patterns())
+    document = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        *([f"<defs>{patterns}</defs>"] if patterns else []),
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
+        f'<text x="8" y="20" font-size="14">{_text(title)}</text>',
+        *parts,
+        *foot,
+        "</svg>",
     ]
-    for stage in range(stages):
-        y = _HEAD + stage * _ROW
-        parts.append(f'<text x="8" y="{y + 24}">stage {stage}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{_WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>')
-    for timed in sorted(actions, key=lambda t: t.start):
-        parts.append(_box(timed, begin, span, colours[timed.label]))
-    foot = _HEAD + stages * _ROW + 16
-    parts.append(f'<text x="{_LEFT}" y="{foot}">0 s</text>')
-    parts.append(f'<text x="{_LEFT + _WIDTH}" y="{foot}" text-anchor="end">{span:.3f} s</text>')
-    for i, label in enumerate(labels):
-        y = foot + 10 + 18 * i
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="12" height="12" fill="{colours[label]}"/>')
-        parts.append(
-            f'<text x="{_LEFT + 18}" y="{y + 11}">{escape(label)} (light: forward, dark: backward)</text>'
-        )
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    return "\n".join(document) + "\n"
 
 
-def _box(timed: TimedAction, begin: float, span: float, colour: str) -> str:
+def _named(actions: Schedules) -> dict[str, Sequence[TimedAction]]:
+    return dict(actions) if isinstance(actions, Mapping) else {"": actions}
+
+
+def _styles(schedules: Mapping[str, Sequence[TimedAction]], order: Sequence[str]) -> dict[str, Style]:
+    """Of the passes' labels; ticks have no colour, so that theirs must not change what passes look like."""
+    return styles((t.label for s in schedules.values() for t in s if t.action.kind in _FILL), order)
+
+
+def _rows(
+    schedule: Sequence[TimedAction], top: int, span: float, drawn: Mapping[str, Style]
+) -> Iterator[str]:
+    begin = min((t.start for t in schedule), default=0.0)
+    for stage, idle in enumerate(bubble(schedule)):
+        y = top + stage * _ROW
+        yield f'<text x="8" y="{y + 24}">stage {stage}</text>'
+        yield f'<rect x="{_LEFT}" y="{y + 4}" width="{_WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
+        yield f'<text x="{_LEFT + _WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
+    # Ticks lie on top: what they stand for is narrower than they are.
+    for timed in sorted(schedule, key=lambda t: (t.action.kind not in _FILL, t.start)):
+        yield _box(timed, top, begin, span, drawn)
+
+
+def _box(timed: TimedAction, top: int, begin: float, span: float, drawn: Mapping[str, Style]) -> str:
+    action = timed.action
+    tick = action.kind not in _FILL
     x = _LEFT + (timed.start - begin) / span * _WIDTH
-    width = max((timed.stop - timed.start) / span * _WIDTH, 1.0)
-    y = _HEAD + timed.action.stage * _ROW + 4
-    fill = _darker(colour) if timed.action.kind == "B" else colour
-    number = str(timed.action.micro_batch) if width > 12 else ""
-    hint = f"{timed.action} {timed.label}: {(timed.stop - timed.start) * 1e3:.1f} ms"
+    width = max((timed.stop - timed.start) / span * _WIDTH, 2.0 if tick else 1.0)
+    y = top + action.stage * _ROW + 4
+    number = str(action.micro_batch) if width > 12 and not tick else ""
+    fill = _TICK if tick else drawn[timed.label].fill(action.kind)
+    edge = "" if tick else ' stroke="white" stroke-width="0.6"'
+    hint = f"{action} {timed.label}: {(timed.stop - timed.start) * 1e3:.1f} ms"
     return (
-        f'<g><title>{escape(hint)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" '
-        f'fill="{fill}" stroke="white" stroke-width="0.6"/>'
+        f'<g><title>{_text(hint)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" '
+        f'fill="{fill}"{edge}/>'
         f'<text x="{x + width / 2:.1f}" y="{y + 23}" text-anchor="middle">{number}</text></g>'
     )
 
 
-def _darker(colour: str) -> str:
-    red, green, blue = (int(int(colour[i : i + 2], 16) * 0.68) for i in (1, 3, 5))
+def _axis(y: int, span: float) -> Iterator[str]:
+    """Round numbers of seconds or milliseconds below the rows."""
+    scale, unit = (1.0, "s") if span >= 1 else (1e3, "ms")
+    power = 10.0 ** math.floor(math.log10(span / 8))
+    step = next((m * power for m in (1, 2, 5) if span / (m * power) <= 8), 10 * power)
+    for i in range(int(span / step * (1 + 1e-9)) + 1):
+        x = _LEFT + i * step / span * _WIDTH
+        yield f'<path d="M{x:.1f} {y}v4" stroke="black"/>'
+        yield f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{i * step * scale:.6g} {unit}</text>'
+
+
+def _legend(actions: Sequence[TimedAction], top: int, drawn: Mapping[str, Style]) -> list[str]:
+    """A line for each label that passes have, in the order of colours, and one on shades."""
+    seen = {t.label for t in actions if t.action.kind in _FILL}
+    lines: list[str] = []
+    for label in (label for label in drawn if label in seen):
+        y = top + _LINE * len(lines)
+        squares = "".join(
+            f'<rect x="{_LEFT + 14 * i}" y="{y}" width="12" height="12" fill="{drawn[label].fill(kind)}"/>'
+            for i, kind in enumerate(_FILL)
+        )
+        lines.append(f'{squares}<text x="{_LEFT + 32}" y="{y + 11}">{_text(label)}</text>')
+    others = ", ".join(sorted({t.action.kind for t in actions} - set(_FILL)))
+    if actions:
+        text = "light: forward, dark: backward" + (f", black: {_text(others)}" if others else "")
+        lines.append(f'<text x="{_LEFT}" y="{top + _LINE * len(lines) + 11}">{text}</text>')
+    return lines
+
+
+def _text(text: str) -> str:
+    """As XML can hold it."""
+    return escape("".join(c if c.isprintable() else "?" for c in text))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def _shade(colour: str, brightness: float) -> str:
+    red, green, blue = (int(int(colour[i : i + 2], 16) * brightness) for i in (1, 3, 5))
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def to_trace(actions: Sequence[TimedAction]) -> str:
-    """The same as a Chrome trace (open it in Perfetto or chrome://tracing).
+def to_trace(actions: Schedules, labels: Sequence[str] = ()) -> str:
+    """The same as a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per stage.
+
+    Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule.
 
     Args:
-        actions: What ran on every stage, on one clock (seconds).
+        actions: One schedule, or several by name.
+        labels: Which take the first colours, see `styles`; a slice's arguments tell its colour in the SVG.
 
     Returns:
         JSON text.
     """
-    begin = min((t.start for t in actions), default=0.0)
-    events = [
-        {
-            "name": f"{timed.action.kind} {timed.label}",
-            "cat": "forward" if timed.action.kind == "F" else "backward",
-            "ph": "X",
-            "ts": (timed.start - begin) * 1e6,
-            "dur": (timed.stop - timed.start) * 1e6,
-            "pid": 0,
-            "tid": timed.action.stage,
-            "args": {"action": str(timed.action)},
-        }
-        for timed in actions
-    ]
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-        for stage in sorted({timed.action.stage for timed in actions})
-    ]
+    schedules = _named(actions)
+    drawn = _styles(schedules, labels)
+    names: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for pid, (name, schedule) in enumerate(schedules.items()):
+        if name:
+            names.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
+        for stage in sorted({timed.action.stage for timed in schedule}):
+            told = {"name": f"stage {stage}"}
+            names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": stage, "args": told})
+        begin = min((t.start for t in schedule), default=0.0)
+        for timed in schedule:
+            told = {"action": str(timed.action)}
+            if timed.action.kind in _FILL:
+                told["colour"] = drawn[timed.label].colour
+            event = {
+                "name": f"{timed.action.kind} {timed.label}",
+                "cat": _CATEGORY.get(timed.action.kind, timed.action.kind),
+                "ph": "X",
+                "ts": (timed.start - begin) * 1e6,
+                "dur": (timed.stop - timed.start) * 1e6,
+                "pid": pid,
+                "tid": timed.action.stage,
+                "args": told,
+            }
+            events.append(event)
     return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def from_trace(text: str) -> dict[str, list[TimedAction]]:
+    """Inverse of `to_trace`, but for the clocks, which begin at zero.
+
+    Returns:
+        The schedules by name; one that was given without a name has the empty one.
+
+    Raises:
+        ValueError: `text` is not such a trace: says what is wrong, and where.
+    """
+    value: Any = json.loads(text)
+    events = value.get("traceEvents") if isinstance(value, dict) else None
+    if not isinstance(events, list):
+        raise ValueError("is no trace: it must be a JSON object with a list of traceEvents")
+    names: dict[Any, str] = {}
+    schedules: dict[Any, list[TimedAction]] = {}
+    for i, event in enumerate(events):
+        try:
+            if event["ph"] == "M" and event["name"] == "process_name":
+                names[event["pid"]] = str(event["args"]["name"])
+                schedules.setdefault(event["pid"], [])
+            elif event["ph"] == "X":
+                schedules.setdefault(event["pid"], []).append(_timed(event))
+        except KeyError as error:
+            raise ValueError(f"traceEvents[{i}]: is no action of a schedule: it has no {error}") from error
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"traceEvents[{i}]: is no action of a schedule: {error}") from error
+    found = {names.get(pid, ""): schedule for pid, schedule in schedules.items()}
+    if len(found) < len(schedules):
+        raise ValueError("is no trace of schedules: its processes must have different names")
+    return found
+
+
+def _timed(event: Mapping[str, Any]) -> TimedAction:
+    action = Action.parse(event["args"]["action"])
+    start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    if not (math.isfinite(start) and 0 <= seconds < math.inf):
+        raise ValueError(f"ts and dur must be numbers of microseconds, got {event['ts']!r}, {event['dur']!r}")
+    return TimedAction(action, start, start + seconds, event["name"].partition(" ")[2])

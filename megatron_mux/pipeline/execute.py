@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
-from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.pipeline.communicate import Communicator, Message
+
+Timer = Callable[[TimedAction], None]
 
 
 class StageCompute(Protocol):
     """What a stage can compute; the engine supplies it."""
 
     def shape(self, action: Action) -> tuple[int, ...]:
-        """Shape of the hidden states that enter and leave this stage for what the action computes."""
+        """Shape of what travels between stages for the action: hidden states, their gradient, or statistics."""
         ...
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
@@ -26,6 +28,18 @@ class StageCompute(Protocol):
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate `gradient` (None on the last stage) through `output`."""
+        ...
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        """Statistics fp64 of a bucket's step over this stage and, `others`, those after it (None on the last)."""
+        ...
+
+    def update(self, action: Action, whole: Tensor | None) -> Tensor:
+        """Let the bucket's tasks step here, by the statistics of all stages; on the first stage, None, by its own.
+
+        Returns:
+            What the next stage is to step by.
+        """
         ...
 
     def label(self, action: Action) -> str:
@@ -38,9 +52,11 @@ def execute(
     compute: StageCompute,
     communicator: Communicator,
     dtype: torch.dtype,
-    timer: Callable[[TimedAction], None] | None = None,
+    timer: Timer | None = None,
 ) -> None:
-    """Run `actions` in order; tensors move when an action needs or makes them.
+    """Run `actions` in order; tensors are received ahead of their use and sent when they are made.
+
+    A template that passed `check` has neighbours send in the order in which this stage takes.
 
     Args:
         actions: This stage's actions; forwards without a backward are evaluation and keep nothing.
@@ -49,35 +65,81 @@ def execute(
         dtype: Of hidden states and their gradients.
         timer: Called with each finished action; on a GPU the device is synchronised around each action then.
     """
-    with_backward = {action.unit for action in actions if action.kind == "B"}
-    alive: dict[Unit, tuple[Tensor | None, Tensor]] = {}
-    for action in actions:
-        key = action.unit
+    _Run(actions, compute, communicator, dtype, timer).run()
+
+
+class _Run:
+    """One execution; the arguments are those of `execute`."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        compute: StageCompute,
+        communicator: Communicator,
+        dtype: torch.dtype,
+        timer: Timer | None,
+    ) -> None:
+        self.actions = actions
+        self.compute = compute
+        self.communicator = communicator
+        self.dtype = dtype
+        self.timer = timer
+        self.with_backward = {action.unit for action in actions if action.kind == "B"}
+        self.alive: dict[Unit, tuple[Tensor | None, Tensor]] = {}
+        self.inboxes = [
+            communicator.inbox(self._messages(("F", "U")), backward=False),
+            communicator.inbox(self._messages(("B", "N")), backward=True),
+        ]
+
+    def run(self) -> None:
+        """All actions, then wait for what was sent."""
+        for action in self.actions:
+            inbox = self.inboxes[action.kind in ("B", "N")]
+            received = inbox.take(action) if inbox is not None else None
+            start = self._now()
+            made = self._compute(action, received)
+            stop = self._now()
+            if made is not None:
+                self.communicator.send(made, backward=action.kind in ("B", "N"))
+            if self.timer is not None:
+                self.timer(TimedAction(action, start, stop, self.compute.label(action)))
+        self.communicator.finish()
+
+    def _messages(self, kinds: tuple[str, str]) -> Iterator[Message]:
+        """Of one direction, in this stage's order, which is the neighbour's."""
+        for action in self.actions:
+            if action.kind in kinds:
+                dtype = self.dtype if action.is_pass else torch.float64
+                yield Message(action, self.compute.shape(action), dtype)
+
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """What the action makes for the neighbour."""
         if action.kind == "F":
-            hidden = communicator.receive_hidden(compute.shape(action), dtype)
-            if hidden is not None and key in with_backward:
-                hidden.requires_grad_(True)
-            start = _now(communicator.device, timer)
-            output = compute.forward(action, hidden)
-            stop = _now(communicator.device, timer)
-            communicator.send_hidden(output)
-            if key in with_backward:
-                alive[key] = (hidden, output)
-        else:
-            hidden, output = alive.pop(key)
-            gradient = communicator.receive_gradient(compute.shape(action), dtype)
-            start = _now(communicator.device, timer)
-            compute.backward(action, output, gradient)
-            stop = _now(communicator.device, timer)
-            if hidden is not None:
-                # No adapter between here and the loss: the gradient is zero, and the neighbour waits for it.
-                communicator.send_gradient(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
-        if timer is not None:
-            timer(TimedAction(action, start, stop, compute.label(action)))
-    communicator.finish()
+            return self._forward(action, received)
+        if action.kind == "B":
+            return self._backward(action, received)
+        if action.kind == "N":
+            return self.compute.norm(action, received)
+        return self.compute.update(action, received)
 
+    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        kept = action.unit in self.with_backward
+        if hidden is not None and kept:
+            hidden.requires_grad_(True)
+        output = self.compute.forward(action, hidden)
+        if kept:
+            self.alive[action.unit] = (hidden, output)
+        return output
 
-def _now(device: torch.device, timer: Callable[[TimedAction], None] | None) -> float:
-    if timer is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        hidden, output = self.alive.pop(action.unit)
+        self.compute.backward(action, output, gradient)
+        if hidden is None:
+            return None
+        # No adapter between here and the loss: the gradient is zero, and the neighbour waits for it.
+        return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+
+    def _now(self) -> float:
+        if self.timer is not None and self.communicator.device.type == "cuda":
+            torch.cuda.synchronize(self.communicator.device)
+        return time.perf_counter()

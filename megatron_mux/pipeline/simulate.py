@@ -42,9 +42,12 @@ class Simulation:
         return 1 - self.busy(rank) / self.latency if self.latency else 0.0
 
     def internal_bubble(self, rank: int) -> float:
-        """Seconds that a rank idles between its first action and its last."""
-        actions = self.timed[rank]
-        return actions[-1].stop - actions[0].start - self.busy(rank) if actions else 0.0
+        """Seconds that a rank idles between its first pass and its last."""
+        passes = [timed for timed in self.timed[rank] if timed.action.is_pass]
+        if not passes:
+            return 0.0
+        first, last = passes[0].start, passes[-1].stop
+        return last - first - sum(t.stop - t.start for t in self.timed[rank] if first <= t.start < last)
 
     def peak(self, rank: int) -> float:
         """The most bytes that a rank keeps between forward and backward passes."""
@@ -62,17 +65,18 @@ def simulate(
 
     Args:
         template: Actions per rank. Stage `s` is on rank `s % ranks`.
-        buckets: Costs, by the index that actions name.
+        buckets: Costs of the buckets of a step, by the index that actions name.
         labels: What to write on each bucket's actions; by default its index.
         memory_limit: Bytes that each rank may keep; None: no limit.
-        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say.
+        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
+            several steps, one after the other.
 
     Raises:
         TemplateError: It is not complete, breaks an order, keeps too much, or comes to a deadlock: the offending cell
             is marked.
     """
     stages = buckets[0].stages if buckets else len(template)
-    check(template, sizes_of(buckets) if sizes is None else sizes, stages)
+    check(template, sizes_of(buckets) if sizes is None else sizes, stages, len(buckets))
     names = labels or [str(i) for i in range(len(buckets))]
     done: dict[Action, float] = {}
     links: dict[tuple[int, int], float] = {}
@@ -88,8 +92,9 @@ def simulate(
                 if arrival is None:
                     break
                 start = max(arrival, mine[-1].stop if mine else 0.0)
-                stop = start + buckets[action.bucket].seconds(action)
-                mine.append(TimedAction(action, start, stop, names[action.bucket]))
+                bucket = action.bucket % len(buckets)
+                stop = start + buckets[bucket].seconds(action)
+                mine.append(TimedAction(action, start, stop, names[bucket]))
                 done[action] = stop
         waiting = [rank for rank in waiting if len(timed[rank]) < len(template[rank])]
         if waiting and len(done) == before:
@@ -110,8 +115,7 @@ def _arrival(
     links: dict[tuple[int, int], float],
 ) -> float | None:
     """When an action's input is there; None if what makes it has not run yet."""
-    forward = action.kind == "F"
-    source = action.stage - 1 if forward else action.stage + 1
+    source = action.source
     if not 0 <= source < stages:
         return 0.0
     sent = done.get(Action.of(source, action.kind, action.unit))
@@ -119,9 +123,13 @@ def _arrival(
         return None
     if source % ranks == action.stage % ranks:
         return sent
+    if not action.is_pass:
+        # A few numbers, along with the pass beside them.
+        return max(sent, links.get((source, action.stage), 0.0))
     # One tensor at a time in each direction of a link; they leave in the order in which they are taken.
     link = (source, action.stage)
-    arrival = max(sent, links.get(link, 0.0)) + buckets[action.bucket].to_next(min(source, action.stage))
+    cost = buckets[action.bucket % len(buckets)]
+    arrival = max(sent, links.get(link, 0.0)) + cost.to_next(min(source, action.stage))
     links[link] = arrival
     return arrival
 
@@ -130,8 +138,8 @@ def _kept(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> tupl
     """Memory after every change: taken when a forward starts, given back when its backward stops."""
     size, found = 0.0, []
     for timed in actions:
-        bytes_ = buckets[timed.action.bucket].kept(timed.action.stage)
-        size += bytes_ if timed.action.kind == "F" else -bytes_
+        bytes_ = buckets[timed.action.bucket % len(buckets)].kept(timed.action.stage)
+        size += {"F": bytes_, "B": -bytes_}.get(timed.action.kind, 0.0)
         found.append((timed.start if timed.action.kind == "F" else timed.stop, size))
     return tuple(found)
 

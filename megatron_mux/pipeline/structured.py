@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, backward_order, forward_order, sizes_of
@@ -39,7 +40,8 @@ def schedule(
     Args:
         buckets: In the order in which they enter; see `descending`.
         memory_limit: `[S]` bytes that a stage may keep between forward and backward passes; None: no limit.
-        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say.
+        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
+            several steps, one after the other: a bucket's step begins when its step before is done on the first stage.
 
     Returns:
         One list of actions per stage, and seconds. Every stage runs forwards and backwards in one order, and the last
@@ -92,6 +94,8 @@ class _Scheduler:
         self.limit = memory_limit
         self.forward, self.backward = forward_order(sizes), backward_order(sizes)
         self.position = {unit: i for i, unit in enumerate(self.forward)}
+        # Backward passes that the first stage has done once a bucket, and all before it, are done.
+        self.ends = list(accumulate(sum(own) for own in sizes))
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
         self.tolerance = _TOLERANCE * longest
         # When the input of each pass is there: by stage and index into `forward` or `backward`.
@@ -118,7 +122,7 @@ class _Scheduler:
             action = Action.of(number, "F", self.forward[stage.forwards])
         else:
             return
-        bucket = self.buckets[action.bucket]
+        bucket = self._cost(action.bucket)
         stop = now + bucket.seconds(action)
         stage.actions.append(action)
         stage.free_at = stop
@@ -133,6 +137,9 @@ class _Scheduler:
             if number > 0:
                 self._send(self.gradient, number - 1, stop, bucket.to_next(number - 1))
         heapq.heappush(self.events, (stop, number))
+
+    def _cost(self, bucket: int) -> BucketCost:
+        return self.buckets[bucket % len(self.buckets)]
 
     def _send(self, inputs: list[list[float]], stage: int, start: float, seconds: float) -> None:
         """Let a tensor travel to `stage`: one at a time in each direction of a link."""
@@ -161,7 +168,10 @@ class _Scheduler:
         if stage.forwards >= len(arrived) or arrived[stage.forwards] > now + self.tolerance:
             return False
         unit = self.forward[stage.forwards]
-        kept = stage.kept + self.buckets[unit.bucket].kept(number)
+        before = unit.bucket - len(self.buckets)
+        if number == 0 and before >= 0 and stage.backwards < self.ends[before]:
+            return False  # the same tasks' step before
+        kept = stage.kept + self._cost(unit.bucket).kept(number)
         if self.limit is None or kept <= self.limit[number] * (1 + _TOLERANCE):
             return True
         # A micro-batch that is alone here is finished, whatever it keeps: nothing else could make room for it.

@@ -7,6 +7,7 @@ them keep every stage's passes in one order (first in, first out), so that neigh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.bucket import Sizes, backward_order, forward_order
@@ -33,7 +34,7 @@ def gpipe(stages: int, sizes: Sizes) -> Template:
     )
 
 
-def one_f_one_b(stages: int, sizes: Sizes) -> Template:
+def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Template:
     """1F1B (Narayanan et al., 2019) over the micro-batches of all buckets in a row, with no flush between buckets.
 
     A stage launches as many forwards as there are stages behind it, then alternates, then drains. The first backward of
@@ -42,13 +43,25 @@ def one_f_one_b(stages: int, sizes: Sizes) -> Template:
     Args:
         stages: Number of stages.
         sizes: Of the buckets, in the order in which they enter.
+        period: Buckets of a step, if there are several steps: a bucket's step begins after its step before.
     """
     forward, backward = forward_order(sizes), backward_order(sizes)
     # Forwards that must have run before each backward: those of its own pack, and as many as backwards so far.
     last = {(unit.bucket, unit.micro_batch): i for i, unit in enumerate(forward)}
     needed = [max(i, last[unit.bucket, unit.micro_batch]) + 1 for i, unit in enumerate(backward)]
+    # Forwards that may have run by then: none of a bucket's next step.
+    ends = list(accumulate(sum(own) for own in sizes))
+    ahead = (period or len(sizes)) - 1
+    most = [ends[min(unit.bucket + ahead, len(sizes) - 1)] for unit in backward]
     return tuple(
-        tuple(_alternate(stage, forward, backward, [count + stages - 1 - stage for count in needed]))
+        tuple(
+            _alternate(
+                stage,
+                forward,
+                backward,
+                [min(count + stages - 1 - stage, limit) for count, limit in zip(needed, most, strict=True)],
+            )
+        )
         for stage in range(stages)
     )
 

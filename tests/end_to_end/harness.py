@@ -4,53 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.reference.loop import Example as Pair
-
-
-@dataclass
-class Records:
-    """Records in memory that the engine takes for a `TaskDataset`."""
-
-    pairs: list[Pair]
-    distinct_completions: None = None
-    end_of_sequence: int = 0
-    dropped: int = 0
-    path: Path = Path("memory")
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Example:
-        tokens, labelled = self.pairs[index]
-        return Example(tokens.numpy(), labelled.numpy(), None)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """As the index of a file."""
-        return np.array([len(tokens) for tokens, _ in self.pairs], np.int32)
-
-    @property
-    def label_counts(self) -> npt.NDArray[np.int32]:
-        """As the index of a file."""
-        return np.array([int(labelled[1:].sum()) for _, labelled in self.pairs], np.int32)
-
-    def as_dataset(self) -> TaskDataset:
-        """The same object under the type that the engine names."""
-        return self  # type: ignore[return-value]
+from tests.reference.records import Records as Records  # tests take it from here
 
 
 def random_records(count: int, vocab: int, shortest: int, longest: int, seed: int) -> Records:

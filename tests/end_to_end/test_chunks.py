@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.runtime import Parallel
@@ -26,16 +28,21 @@ CHUNK = 5  # eight chunks
 class Watched(Engine):
     """Keeps each step's gradients as they are before clipping."""
 
-    gradients: dict[str, list[Tensor]]
+    gradients: dict[str, Tensor]
 
-    def _statistics(self, names: Sequence[str], losses: Tensor) -> Any:
-        found = super()._statistics(names, losses)
-        self.gradients = {
+    def register_tasks(self, tasks: Sequence[Task]) -> None:
+        self.gradients = {}
+        super().register_tasks(tasks)
+        for name in (task.spec.name for task in tasks):
+            self._running[name].optimizer.clip = partial(self._clip, name)  # type: ignore[method-assign]
+
+    def _clip(self, name: str, norm: float) -> None:
+        running = self._running[name]
+        self.gradients |= {
             f"{name}: {p.key}": p.value.grad.clone()  # type: ignore[union-attr,misc]
-            for name in names
-            for p in self._running[name].adapter.parameters
+            for p in running.adapter.parameters
         }
-        return found
+        TaskOptimizer.clip(running.optimizer, norm)
 
 
 def cases_of(family: str) -> list[Case]:

@@ -69,6 +69,7 @@ def test_defaults() -> None:
         mux_watch=None,
         mux_micro_batches=None,
         mux_keep_checkpoints=None,
+        mux_rolling=True,
         mux_no_progress=False,
         shape={},
     )
@@ -280,7 +281,9 @@ def test_the_tables_agree() -> None:
     assert REASONS.keys() <= MEGATRON_FLAGS
     assert not PER_TASK.keys() & REASONS.keys()
     assert not ours & (PER_TASK.keys() | REASONS.keys())
-    megatrons = {flag for flag in ours if not flag.startswith(("--mux-", "--backbone", "--help", "-h"))}
+    megatrons = {
+        flag for flag in ours if not flag.startswith(("--mux-", "--no-mux-", "--backbone", "--help", "-h"))
+    }
     assert megatrons <= MEGATRON_FLAGS
 
 

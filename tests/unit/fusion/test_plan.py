@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, dumps, plan_for
+from tests.unit.fusion.strategies import groupings, one_each
 
 Fixed = Literal["serial", "temporal", "spatial"]
 
@@ -30,18 +31,9 @@ def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, 4))
 
     def each(count: int) -> tuple[float, ...]:
-        return tuple(draw(st.lists(amounts, min_size=count, max_size=count)))
+        return draw(one_each(amounts, count))
 
-    names = draw(st.lists(task_names, unique=True, max_size=8))
-    buckets: list[list[list[str]]] = []
-    for name in names:
-        where = draw(st.sampled_from(["hybrid task", "bucket", "own"])) if buckets else "own"
-        if where == "own":
-            buckets.append([[name]])
-        elif where == "bucket":
-            buckets[-1].append([name])
-        else:
-            buckets[-1][-1].append(name)
+    buckets = draw(groupings(draw(st.lists(task_names, unique=True, max_size=8))))
     return Plan(
         policy="auto",
         stages=stages,
@@ -205,7 +197,7 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (lambda plan: plan["weights"].update(colour="red"), "weights.colour", "unexpected"),
     (plan(policy="greedy"), "policy", "'auto'"),
     (plan(alignment="loose"), "alignment", "'dense'"),
-    (plan(format=1), "format", "2"),
+    (plan(format=1), "format", "3"),
     # what cannot be
     (bucket(forward=[1.0, -0.5]), "buckets[1].forward[1]", "0"),
     (bucket(backward=[math.nan, 1.0]), "buckets[1].backward[0]", "finite"),

@@ -23,7 +23,9 @@ from megatron_mux.fusion.step import (
 from megatron_mux.pipeline.action import Action, Kind, Unit
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
+from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.template import Template, forward_only, gpipe, one_f_one_b, plain
+from tests.unit.fusion.strategies import groupings, one_each
 
 TASKS = "abcdef"
 
@@ -35,15 +37,7 @@ ragged = st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=1, max_size=
 def planned(draw: st.DrawFn) -> Plan:
     """A plan as the planner makes them, for up to six tasks."""
     stages = draw(st.integers(1, 4))
-    buckets: list[list[list[str]]] = []
-    for name in TASKS[: draw(st.integers(1, len(TASKS)))]:
-        where = draw(st.sampled_from(["hybrid task", "bucket", "own"])) if buckets else "own"
-        if where == "own":
-            buckets.append([[name]])
-        elif where == "bucket":
-            buckets[-1].append([name])
-        else:
-            buckets[-1][-1].append(name)
+    buckets = draw(groupings(TASKS[: draw(st.integers(1, len(TASKS)))]))
     return Plan(
         policy="auto",
         stages=stages,
@@ -58,7 +52,7 @@ def planned(draw: st.DrawFn) -> Plan:
 @st.composite
 def costly(draw: st.DrawFn, stages: int, hybrids: Sequence[HybridTask] = (HybridTask(("a",)),)) -> Bucket:
     def each(count: int, least: float = 0.1) -> tuple[float, ...]:
-        return tuple(draw(st.lists(st.floats(least, 10.0), min_size=count, max_size=count)))
+        return draw(one_each(st.floats(least, 10.0), count))
 
     return Bucket(
         tuple(hybrids),
@@ -144,7 +138,8 @@ def run(template: Template, stages: int, random: Random) -> int:
 
     A stage takes its neighbour's tensor when it computes; nobody waits to be rid of one.
     """
-    done: dict[tuple[int, Kind], list[Unit]] = {(s, kind): [] for s in range(stages) for kind in ("F", "B")}
+    kinds: tuple[Kind, ...] = ("F", "B", "N", "U")
+    done: dict[tuple[int, Kind], list[Unit]] = {(s, kind): [] for s in range(stages) for kind in kinds}
     at = [0] * stages
     most = 0
     while True:
@@ -157,32 +152,35 @@ def run(template: Template, stages: int, random: Random) -> int:
         action = template[stage][at[stage]]
         at[stage] += 1
         done[stage, action.kind].append(action.unit)
-        taker = done.get((stage + (1 if action.kind == "F" else -1), action.kind))
-        if taker is not None:
-            most = max(most, len(done[stage, action.kind]) - len(taker))
+        # What a neighbour has not taken yet of what travels one way.
+        along: tuple[Kind, Kind] = ("F", "U") if action.kind in ("F", "U") else ("B", "N")
+        taker = stage + (1 if "F" in along else -1)
+        if 0 <= taker < stages:
+            most = max(most, sum(len(done[stage, kind]) - len(done[taker, kind]) for kind in along))
     assert at == [len(actions) for actions in template], "stuck"
     return most
 
 
 def _input_is_there(action: Action, done: dict[tuple[int, Kind], list[Unit]]) -> bool:
-    source = done.get((action.stage + (-1 if action.kind == "F" else 1), action.kind))
+    source = done.get((action.source, action.kind))
     return source is None or action.unit in source
 
 
 @settings(deadline=None)
-@given(steps(), st.sampled_from(["spatial", "auto"]), st.randoms(use_true_random=False))
-def test_templates_of_a_step_can_be_run(
-    step: tuple[Plan, dict[str, Lengths]], policy: str, random: Random
+@given(steps(), st.sampled_from(["spatial", "auto"]), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_templates_of_steps_can_be_run(
+    step: tuple[Plan, dict[str, Lengths]], policy: str, count: int, random: Random
 ) -> None:
     plan, lengths = step
     if policy == "spatial":
         plan = plan_for("spatial", dict.fromkeys(plan.tasks, 1), plan.stages, chunk=7)
     for rank in range(plan.data):
-        sizes = step_grid(plan, lengths, rank).sizes
+        sizes = [*step_grid(plan, lengths, rank).sizes] * count
         template = step_template(plan, sizes)
-        check(template, sizes, plan.stages)
-        assert sum(len(actions) for actions in template) == 2 * plan.stages * len(forward_order(sizes))
-        assert run(template, plan.stages, random) <= most_in_flight(template)
+        check(template, sizes, plan.stages, len(plan.buckets))
+        passes = 2 * plan.stages * len(forward_order(sizes))
+        assert sum(len(actions) for actions in template) == passes + 2 * plan.stages * len(sizes)
+        assert run(template, plan.stages, random) <= most_in_flight(template) + len(plan.buckets)
 
 
 @st.composite
@@ -205,8 +203,9 @@ def test_however_little_may_be_kept_a_step_is_finished(
     plan, sizes = case
     template = step_template(plan, sizes)
     check(template, sizes, plan.stages)
-    assert sum(len(actions) for actions in template) == 2 * plan.stages * len(forward_order(sizes))
-    assert run(template, plan.stages, random) <= most_in_flight(template)
+    passes = 2 * plan.stages * len(forward_order(sizes))
+    assert sum(len(actions) for actions in template) == passes + 2 * plan.stages * len(sizes)
+    assert run(template, plan.stages, random) <= most_in_flight(template) + len(plan.buckets)
 
 
 @settings(max_examples=300, deadline=None)
@@ -218,6 +217,7 @@ def test_only_a_micro_batch_that_is_alone_exceeds_the_limit(case: tuple[Plan, li
         for action in actions:
             if action.kind == "B":
                 alive.remove(action.unit)
+            if action.kind != "F":
                 continue
             alive.append(action.unit)
             kept = sum(bucket_costs(plan.buckets[unit.bucket]).kept(stage) for unit in alive)
@@ -230,7 +230,7 @@ def test_a_micro_batch_that_was_expected_smaller_is_finished() -> None:
     plan = Plan("auto", 2, (bucket,), activation_limit=(5.0, 5.0))
     for actions in step_template(plan, [[3, 2]]):
         text = " ".join(str(action)[1:] for action in actions)
-        assert text == "F0.0 F0.0.1 F0.0.2 B0.0.2 B0.0.1 B0.0 F0.1 F0.1.1 B0.1.1 B0.1"
+        assert text == "F0.0 F0.0.1 F0.0.2 B0.0.2 B0.0.1 B0.0 F0.1 F0.1.1 B0.1.1 B0.1 N0 U0"
 
 
 @settings(deadline=None)
@@ -244,19 +244,23 @@ def test_tasks_that_come_and_go_leave_a_plan_that_can_be_run(plan: Plan, data: s
     check(step_template(changed, sizes), sizes, changed.stages)
 
 
+def turns(stages: int, sizes: list[list[int]]) -> Template:
+    return with_updates(one_f_one_b(stages, sizes), sizes, len(sizes))
+
+
 @settings(deadline=None)
 @given(planned(), st.data())
 def test_without_predictions_buckets_take_turns(plan: Plan, data: st.DataObject) -> None:
     sizes = [data.draw(st.lists(st.integers(1, 3), max_size=3)) for _ in plan.buckets]
     bare = plan_for("temporal", dict.fromkeys(plan.tasks, 1), plan.stages)
     own = [[1]] * len(bare.buckets)
-    assert step_template(bare, own) == one_f_one_b(plan.stages, own)
+    assert step_template(bare, own) == turns(plan.stages, own)
     unknown = Plan("auto", plan.stages, tuple(Bucket(b.hybrid_tasks, b.micro_batches) for b in plan.buckets))
-    assert step_template(unknown, sizes) == one_f_one_b(plan.stages, sizes)
+    assert step_template(unknown, sizes) == turns(plan.stages, sizes)
     partly = replace(plan, buckets=(*plan.buckets, unknown.buckets[0]))
-    assert step_template(partly, [*sizes, [1]]) == one_f_one_b(plan.stages, [*sizes, [1]])
+    assert step_template(partly, [*sizes, [1]]) == turns(plan.stages, [*sizes, [1]])
     other = replace(plan, policy="spatial")
-    assert step_template(other, sizes) == one_f_one_b(plan.stages, sizes), "the planner's plans only"
+    assert step_template(other, sizes) == turns(plan.stages, sizes), "the planner's plans only"
 
 
 def test_the_pipeline_counts_on_the_most_chunks_of_typical_micro_batches() -> None:

@@ -1,0 +1,106 @@
+"""What a task is to the engine, what a step of it gives, and where a registered one stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.engine.snapshot import Snapshot
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.tasks import TaskSpec
+
+Status = Literal["running", "finished", "failed"]
+
+
+@dataclass
+class Task:
+    """What the engine needs to train one task.
+
+    Attributes:
+        spec: The validated task.
+        data: Its training records.
+        evaluation: Its held-out records, if any.
+        initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
+        resume: State to continue from; takes precedence over `initial`.
+    """
+
+    spec: TaskSpec
+    data: TaskDataset
+    evaluation: TaskDataset | None = None
+    initial: dict[str, Tensor] | None = None
+    resume: Snapshot | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step of one task gave.
+
+    Attributes:
+        step: Optimizer steps done, this one included (a failed step is not counted).
+        total_steps: Steps the task runs for.
+        loss: Mean over the labelled tokens of the whole batch.
+        grad_norm: Norm of the adapter's gradient before clipping, over all ranks.
+        learning_rate: The rate this step used.
+        tokens: Tokens of the batch, none of them padding.
+        status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
+        reason: Why it failed, else empty.
+        diverged: Whether it failed for its loss or gradient, not for data that could not be read.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    status: Status
+    reason: str = ""
+    diverged: bool = False
+
+
+@dataclass
+class Running:
+    """A registered task: its adapter, its optimizer, where it stands."""
+
+    task: Task
+    adapter: TaskAdapter
+    optimizer: TaskOptimizer
+    sampler: Sampler
+    load: TaskLoad
+    total_steps: int
+    step: int = 0
+    status: Status = "running"
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot, whose adapter is in place already.
+
+        Raises:
+            UserError: The snapshot lacks something or holds it in another shape.
+        """
+        try:
+            self.optimizer.load_state(snapshot.moments, snapshot.step)
+            self.adapter.load_state(snapshot.extra)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"task {self.task.spec.name!r}: its training state does not fit: {error}"
+            ) from error
+        self.step = snapshot.step
+        if self.step >= self.total_steps:
+            self.status = "finished"
+
+    @property
+    def position_offset(self) -> int:
+        """Virtual tokens in front of every sequence (prefix tuning)."""
+        return int(getattr(self.task.spec.adapter, "num_virtual_tokens", 0))
+
+    @property
+    def left(self) -> int:
+        """Optimizer steps to come."""
+        return self.total_steps - self.step

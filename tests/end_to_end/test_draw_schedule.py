@@ -1,0 +1,226 @@
+"""`tools/draw_schedule.py`, as a user meets it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, dumps, plan_for
+from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.pipeline.draw import from_trace, to_trace
+from tests.end_to_end.forked import ROOT
+
+Call = Callable[..., tuple[int, str, str]]
+
+PLAN = Plan(
+    "auto",
+    2,
+    (
+        Bucket(
+            (HybridTask(("a", "c")), HybridTask(("d",))),
+            micro_batches=2,
+            chunk=8,
+            chunks=(2, 1),
+            forward=(0.02, 0.03),
+            backward=(0.04, 0.05),
+            transfer=(0.001,),
+        ),
+        Bucket((HybridTask(("b",)),), micro_batches=1, forward=(0.01, 0.01), backward=(0.02, 0.02)),
+    ),
+    predicted_latency_s=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The script, which is in no package."""
+    spec = importlib.util.spec_from_file_location("draw_schedule", ROOT / "tools" / "draw_schedule.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def draw(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
+    """Runs it in an empty directory: status, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = tool.main([str(word) for word in words])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """A plan with costs."""
+    file = tmp_path / "plan.json"
+    file.write_text(dumps(PLAN))
+    return file
+
+
+def slower(tool: ModuleType, factor: float, steps: int = 1) -> list[TimedAction]:
+    """What a run of the plan might measure: a part of a bucket here and there, in another order."""
+    simulated = tool.simulated(PLAN, Path("plan.json"), steps)
+    renamed = [
+        replace(t, start=t.start * factor, stop=t.stop * factor, label="c" if t.action.chunk else t.label)
+        for t in simulated
+    ]
+    return sorted(renamed, key=lambda t: -t.start)
+
+
+def test_a_plan_is_drawn(draw: Call, plan_file: Path, tmp_path: Path) -> None:
+    status, output, errors = draw("--plan", plan_file)
+    assert status == 0 and not errors
+    for word in (
+        "stage",
+        "simulated busy s",
+        "bubble %",
+        "predicted latency",
+        "0.5 s a step",
+        "schedule.svg",
+    ):
+        assert word in output, word
+    texts = [e.text for e in ElementTree.parse(tmp_path / "schedule.svg").iter()]
+    assert "simulated" in texts and "a+c | d" in texts and "measured" not in texts
+    assert list(from_trace((tmp_path / "schedule.trace.json").read_text())) == ["simulated"]
+    assert not list(tmp_path.glob(".partial*"))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_is_drawn_below_its_plan(
+    draw: Call, tool: ModuleType, plan_file: Path, tmp_path: Path, steps: int
+) -> None:
+    (tmp_path / "schedule.json").write_text(to_trace(slower(tool, 2.0, steps)))
+    files = ["--output", tmp_path / "out" / "both.svg", "--trace", tmp_path / "out" / "both.json"]
+    status, output, errors = draw("--run", tmp_path, *files, "--json")
+    found = json.loads(output)
+    assert status == 0 and not errors
+    assert found["steps"] == steps and found["predicted_latency_s"] == 0.5
+    assert found["measured_latency_s"] == pytest.approx(2 * found["simulated_latency_s"])
+    for row in found["stages"]:
+        assert row["measured"]["bubble"] == pytest.approx(row["simulated"]["bubble"])
+        assert row["measured"]["busy_s"] == pytest.approx(2 * row["simulated"]["busy_s"])
+    texts = [e.text for e in ElementTree.parse(files[1]).iter()]
+    assert "simulated" in texts and "measured" in texts
+
+    trace = json.loads(Path(files[3]).read_text())["traceEvents"]
+    colours: dict[str, set[str]] = {}
+    for event in trace:
+        if "colour" in event.get("args", {}):
+            colours.setdefault(event["name"][2:], set()).add(event["args"]["colour"])
+    assert colours["c"] == colours["a+c | d"] != colours["b"]
+    assert all(len(own) == 1 for own in colours.values())
+
+    # The same by name, the measured schedule taken out of what was just written; and for people.
+    status, output, _ = draw("--plan", plan_file, "--measured", files[3])
+    assert status == 0 and "2.00x the predicted one" in output and f"{steps} step(s)" in output
+
+
+def test_tasks_that_came_or_went_are_named(
+    draw: Call, tool: ModuleType, plan_file: Path, tmp_path: Path
+) -> None:
+    actions = [replace(t, label=t.label.replace("b", "new")) for t in slower(tool, 1.0)]
+    (tmp_path / "schedule.json").write_text(to_trace(actions))
+    status, _, errors = draw("--run", tmp_path)
+    assert status == 0
+    plan_lacks, trace_lacks = errors.splitlines()
+    assert plan_lacks.endswith("has tasks that the plan lacks: new") and trace_lacks.endswith("plan: b")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--plan FILE or --run DIR: one of them is needed"),
+        (["--measured", "plan.json"], "--plan FILE or --run DIR"),
+        (["--plan", "plan.json", "--run", "."], "--run: stands for --plan and --measured"),
+        (["--plan", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
+        (["--run", "nowhere"], "nowhere/plan.json: cannot be read"),
+        (["--run", "."], "schedule.json: cannot be read"),
+        (["--plan", "text.json"], "text.json: is no JSON"),
+        (["--plan", "list.json"], "list.json: is no plan"),
+        (["--plan", "spatial.json"], "has no predicted costs of bucket 0: make a plan with tools/plan.py"),
+        (["--plan", "empty.json"], "has no buckets"),
+        (["--plan", "uneven.json"], "uneven.json: buckets[1].forward: has 1 entries, 2 are needed"),
+        (["--plan", "plan.json", "--measured", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--plan", "plan.json", "--measured", "text.json"], "text.json: is no JSON"),
+        (["--plan", "plan.json", "--measured", "binary.json"], "binary.json: 'utf-8'"),
+        (["--plan", "plan.json", "--measured", "deep.json"], "deep.json: "),
+        (["--plan", "plan.json", "--measured", "spatial.json"], "spatial.json: is no trace"),
+        (
+            ["--plan", "plan.json", "--measured", "odd.json"],
+            "traceEvents[0]: is no action of a schedule: '0Q0.0'",
+        ),
+        (["--plan", "plan.json", "--measured", "none.json"], "holds no measured action"),
+        (["--plan", "plan.json", "--measured", "one.json"], "one.json: is of 1 stage(s), the plan of 2"),
+        (["--plan", "plan.json", "--measured", "far.json"], "stage(s), the plan of 2"),
+        (["--plan", "plan.json", "--output", "plan.json"], "--output plan.json: is what is read"),
+        (["--plan", "plan.json", "--trace", "./schedule.svg"], "is --output too"),
+        (
+            ["--plan", "plan.json", "--output", "/proc/nowhere/a.svg"],
+            "/proc/nowhere/a.svg: cannot be written",
+        ),
+        (
+            ["--plan", "plan.json", "--trace", "/proc/nowhere/a.json"],
+            "/proc/nowhere/a.json: cannot be written",
+        ),
+        (["--plan", ""], "--plan: must be a path"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    draw: Call, plan_file: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    def event(action: str) -> dict[str, Any]:
+        return {"name": "F a", "ph": "X", "ts": 0, "dur": 1, "pid": 0, "args": {"action": action}}
+
+    uneven = (PLAN.buckets[0], replace(PLAN.buckets[1], forward=(0.01,)))
+    for name, text in {
+        "text": "{",
+        "list": "[]",
+        "deep": "[" * 100_000,
+        "spatial": dumps(plan_for("spatial", {"a": 1, "b": 2}, 2)),
+        "empty": dumps(replace(PLAN, buckets=())),
+        "uneven": dumps(replace(PLAN, buckets=uneven)),
+        "odd": json.dumps({"traceEvents": [event("0Q0.0")]}),
+        "none": json.dumps({"traceEvents": []}),
+        "one": json.dumps({"traceEvents": [event("0F0.0")]}),
+        "far": json.dumps({"traceEvents": [event("99999999999F0.0")]}),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    status, output, errors = draw(*words)
+    assert status == 2 and not output
+    (line,) = errors.splitlines()
+    assert line.startswith("draw_schedule.py: ") and said in line
+    assert plan_file.read_text() == dumps(PLAN), "the plan is left as it is"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as leaving:\n    assert not leaving.code\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'megatron'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    script = str(ROOT / "tools" / "draw_schedule.py")
+    code = f"import sys; sys.argv = [{script!r}, '--help']\n{program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--measured FILE" in done.stdout

@@ -1,0 +1,245 @@
+"""Draw a plan's schedule as simulated and, below it on the same scale, as a run has measured it.
+
+    python tools/draw_schedule.py --plan plan.json
+    python tools/draw_schedule.py --plan plan.json --measured DIR/schedule.json --output both.svg --trace both.json
+    python tools/draw_schedule.py --run DIR
+
+The plan is one of tools/plan.py --output FILE, or the one in a run's --save DIR, beside which lies schedule.json. The
+trace is for Perfetto or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import path
+from megatron_mux.errors import UserError, tell
+
+if TYPE_CHECKING:
+    from megatron_mux.fusion.plan import Plan
+    from megatron_mux.pipeline.action import TimedAction
+
+_PLAN_IT = (
+    "make a plan with tools/plan.py --backbone DIR --tasks tasks.yaml --output plan.json, or take one of a run with "
+    "--mux-policy auto"
+)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
+    add("--measured", type=path, metavar="FILE", help="a run's schedule.json")
+    add("--run", type=path, metavar="DIR", help="both from a run's --save DIR")
+    add(
+        "--output", type=path, default=Path("schedule.svg"), metavar="FILE", help="the picture (schedule.svg)"
+    )
+    add(
+        "--trace",
+        type=path,
+        default=Path("schedule.trace.json"),
+        metavar="FILE",
+        help="for Perfetto (schedule.trace.json)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate, draw and print; 2 when the input was wrong."""
+    try:
+        run(parse(argv))
+    except UserError as error:
+        tell(error, "draw_schedule.py")
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The work, once the command line is good."""
+    plan_file, trace_file = _sources(arguments)
+
+    from megatron_mux.fusion.check import read_plan
+    from megatron_mux.pipeline.draw import to_svg, to_trace
+
+    plan = read_plan(plan_file)
+    if not plan.buckets:
+        raise UserError(f"{plan_file}: has no buckets, so there is nothing to draw: {_PLAN_IT}")
+    schedules: dict[str, Sequence[TimedAction]] = {}
+    steps = 1
+    if trace_file is not None:
+        actions = measured(trace_file, plan)
+        steps = steps_of(actions, plan)
+        schedules["measured"] = actions
+    # Above what was measured, which takes as many steps.
+    schedules = {"simulated": simulated(plan, plan_file, steps), **schedules}
+    for note in _differences(plan, schedules.get("measured")):
+        print(f"note: {trace_file}: {note}", file=sys.stderr)
+    title = f"{plan.policy}, {plan.stages} stage(s), {len(plan.buckets)} bucket(s), {steps} step(s)"
+    _write("--output", arguments.output, to_svg(schedules, title))
+    _write("--trace", arguments.trace, to_trace(schedules))
+    found = figures(plan, schedules, steps)
+    if arguments.json:
+        print(json.dumps({**found, "output": str(arguments.output), "trace": str(arguments.trace)}))
+        return
+    _print(found)
+    print(f"drawn in {arguments.output}; for Perfetto: {arguments.trace}")
+
+
+def _sources(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Where the plan and the measured schedule are read; neither may be written over."""
+    plan, measured = arguments.plan, arguments.measured
+    if arguments.run is not None:
+        if plan is not None or measured is not None:
+            raise UserError("--run: stands for --plan and --measured: leave them out")
+        plan, measured = arguments.run / "plan.json", arguments.run / "schedule.json"
+    if plan is None:
+        raise UserError("--plan FILE or --run DIR: one of them is needed")
+    for flag, file in (("--output", arguments.output), ("--trace", arguments.trace)):
+        if file.resolve() in {source.resolve() for source in (plan, measured) if source is not None}:
+            raise UserError(f"{flag} {file}: is what is read: choose another file")
+    if arguments.output.resolve() == arguments.trace.resolve():
+        raise UserError(f"--trace {arguments.trace}: is --output too: choose another file")
+    return plan, measured
+
+
+def labels(plan: Plan) -> list[str]:
+    """What is written on each bucket's actions, as runs write it."""
+    return [" | ".join("+".join(hybrid.tasks) for hybrid in bucket.hybrid_tasks) for bucket in plan.buckets]
+
+
+def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
+    """Steps of typical lengths by the plan's predicted costs, one after the other, on its first pipeline.
+
+    Raises:
+        UserError: The plan has no costs, or contradicts itself.
+    """
+    from megatron_mux.fusion.check import check_plan
+    from megatron_mux.fusion.desk import Mesh
+    from megatron_mux.fusion.step import bucket_costs, step_template
+    from megatron_mux.pipeline.simulate import simulate
+
+    without = [str(b) for b, bucket in enumerate(plan.buckets) if not (bucket.forward and bucket.backward)]
+    if without:
+        raise UserError(f"{file}: has no predicted costs of bucket {', '.join(without)}: {_PLAN_IT}")
+    try:  # against itself: for which backbone and ranks it is does not matter here
+        check_plan(plan, plan.backbone, Mesh(plan.tensor, plan.stages, plan.data), plan.tasks)
+    except UserError as error:
+        raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
+    sizes = [bucket.chunks or (1,) * bucket.micro_batches for bucket in plan.buckets] * steps
+    costs = [bucket_costs(bucket) for bucket in plan.buckets]
+    found = simulate(step_template(plan, sizes), costs, labels(plan), sizes=sizes)
+    return [timed for stage in found.timed for timed in stage]
+
+
+def measured(file: Path, plan: Plan) -> list[TimedAction]:
+    """What a run has measured, from its `schedule.json`.
+
+    Raises:
+        UserError: It is no such file, or one of another pipeline than the plan's.
+    """
+    from megatron_mux.pipeline.draw import from_trace
+
+    try:
+        schedules = from_trace(file.read_text())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: {error}") from error
+    # Without a name as runs write it; by name as this tool does.
+    found = schedules.get("measured", schedules.get("", []))
+    if not found:
+        raise UserError(f"{file}: holds no measured action: give a run's schedule.json")
+    stages = max(timed.action.stage for timed in found) + 1
+    if stages != plan.stages:
+        raise UserError(
+            f"{file}: is of {stages} stage(s), the plan of {plan.stages}: they are not of one run"
+        )
+    return found
+
+
+def steps_of(actions: Sequence[TimedAction], plan: Plan) -> int:
+    """How many steps were measured: buckets are counted on from step to step."""
+    steps, left = divmod(len({timed.action.bucket for timed in actions}), len(plan.buckets))
+    return 1 if left else steps  # else the run had another plan then
+
+
+def _differences(plan: Plan, actions: Sequence[TimedAction] | None) -> Iterator[str]:
+    """What makes a comparison lame: tasks come and go while a run's plan and its picture are of one moment each."""
+    from megatron_mux.pipeline.draw import tasks_of
+
+    if actions is None:
+        return
+    seen = {task for timed in actions for task in tasks_of(timed.label)}
+    for kind, names in (
+        ("has tasks that the plan lacks", seen - set(plan.tasks)),
+        ("lacks tasks of the plan", set(plan.tasks) - seen),
+    ):
+        if names:
+            yield f"{kind}: {', '.join(sorted(names))}"
+
+
+def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: int) -> dict[str, Any]:
+    """What is printed, as plain data: seconds of all steps, and bubbles as shares of a schedule's whole latency.
+
+    `predicted_latency_s` is the plan's own: of one step, with what it needs beside its passes.
+    """
+    from megatron_mux.pipeline.draw import bubble, busy, latency
+
+    stages: list[dict[str, Any]] = [{"stage": stage} for stage in range(plan.stages)]
+    for name, actions in schedules.items():
+        for row, seconds, idle in zip(stages, busy(actions), bubble(actions), strict=True):
+            row[name] = {"busy_s": seconds, "bubble": idle}
+    seconds_of = {f"{name}_latency_s": latency(actions) for name, actions in schedules.items()}
+    return {"stages": stages, "steps": steps, "predicted_latency_s": plan.predicted_latency_s, **seconds_of}
+
+
+def _write(flag: str, file: Path, text: str) -> None:
+    from megatron_mux.checkpoint import write_atomically
+
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        raise UserError(f"{flag} {file}: cannot be written: {error.strerror or error}") from error
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    """The figures as a table, and how well the latency was predicted."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [name for name in ("simulated", "measured") if f"{name}_latency_s" in found]
+    table = Table(title=f"{found['steps']} step(s) of the pipeline")
+    table.add_column("stage", justify="right")
+    for name in names:
+        table.add_column(f"{name} busy s", justify="right")
+        table.add_column("bubble %", justify="right")
+    for row in found["stages"]:
+        cells = [(f"{row[name]['busy_s']:.4g}", f"{row[name]['bubble']:.1%}") for name in names]
+        table.add_row(str(row["stage"]), *(text for pair in cells for text in pair))
+    console = Console()
+    console.print(table)
+    simulated, own = found["simulated_latency_s"], found["predicted_latency_s"]
+    whole = (
+        "" if own is None else f" (the plan says {own:.4g} s a step, with what it needs beside its passes)"
+    )
+    console.print(f"predicted latency: {simulated:.4g} s{whole}", soft_wrap=True)
+    if "measured" in names:
+        seconds = found["measured_latency_s"]
+        times = f": {seconds / simulated:.2f}x the predicted one" if simulated else ""
+        console.print(f"measured latency: {seconds:.4g} s{times}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
