@@ -40,7 +40,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
     for actions in template:
         _check_forward_first(template, actions, sizes)
     steps = len(sizes) > (period or len(sizes))
-    if has_backward and (steps or any(not action.is_pass for actions in template for action in actions)):
+    if (has_backward and steps) or any(not action.is_pass for actions in template for action in actions):
         for stage in range(stages):
             _check_ends(template, stage, sizes, period or len(sizes))
     _check_links(template, stages)
