@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_mux.engine import Health, Snapshot
 from megatron_mux.errors import UserError
+from megatron_mux.files import sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -157,18 +158,18 @@ def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | No
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
+        write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
         _save_tensors(save_file, snapshot.adapter, partial / ADAPTER_WEIGHTS)
         training = {
             f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()
         }
         training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
         _save_tensors(save_file, training, partial / TRAINING_STATE, {"step": str(snapshot.step)})
-        _sync_directory(partial)
+        sync_directory(partial)
         # Left by a run that was killed between renaming and writing its manifest.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-        _sync_directory(final.parent)
+        sync_directory(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -314,34 +315,6 @@ def refuse_used(directory: Path) -> None:
             f"--save {directory}: holds checkpoints of a run already: continue it with --load {directory}, or choose "
             "another directory."
         )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial-{path.name}")
-    try:
-        _write(partial, text.encode())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _manifests(directory: Path) -> list[tuple[int, Path]]:

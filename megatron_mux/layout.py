@@ -217,19 +217,19 @@ def pack(
     whole = spans if spans is not None else [(0, int(s[2].shape[0])) for s in sequences]
     parts = sorted(zip(sequences, whole, strict=True), key=lambda part: order[part[0][0]])
     offsets = position_offset or {}
+    names = [s[0] for s, _ in parts]
     starts = [0, *accumulate(stop - first for _, (first, stop) in parts)]
     index = [torch.arange(first, stop) for _, (first, stop) in parts]
-    # A row's label is the token after it, also where that lies in the next chunk.
-    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
-    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
     padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
 
     def join(pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
 
-    def per_label(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
-
+    # A row's label is the token after it, also where that lies in the next chunk.
+    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
+    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
+    weights = torch.tensor([s[4] for s, _ in parts], dtype=torch.float32)
+    tasks = torch.tensor([order[name] for name in names], dtype=torch.int64)
     return MicroBatch(
         segments=tuple(
             Segment(s[0], start, stop - first, s[1], first, stop < int(s[2].shape[0]))
@@ -237,16 +237,16 @@ def pack(
         ),
         task_rows=_ranges((s[0], stop - first) for s, (first, stop) in parts),
         tokens=join((s[2][first:stop] for s, (first, stop) in parts), padding),
-        positions=join((i + offsets.get(s[0], 0) for (s, _), i in zip(parts, index, strict=True)), padding),
+        positions=join((i + offsets.get(name, 0) for name, i in zip(names, index, strict=True)), padding),
         token_index=join(index, padding),
         sequence_ids=join(
             (torch.full_like(i, s[1]) for (s, _), i in zip(parts, index, strict=True)), padding
         ),
         label_rows=join(t + start for t, start in zip(targets, starts, strict=False)),
         labels=join(s[2][t + first + 1] for (s, (first, _)), t in zip(parts, targets, strict=True)),
-        label_weights=per_label([s[4] for s, _ in parts], torch.float32),
-        label_tasks=per_label([order[s[0]] for s, _ in parts], torch.int64),
-        label_task_rows=_ranges((s[0], t.shape[0]) for (s, _), t in zip(parts, targets, strict=True)),
+        label_weights=weights.repeat_interleave(counts).to(device),
+        label_tasks=tasks.repeat_interleave(counts).to(device),
+        label_task_rows=_ranges(zip(names, counts.tolist(), strict=True)),
         task_names=task_names,
         task_steps=dict(task_steps),
         training=training,

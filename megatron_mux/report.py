@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megatron_mux.checkpoint import Manifest, write_atomically
+from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
+from megatron_mux.files import write_atomically
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg, to_trace
 

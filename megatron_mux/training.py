@@ -29,19 +29,10 @@ from megatron_mux.preparation import joinable, prepare, prepare_planning, with_s
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
+from megatron_mux.turns import Turns
 from megatron_mux.watch import WatchedDirectory
 
-_PICTURED_TURN, _PICTURED_STEPS = 2, 3
-"""Of which steps between two flushes a picture of the schedule is kept, once the machine is warm, and how many."""
-
 _IDLE_SECONDS = 0.5
-
-_MOST_STEPS = 16
-"""Steps between two flushes of the pipeline: what a flush costs is next to nothing by then."""
-
-_MOST_SECONDS = 10.0
-_MOST_SECONDS_WATCHING = 2.0
-"""How long those steps may take: until then a signal, or a task that would join, waits."""
 
 
 def run(arguments: MuxArguments) -> None:
@@ -121,15 +112,12 @@ class Loop:
     manifest: Manifest | None = None
     stopping: bool = False
     _entries: dict[str, SavedTask] = field(default_factory=dict)
-    _steps: int = 0
-    _seconds: float = 0.0
-    _turns: int = 0
-    _pictured: tuple[int, int] = (0, 0)
+    _turns: Turns = field(init=False)
     _plan: Plan | None = None
-    _timed: list[TimedAction] = field(default_factory=list)
     _files: dict[Path, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._turns = Turns(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
             return
@@ -201,24 +189,15 @@ class Loop:
         else:
             saved = "nothing" if self.arguments.save is None else "where every task stands"
             self.reporter.say(f"stopping: {saved} is saved")
-        if self._steps or self.manifest is None:
+        if self._turns.steps or self.manifest is None:
             self._save()
             self._draw()
         raise_together(self.reporter.problem, self.parallel)
 
     def _advance(self) -> None:
         """Take steps until something is due, then do it."""
-        self._turns += 1
-        pictured = self._turns <= _PICTURED_TURN
-        if pictured:
-            self._timed = []
-        start = time.perf_counter()
-        steps = self.engine.steps(self._most_steps(), self._timed.append if pictured else None)
-        self._seconds = (time.perf_counter() - start) / len(steps)
-        if pictured:
-            self._pictured = (self._steps + 1, self._steps + len(steps))
-        self._steps += len(steps)
-        if self._turns == _PICTURED_TURN:
+        steps = self._turns.take(self.engine.steps, self._due())
+        if self._turns.is_time_to_draw:
             self._draw()
         self._plan = self.engine.last_plan or self._plan
         while self.engine.planning.news:
@@ -227,7 +206,7 @@ class Loop:
         for results in steps:
             for name, result in results.items():
                 self._note(name, result)
-                self.reporter.step(name, result, self._seconds)
+                self.reporter.step(name, result, self._turns.seconds)
             last |= results
         # Every task's turn, whatever is due already.
         due = [self._after(name, result) for name, result in last.items()]
@@ -239,19 +218,13 @@ class Loop:
             if result.status != "running":
                 self.engine.remove_task(name)
 
-    def _most_steps(self) -> int:
-        """How many steps to take before looking up; the same on every rank."""
-        if not self.arguments.mux_rolling or not self._seconds:
-            return 1
-        seconds = _MOST_SECONDS if self.arguments.mux_watch is None else _MOST_SECONDS_WATCHING
-        most = min(_MOST_STEPS, int(seconds / self._seconds))
-        if self._turns <= _PICTURED_TURN:
-            most = min(most, _PICTURED_STEPS)
+    def _due(self) -> Iterator[int]:
+        """In how many steps each task is to be evaluated and saved."""
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
-            intervals = [self.arguments.save_interval, spec.eval and spec.eval.eval_steps]
-            most = min([most, *(interval - step % interval for interval in intervals if interval)])
-        return max(most, 1)
+            for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
+                if interval:
+                    yield interval - step % interval
 
     def _after(self, name: str, result: StepResult) -> bool:
         """Evaluate if due; whether a save is due."""
@@ -333,13 +306,13 @@ class Loop:
 
     def _draw(self) -> None:
         """Leave a picture of the last timed step, on the pipeline of the first data-parallel replica."""
-        stages: list[list[TimedAction]] = [self._timed]
+        stages: list[list[TimedAction]] = [self._turns.timed]
         if self.parallel.world_size > 1:
             stages = [[] for _ in range(self.parallel.world_size)]
-            mine = self._timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
+            mine = self._turns.timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
             dist.all_gather_object(stages, mine)
         everything = [action for stage in stages for action in stage]
-        first, last = self._pictured
+        first, last = self._turns.pictured
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.parallel.pp_size} stage(s): {steps} as measured"
         self.reporter.schedule(everything, title)
@@ -393,7 +366,7 @@ class Loop:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
         raise_together(self.reporter.problem, self.parallel)
         # Steps are as long as on the slowest rank, and every rank takes equally many.
-        stopping, self._seconds = self.parallel.most([float(self.stopping), self._seconds])
+        stopping, self._turns.seconds = self.parallel.most([float(self.stopping), self._turns.seconds])
         return stopping > 0
 
 

@@ -112,11 +112,6 @@ def _sources(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
     return plan, measured
 
 
-def labels(plan: Plan) -> list[str]:
-    """What is written on each bucket's actions, as runs write it."""
-    return [" | ".join("+".join(hybrid.tasks) for hybrid in bucket.hybrid_tasks) for bucket in plan.buckets]
-
-
 def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
     """Steps of typical lengths by the plan's predicted costs, one after the other, on its first pipeline.
 
@@ -137,7 +132,9 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
     sizes = [bucket.chunks or (1,) * bucket.micro_batches for bucket in plan.buckets] * steps
     costs = [bucket_costs(bucket) for bucket in plan.buckets]
-    found = simulate(step_template(plan, sizes), costs, labels(plan), sizes=sizes)
+    found = simulate(
+        step_template(plan, sizes), costs, [bucket.label for bucket in plan.buckets], sizes=sizes
+    )
     return [timed for stage in found.timed for timed in stage]
 
 
@@ -206,7 +203,7 @@ def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: i
 
 
 def _write(flag: str, file: Path, text: str) -> None:
-    from megatron_mux.checkpoint import write_atomically
+    from megatron_mux.files import write_atomically
 
     try:
         write_atomically(file, text)

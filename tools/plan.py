@@ -199,7 +199,7 @@ def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
 
 
 def _write(file: Path, plan: Plan) -> None:
-    from megatron_mux.checkpoint import write_atomically
+    from megatron_mux.files import write_atomically
     from megatron_mux.fusion.plan import dumps
 
     try:

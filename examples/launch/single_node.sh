@@ -7,28 +7,14 @@ repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 TP="${TP:-1}"
 PP="${PP:-1}"  # GPUS_PER_NODE / (TP x PP) replicas divide each step's sequences
-BACKBONE="${BACKBONE:-$repository/.quickstart/backbone}"
-TASKS="${TASKS:-$repository/examples/quickstart/tasks.yaml}"
 SAVE="${SAVE:-runs/single-node}"
-
-# On SIGTERM the run finishes its step and saves; torchrun would kill it after 30 s.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}"
 
 DISTRIBUTED_ARGS=(
     --standalone
     --nproc-per-node "$GPUS_PER_NODE"
 )
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
-)
-MUX_ARGS=(
-    --backbone "$BACKBONE"
-    --mux-tasks "$TASKS"
-    --save "$SAVE"
-    --load "$SAVE"  # where nothing is saved yet, the run starts anew
-    --save-interval "${SAVE_INTERVAL:-100}"
-)
+# shellcheck source=arguments.sh
+source "$repository/examples/launch/arguments.sh"
 
 exec "${PYTHON_BIN:-python}" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
     "$repository/pretrain_mux.py" "${MODEL_PARALLEL_ARGS[@]}" "${MUX_ARGS[@]}" "$@"

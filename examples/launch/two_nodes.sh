@@ -13,12 +13,7 @@ MASTER_PORT="${MASTER_PORT:-29500}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 TP="${TP:-1}"
 PP="${PP:-2}"  # tensor ranks are neighbours, stages far apart: TP stays within a node, two stages are on one node each
-BACKBONE="${BACKBONE:-$repository/.quickstart/backbone}"
-TASKS="${TASKS:-$repository/examples/quickstart/tasks.yaml}"
 SAVE="${SAVE:-runs/two-nodes}"
-
-# On SIGTERM the run finishes its step and saves; torchrun would kill it after 30 s.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}"
 
 DISTRIBUTED_ARGS=(
     --nnodes "$NNODES"
@@ -27,17 +22,8 @@ DISTRIBUTED_ARGS=(
     --master-addr "$MASTER_ADDR"
     --master-port "$MASTER_PORT"
 )
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
-)
-MUX_ARGS=(
-    --backbone "$BACKBONE"
-    --mux-tasks "$TASKS"
-    --save "$SAVE"
-    --load "$SAVE"  # where nothing is saved yet, the run starts anew
-    --save-interval "${SAVE_INTERVAL:-100}"
-)
+# shellcheck source=arguments.sh
+source "$repository/examples/launch/arguments.sh"
 
 exec "${PYTHON_BIN:-python}" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
     "$repository/pretrain_mux.py" "${MODEL_PARALLEL_ARGS[@]}" "${MUX_ARGS[@]}" "$@"

@@ -44,7 +44,7 @@ class TrainingCompute:
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         if not action.is_pass:
-            return len(self.ends.names(action.bucket)), 2
+            return len(self.ends.bucket(action.bucket).tasks), 2
         rows = sum(self.backbone.hidden_shape(batch)[0] for batch in self.batches[action.unit])
         return (rows, *self.backbone.hidden_shape(self.batches[action.unit][0])[1:])
 
@@ -97,7 +97,7 @@ class TrainingCompute:
 
     def label(self, action: Action) -> str:
         """Tasks of the bucket."""
-        return self.batches.label(action) if action.is_pass else "+".join(self.ends.names(action.bucket))
+        return self.batches.label(action) if action.is_pass else self.ends.bucket(action.bucket).label
 
 
 class EvaluationCompute:

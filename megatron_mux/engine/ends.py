@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_mux.engine.optimize import reduce_gradients, squared_norm
 from megatron_mux.engine.running import Running, StepResult
+from megatron_mux.fusion.plan import Bucket
 from megatron_mux.runtime import Parallel
 
 _LOSS, _SQUARE = 0, 1
@@ -26,7 +27,7 @@ class Ends:
 
     Args:
         running: The tasks.
-        buckets: The tasks of each bucket of a step.
+        buckets: Of a step.
         tokens: For each step, tokens of each task's batch.
         parallel: Where this rank stands.
 
@@ -37,7 +38,7 @@ class Ends:
     def __init__(
         self,
         running: Mapping[str, Running],
-        buckets: Sequence[tuple[str, ...]],
+        buckets: Sequence[Bucket],
         tokens: Sequence[Mapping[str, int]],
         parallel: Parallel,
     ) -> None:
@@ -49,8 +50,8 @@ class Ends:
         self._order = {name: i for i, name in enumerate(running)}
         self._whole: dict[int, Tensor] = {}
 
-    def names(self, entry: int) -> tuple[str, ...]:
-        """Tasks of a bucket, counted on over steps."""
+    def bucket(self, entry: int) -> Bucket:
+        """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
     def norm(self, entry: int, losses: Tensor, others: Tensor | None) -> Tensor:
@@ -64,7 +65,7 @@ class Ends:
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        names = self.names(entry)
+        names = self.bucket(entry).tasks
         parameters = [self.running[name].adapter.parameters for name in names]
         reduce_gradients([p for own in parameters for p in own], self.parallel)
         for name in names:
@@ -100,7 +101,7 @@ class Ends:
                 dist.all_reduce(squares, group=self.parallel.tp_group)
                 whole[:, _SQUARE] = squares
         step = entry // len(self.buckets)
-        for name, (loss, square) in zip(self.names(entry), whole.tolist(), strict=True):
+        for name, (loss, square) in zip(self.bucket(entry).tasks, whole.tolist(), strict=True):
             result = self._finish(name, loss, math.sqrt(square), self.tokens[step][name])
             if result is not None:
                 self.results[step][name] = result

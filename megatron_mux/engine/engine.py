@@ -211,7 +211,7 @@ class Engine:
             self.parallel,
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
-        ends = Ends(running, [bucket.tasks for bucket in plan.buckets], tokens, self.parallel)
+        ends = Ends(running, plan.buckets, tokens, self.parallel)
         compute = TrainingCompute(self.backbone, batches, ends, self.parallel.is_last_stage)
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         execute(template[self.parallel.pp_rank], compute, self.communicator, self.backbone.dtype, timer)

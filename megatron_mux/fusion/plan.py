@@ -71,6 +71,11 @@ class Bucket:
         """All task names of the bucket."""
         return tuple(name for hybrid in self.hybrid_tasks for name in hybrid.tasks)
 
+    @property
+    def label(self) -> str:
+        """What is written on its actions in pictures, and on its line in print."""
+        return " | ".join("+".join(hybrid.tasks) for hybrid in self.hybrid_tasks)
+
 
 @dataclass(frozen=True)
 class Plan:

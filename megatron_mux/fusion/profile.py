@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
+from megatron_mux.files import write_atomically
 
 FORMAT: Literal[1] = 1
 
@@ -195,14 +196,8 @@ def save_profile(profile: Profile, directory: Path) -> Path:
         UserError: It cannot be written.
     """
     path = directory / f"{profile.key}.json"
-    temporary = path.with_suffix(f".{os.getpid()}.part")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w") as file:
-            json.dump(asdict(profile), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(asdict(profile)))
     except OSError as error:
         raise UserError(f"{path}: the profile cannot be written: {error.strerror or error}") from error
     return path

@@ -153,14 +153,7 @@ def roofline(
         "glue_attention": passes(3 * h),
         "glue_mlp": passes(3 * h),
         "entry": passes(2 * h),
-        # Forward and gradient at once, 4 V H a label.
-        "head": curve(
-            lambda labels: (
-                4 * labels * h * shape.vocab / tp,
-                itemsize * 2 * (h * shape.vocab / tp + labels * shape.vocab / tp),
-            ),
-            backward=0.0,
-        ),
+        "head": curve(_head(h, shape.vocab / tp, itemsize), backward=0.0),
         **_attention(shape, device, itemsize, tp),
         **_adapters(shape, tp, curve, itemsize),
         "transfer": _link(sizes, device, h * itemsize),
@@ -178,6 +171,11 @@ def roofline(
         sequence_seconds=5e-5,
         step_seconds=10 * device.overhead,
     )
+
+
+def _head(hidden: int, vocab: float, itemsize: int) -> Callable[[float], tuple[float, float]]:
+    """FLOP and bytes of labels' losses, forward and gradient at once: 4 V H a label."""
+    return lambda labels: (4 * labels * hidden * vocab, itemsize * 2 * (hidden + labels) * vocab)
 
 
 def _widths(shape: Any, op: BaseOpName, tensor_parallel: int) -> tuple[float, float]:

@@ -243,7 +243,7 @@ def test_a_stranger_among_the_manifests(
 
 FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
     "while an adapter is written": (Fault("safetensors.torch:save_file", 3, "no space"), None),
-    "while a manifest is written": (Fault("megatron_mux.checkpoint:os.replace", 3, "no space"), None),
+    "while a manifest is written": (Fault("megatron_mux.files:os.replace", 3, "no space"), None),
     "while a checkpoint is renamed": (Fault("os:rename", 4, "no space"), None),
     # A real refusal by the operating system, in the middle of a write.
     "while files grow": (None, 9000),

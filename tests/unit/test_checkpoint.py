@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mux import checkpoint
+from megatron_mux import checkpoint, files
 from megatron_mux.checkpoint import SavedTask, TaskState
 from megatron_mux.engine import Snapshot
 from megatron_mux.errors import UserError
@@ -49,7 +49,7 @@ def test_a_save_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
-    real = checkpoint._write
+    real = files.write
     for failing in range(3):
         calls = 0
 
@@ -60,7 +60,8 @@ def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             real(path, content)
 
-        monkeypatch.setattr(checkpoint, "_write", full)
+        for module in (checkpoint, files):
+            monkeypatch.setattr(module, "write", full)
         with pytest.raises(UserError, match=r"could not save: No space left.*--load"):
             checkpoint.save(tmp_path, [_state(2 + failing)], PLAN, "backbone")
         manifest = checkpoint.load(tmp_path, "backbone")
