@@ -13,6 +13,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.division import divided
 from megatron_mux.engine import Planning, Task
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
@@ -179,23 +180,6 @@ def prepare_planning(
         UserError: The plan file is not for this run, or a task does not fit into memory.
     """
     chunk, policy = arguments.mux_chunk_size, arguments.mux_policy
-    if policy != "auto":
-        fixed = chunk if isinstance(chunk, int) else None
-        return Planning(
-            policy, parallel.pp_size, None, arguments.mux_micro_batches, fixed, arguments.mux_align
-        )
-    premises = Premises(
-        _profile(arguments, info, parallel, say),
-        info,
-        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
-        arguments.dtype.itemsize,
-        arguments.recompute_granularity == "full",
-        arguments.mux_memory_limit,
-        arguments.mux_align,
-        chunk,
-        arguments.mux_micro_batches,
-    )
-    planner = Planner(premises)
     done = (
         {entry.name for entry in manifest.tasks if entry.status != "running"}
         if manifest is not None
@@ -206,13 +190,49 @@ def prepare_planning(
         for task in tasks
         if task.spec.name not in done
     }
+    known = _known_plan(arguments, manifest, say)
+    premises = Premises(
+        _profile(arguments, info, parallel, say),
+        info,
+        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
+        arguments.dtype.itemsize,
+        arguments.recompute_granularity == "full",
+        arguments.mux_memory_limit,
+        arguments.mux_align,
+        chunk,
+        arguments.mux_micro_batches,
+        schedule=arguments.mux_schedule,
+    )
+    premises = divided(premises, arguments, list(loads.values()), known, _from_first)
+    mesh = premises.mesh
+    if policy != "auto":
+        return Planning(
+            policy,
+            mesh.stages,
+            None,
+            arguments.mux_micro_batches,
+            chunk if isinstance(chunk, int) else None,
+            arguments.mux_align,
+            virtual=mesh.virtual,
+            split=mesh.split,
+            schedule=arguments.mux_schedule,
+        )
+    planner = Planner(premises)
     planner.check(loads)
-    given = _given_plan(arguments, planner, loads, manifest, say)
+    given = _given_plan(arguments, planner, loads, known, continued=manifest is not None, say=say)
     if given is None and loads:
         given = _from_first(planner.plan(loads))
         say(f"{given}\n  predicted {given.predicted_latency_s:.3g} s a step, by the {given.costs}")
     return Planning(
-        "auto", parallel.pp_size, planner, given=given, leads=parallel.rank == 0, share=_from_first
+        "auto",
+        mesh.stages,
+        planner,
+        given=given,
+        leads=parallel.rank == 0,
+        share=_from_first,
+        virtual=mesh.virtual,
+        split=mesh.split,
+        schedule=arguments.mux_schedule,
     )
 
 
@@ -224,26 +244,37 @@ def _from_first(what: Any) -> Any:
     return shared[0]
 
 
-def _given_plan(
-    arguments: MuxArguments,
-    planner: Planner,
-    loads: Mapping[str, TaskLoad],
-    manifest: Manifest | None,
-    say: Progress,
-) -> Plan | None:
-    """The plan that this run need not make."""
+def _known_plan(arguments: MuxArguments, manifest: Manifest | None, say: Progress) -> Plan | None:
+    """The plan of the run that is continued, or the one in a file.
+
+    Raises:
+        UserError: The file holds no plan.
+    """
     if manifest is not None:
         if arguments.mux_plan is not None:
             say(f"--mux-plan {arguments.mux_plan} is left alone: the run that is continued has its plan")
         try:
-            plan = Plan.from_json(manifest.plan)
+            return Plan.from_json(manifest.plan)
         except UserError:
             return None  # of an earlier version
-        here = (planner.mesh.tensor, planner.mesh.pipeline, planner.mesh.data, "auto")
-        return plan if (plan.tensor, plan.stages, plan.data, plan.policy) == here and plan.buckets else None
-    if arguments.mux_plan is None:
+    return read_plan(arguments.mux_plan) if arguments.mux_plan is not None else None
+
+
+def _given_plan(
+    arguments: MuxArguments,
+    planner: Planner,
+    loads: Mapping[str, TaskLoad],
+    known: Plan | None,
+    continued: bool,
+    say: Progress,
+) -> Plan | None:
+    """The plan that this run need not make, if `known` is one for it."""
+    if known is None:
         return None
-    plan = read_plan(arguments.mux_plan)
+    if continued:
+        is_ours = Mesh.of(known) == planner.mesh and known.policy == "auto" and known.buckets
+        return known if is_ours else None
+    plan = known
     try:
         check_plan(plan, planner.info.fingerprint, planner.mesh, sorted(loads))
     except UserError as error:

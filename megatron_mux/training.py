@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
-from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
 from megatron_mux.data.tokenizer import load_tokenizer
@@ -76,10 +76,14 @@ def run(arguments: MuxArguments) -> None:
         arguments.check_device(parallel.device.type)
         planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
         reporter.say(f"reading the backbone {arguments.backbone}")
-        backbone = Backbone.load(
-            arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
+        stages = load_stages(
+            arguments.backbone,
+            parallel,
+            arguments.dtype,
+            arguments.recompute_granularity or "none",
+            planning.split,
         )
-        engine = Engine(backbone, parallel, planning)
+        engine = Engine(stages, parallel, planning)
         loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
         loop.register(tasks)
         with _stop_on_signals(loop):
@@ -135,10 +139,10 @@ class Loop:
             self._entries[entry.name] = entry
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
-        if (before["policy"], before["stages"]) != (now.planning.policy, self.parallel.pp_size):
+        if (before["policy"], before["stages"]) != (now.planning.policy, now.planning.stages):
             self.reporter.say(
                 f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
-                f"{now.planning.policy} on {self.parallel.pp_size} rounds differently"
+                f"{now.planning.policy} on {now.planning.stages} rounds differently"
             )
 
     def register(self, tasks: Sequence[Task]) -> None:
@@ -314,7 +318,7 @@ class Loop:
         everything = [action for stage in stages for action in stage]
         first, last = self._turns.pictured
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        title = f"{self.engine.planning.policy}, {self.parallel.pp_size} stage(s): {steps} as measured"
+        title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
         self.reporter.schedule(everything, title)
 
     def _follow(self, watched: WatchedDirectory) -> bool:

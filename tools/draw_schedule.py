@@ -127,7 +127,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
     if without:
         raise UserError(f"{file}: has no predicted costs of bucket {', '.join(without)}: {_PLAN_IT}")
     try:  # against itself: for which backbone and ranks it is does not matter here
-        check_plan(plan, plan.backbone, Mesh(plan.tensor, plan.stages, plan.data), plan.tasks)
+        check_plan(plan, plan.backbone, Mesh.of(plan), plan.tasks)
     except UserError as error:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
     sizes = [bucket.chunks or (1,) * bucket.micro_batches for bucket in plan.buckets] * steps
@@ -194,7 +194,7 @@ def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: i
     """
     from megatron_mux.pipeline.draw import bubble, busy, latency
 
-    stages: list[dict[str, Any]] = [{"stage": stage} for stage in range(plan.stages)]
+    stages: list[dict[str, Any]] = [{"stage": stage} for stage in range(plan.ranks)]
     for name, actions in schedules.items():
         for row, seconds, idle in zip(stages, busy(actions), bubble(actions), strict=True):
             row[name] = {"busy_s": seconds, "bubble": idle}

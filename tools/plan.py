@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
     add("--tasks", type=path, required=True, metavar="FILE", help="tasks.yaml")
     add("--stages", type=at_least(1), metavar="S", help="pipeline stages (1)")
+    add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="stages of each rank (1)")
     add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")
     add("--data-parallel", type=at_least(1), metavar="N", help="pipelines (1)")
     add("--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism of N ranks")
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks}
     if arguments.gpus is None:
         mesh = Mesh(*(value or 1 for value in given))
-        info.check_parallel(mesh.tensor, mesh.pipeline)
+        info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages)
         meshes = [mesh]
     else:
         meshes = _meshes(info, arguments.gpus)
@@ -93,12 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
     best, seconds = found[0]
     if arguments.output is not None:
         _write(arguments.output, best)
-    mesh = Mesh(best.tensor, best.stages, best.data)
+    mesh = Mesh.of(best)
     if arguments.json:
-        others = [
-            {**asdict(Mesh(p.tensor, p.stages, p.data)), "predicted_latency_s": p.predicted_latency_s}
-            for p, _ in found
-        ]
+        others = [{**asdict(Mesh.of(p)), "predicted_latency_s": p.predicted_latency_s} for p, _ in found]
         extra = {"planning_s": seconds, "flags": flags(mesh), "mesh": others}
         print(json.dumps({**best.to_json(), **extra}))
         return
@@ -114,6 +112,7 @@ def _plans(
     """A plan for each mesh on which the tasks fit, the fastest first, with the seconds it took to make."""
     import torch
 
+    from megatron_mux.fusion.balance import balanced_split
     from megatron_mux.fusion.desk import Premises
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
@@ -144,8 +143,11 @@ def _plans(
             chunk,
             arguments.micro_batches,
         )
-        planner = Planner(premises)
         start = time.perf_counter()
+        if mesh.pipeline > 1:
+            split = balanced_split(premises, list(loads.values()), arguments.virtual_stages)
+            premises = replace(premises, mesh=replace(mesh, split=split))
+        planner = Planner(premises)
         try:
             found.append((planner.plan(loads), time.perf_counter() - start))
         except UserError as error:
@@ -218,7 +220,10 @@ def _print(plan: Plan, seconds: float) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{plan.stages} stage(s) x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)")
+    layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
+    table = Table(
+        title=f"{plan.stages} stage(s){layers} x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)"
+    )
     for column in (
         "bucket",
         "hybrid task",
@@ -281,7 +286,7 @@ def _print_meshes(found: Sequence[tuple[Plan, float]], refused: Mapping[Mesh, st
     from megatron_mux.fusion.desk import Mesh
 
     for plan, _ in found:
-        mesh = Mesh(plan.tensor, plan.stages, plan.data)
+        mesh = Mesh.of(plan)
         table.add_row(
             str(mesh.tensor),
             str(mesh.pipeline),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.arguments.model import MuxArguments
+from megatron_mux.arguments.pipeline_flags import contradictory
 from megatron_mux.arguments.values import destination
 
 # What a run's directory always holds, and what a Megatron checkpoint may hold.
@@ -39,6 +40,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
         problems.append(f"--mux-tasks {arguments.mux_tasks}: no such file")
+    problems += contradictory(arguments)
     problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
         problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: make it first")

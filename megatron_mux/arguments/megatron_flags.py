@@ -314,8 +314,8 @@ REASONS: Mapping[str, str] = {
     "--checkpoint-activations": "use --recompute-granularity full",
     "--recompute-activations": "use --recompute-granularity selective",
     "--local-rank": "start the processes with torchrun",
-    "--num-layers-per-virtual-pipeline-stage": "interleaved stages are not done yet",
-    "--num-virtual-stages-per-pipeline-rank": "interleaved stages are not done yet",
+    "--account-for-embedding-in-pipeline-split": "layers are divided by cost, the embedding's too: leave it out",
+    "--account-for-loss-in-pipeline-split": "layers are divided by cost, the loss's too: leave it out",
     "--wandb-project": "use --tensorboard-dir, or read DIR/<task>/metrics.jsonl",
 }
 """Flags of Megatron that are not honoured and deserve more than that answer."""

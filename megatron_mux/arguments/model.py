@@ -24,6 +24,10 @@ class MuxArguments:
         backbone: Directory of the backbone.
         tensor_model_parallel_size: Ranks that share each layer.
         pipeline_model_parallel_size: Stages.
+        decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: Layers of those stages; None: by cost.
+        pipeline_model_parallel_layout: Layers of every stage, in Megatron's words.
+        num_virtual_stages_per_pipeline_rank: Stages of each rank; None: one.
+        num_layers_per_virtual_pipeline_stage: The same, said by the layers of a stage.
         sequence_parallel: Divide the rows among tensor ranks between their regions.
         distributed_backend: What the processes must talk over; None leaves it to the device.
         distributed_timeout_minutes: How long a process waits for the others.
@@ -37,6 +41,8 @@ class MuxArguments:
         tensorboard_dir: Where TensorBoard's files go.
         mux_tasks: The task file.
         mux_policy: How tasks share a step.
+        mux_layer_split: Whether stages get layers by cost or by number, where no other flag says so.
+        mux_schedule: The order in which stages work; see `fusion.step`.
         mux_plan: A plan to begin with instead of making one.
         mux_align: How sequences are padded, if at all.
         mux_chunk_size: Tokens of a chunk; `auto` leaves it to the planner, None cuts nothing.
@@ -52,6 +58,11 @@ class MuxArguments:
     backbone: Path
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
+    pipeline_model_parallel_layout: str | None
+    num_virtual_stages_per_pipeline_rank: int | None
+    num_layers_per_virtual_pipeline_stage: int | None
     sequence_parallel: bool
     distributed_backend: Literal["nccl", "gloo"] | None
     distributed_timeout_minutes: int
@@ -65,6 +76,8 @@ class MuxArguments:
     tensorboard_dir: Path | None
     mux_tasks: Path | None
     mux_policy: Literal["auto", "serial", "temporal", "spatial"]
+    mux_layer_split: Literal["cost", "even"]
+    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"]
     mux_plan: Path | None
     mux_align: Literal["dense", "max-length", "longest"]
     mux_chunk_size: int | Literal["auto"] | None

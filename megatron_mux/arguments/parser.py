@@ -12,6 +12,7 @@ from typing import NoReturn
 from megatron_mux.arguments.checks import contradictions
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, PER_TASK, REASONS
 from megatron_mux.arguments.model import MuxArguments
+from megatron_mux.arguments.pipeline_flags import add_pipeline_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import (
     POLICIES,
@@ -107,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="compute again instead of keeping (default: keep)",
     )
     _add_parallel(parser)
+    add_pipeline_flags(parser)
     _add_results(parser)
     add_mux_args(parser)
     group = parser.add_argument_group(

@@ -18,7 +18,8 @@ from megatron_mux import layout, runtime
 from megatron_mux.backbone import columns, rotary, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape, stage_layers
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import BaseOpInfo, MicroBatch
 from megatron_mux.runtime import Parallel
@@ -33,7 +34,7 @@ Recompute = Literal["none", "full", "selective"]
 
 
 class Backbone:
-    """One stage of the frozen model on this process. Made by `Backbone.load`.
+    """One stage of the frozen model on this process. Made by `Backbone.load`, or several by `load_stages`.
 
     Attributes:
         info: What config.json and the headers say.
@@ -42,6 +43,7 @@ class Backbone:
         dtype: Of weights and hidden states.
         device: Where it is.
         layers: Global indices of this stage's layers.
+        first, last: Whether it embeds tokens; whether it computes the loss.
         model: Megatron's `GPTModel` (a container here: its `forward` is not used).
     """
 
@@ -50,6 +52,7 @@ class Backbone:
         info: BackboneInfo,
         shape: BackboneShape,
         parallel: Parallel,
+        layers: range,
         model: nn.Module,
         recompute: Recompute,
     ) -> None:
@@ -59,7 +62,8 @@ class Backbone:
         self.model = model
         self.recompute = recompute
         self.device = parallel.device
-        self.layers = stage_layers(shape.layers, parallel.pp_rank, parallel.pp_size)
+        self.layers = layers
+        self.first, self.last = layers.start == 0, layers.stop == shape.layers
         self.dtype = next(model.parameters()).dtype
         self._frequencies = (
             None
@@ -74,14 +78,18 @@ class Backbone:
         parallel: Parallel,
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
+        split: Split | None = None,
+        stage: int | None = None,
     ) -> Backbone:
-        """Build this process's stage and tensor shard and fill it, reading nothing else.
+        """Build a stage's tensor shard and fill it, reading nothing else.
 
         Args:
             path: A Hugging Face directory.
             parallel: This process's place.
             dtype: To compute in.
             recompute: What to compute again in the backward: nothing, whole layers, or core attention.
+            split: Layers of each stage; by default as even as can be, a stage to a rank.
+            stage: Which one; by default this rank's first.
 
         Raises:
             UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
@@ -90,15 +98,18 @@ class Backbone:
         info.check_parallel(parallel.tp_size, parallel.pp_size)
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
         shape = dataclasses.replace(info.shape, padded_vocab=padded)
-        layers = stage_layers(shape.layers, parallel.pp_rank, parallel.pp_size)
+        layers = stage_layers(split or even_split(shape.layers, parallel.pp_size))[
+            parallel.pp_rank if stage is None else stage
+        ]
         model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
-        tied_here = shape.tied and parallel.is_first_stage and parallel.is_last_stage
+        first, last = layers.start == 0, layers.stop == shape.layers
+        tied_here = shape.tied and first and last
         if tied_here:
             model.output_layer.register_parameter("weight", None)
         part = weights.Part(
             layers=layers,
-            first=parallel.is_first_stage,
-            last=parallel.is_last_stage,
+            first=first,
+            last=last,
             tp_rank=parallel.tp_rank,
             tp_size=parallel.tp_size,
         )
@@ -107,7 +118,7 @@ class Backbone:
             weights.fill(model, filled, info.stored, source, dtype, parallel.device)
         if tied_here:
             model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
-        return cls(info, shape, parallel, model, recompute)
+        return cls(info, shape, parallel, layers, model, recompute)
 
     @property
     def fingerprint(self) -> str:
@@ -142,7 +153,7 @@ class Backbone:
         if self._frequencies is not None:
             turns = rotary.turns(batch.positions, self._frequencies, self.dtype)
         decoder: Any = self.model.decoder
-        trimmed = labelled_only and self.parallel.is_last_stage and not self.parallel.sequence_parallel
+        trimmed = labelled_only and self.last and not self.parallel.sequence_parallel
         for i, layer in enumerate(decoder.layers):
             compute = _labelled_layer if trimmed and i == len(decoder.layers) - 1 else _layer
             if self.recompute == "full" and torch.is_grad_enabled():
@@ -158,7 +169,7 @@ class Backbone:
                 )
             else:
                 hidden = compute(layer, hidden, turns)
-        if self.parallel.is_last_stage:
+        if self.last:
             with layout.activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
         return hidden
@@ -276,6 +287,21 @@ class Backbone:
             group=self.parallel.tp_group if self.parallel.tp_size > 1 else None,
             reduce_gradient=share and not self.parallel.sequence_parallel,
         )
+
+
+def load_stages(
+    path: str | Path,
+    parallel: Parallel,
+    dtype: torch.dtype = torch.float32,
+    recompute: Recompute = "none",
+    split: Split | None = None,
+) -> list[Backbone]:
+    """All stages of this rank, in the order of the model; see `Backbone.load`."""
+    stages = len(split) if split else parallel.pp_size
+    return [
+        Backbone.load(path, parallel, dtype, recompute, split, stage)
+        for stage in range(parallel.pp_rank, stages, parallel.pp_size)
+    ]
 
 
 class _Last(torch.autograd.Function):

@@ -124,10 +124,3 @@ class BackboneShape:
         if self.layers < pipeline_parallel:
             problems.append(f"its {self.layers} layers cannot fill {pipeline_parallel} pipeline stages")
         return problems
-
-
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """Global indices of a stage's layers: as even as can be, the first stages one more where it does not come out."""
-    base, more = divmod(layers, stages)
-    start = stage * base + min(stage, more)
-    return range(start, start + base + (stage < more))

@@ -181,7 +181,7 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
 def build(
     shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, layers: range, recompute_attention: bool
 ) -> GPTModel:
-    """This stage of the model, `layers` of it, on the meta device: it takes no memory until it is filled."""
+    """A stage of the model, `layers` of it, on the meta device: it takes no memory until it is filled."""
     with runtime.quiet():
         config = megatron_config(shape, parallel, dtype)
     specs = [_layer_spec(shape, layer, recompute_attention) for layer in layers]
@@ -191,8 +191,8 @@ def build(
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
             vocab_size=shape.padded_vocab,
             max_sequence_length=(shape.position_limit or 0) + shape.position_offset,
-            pre_process=parallel.is_first_stage,
-            post_process=parallel.is_last_stage,
+            pre_process=layers.start == 0,
+            post_process=layers.stop == shape.layers,
             parallel_output=True,
             share_embeddings_and_output_weights=False,
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,68 +14,65 @@ from megatron_mux.engine.ends import Ends
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
+Stages = Mapping[int, Backbone]
+"""A rank's stages by their number."""
+
 
 class TrainingCompute:
     """Forward and backward of the units of one or several steps, and the ends of their buckets.
 
     Args:
-        backbone: This stage.
+        stages: This rank's.
         batches: For each unit, a batch for each hybrid task in it: computed one after the other.
         ends: Of the buckets' steps.
-        last: Whether this is the last stage.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        batches: Batches,
-        ends: Ends,
-        last: bool,
-    ) -> None:
-        self.backbone = backbone
+    def __init__(self, stages: Stages, batches: Batches, ends: Ends) -> None:
+        self.stages = stages
         self.batches = batches
         self.ends = ends
-        self.last = last
         # Summed per bucket's step and task on the device. A row each: a task's NaN is its own.
         shape = (len(ends.tokens) * len(ends.buckets), len(ends.running))
-        self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=backbone.device)
-        self._outputs: dict[Unit, list[Tensor]] = {}
+        self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=ends.parallel.device)
+        self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         if not action.is_pass:
             return len(self.ends.bucket(action.bucket).tasks), 2
-        rows = sum(self.backbone.hidden_shape(batch)[0] for batch in self.batches[action.unit])
-        return (rows, *self.backbone.hidden_shape(self.batches[action.unit][0])[1:])
+        backbone, batches = self.stages[action.stage], self.batches[action.unit]
+        rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
+        return (rows, *backbone.hidden_shape(batches[0])[1:])
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage."""
-        batches = self.batches[action.unit]
+        backbone, batches = self.stages[action.stage], self.batches[action.unit]
         if len(batches) == 1:
             return self._forward(action, batches[0], hidden)
-        sizes = [self.backbone.hidden_shape(batch)[0] for batch in batches]
+        sizes = [backbone.hidden_shape(batch)[0] for batch in batches]
         parts: Sequence[Tensor | None] = [None] * len(batches)
         if hidden is not None:
             parts = hidden.split(sizes)
         outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
-        self._outputs[action.unit] = outputs
+        self._outputs[action.stage, action.unit] = outputs
         # Each batch is back-propagated by itself, below.
         with torch.no_grad():
-            return torch.stack(outputs).sum() if self.last else torch.cat(outputs)
+            return torch.stack(outputs).sum() if backbone.last else torch.cat(outputs)
 
     def _forward(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        backbone = self.stages[action.stage]
         with layout.activate(batch):
-            output = self.backbone.forward(batch, hidden, labelled_only=True)
-            if not self.last:
+            output = backbone.forward(batch, hidden, labelled_only=True)
+            if not backbone.last:
                 return output
-            loss, nll = self.backbone.loss(output, batch)
+            loss, nll = backbone.loss(output, batch)
         self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate to the adapters and to the stage's input."""
         batches = self.batches[action.unit]
-        outputs = self._outputs.pop(action.unit, [output])
+        outputs = self._outputs.pop((action.stage, action.unit), [output])
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None:
             gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
@@ -84,8 +81,9 @@ class TrainingCompute:
                 with layout.activate(batch):
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
-                batch.carry.forget(batch.segments)
-        self.batches.forget(action.unit)
+                batch.carry.forget(batch.segments, self.stages[action.stage].layers)
+        if action.stage == min(self.stages):  # the last on this rank to be back-propagated
+            self.batches.forget(action.unit)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
@@ -104,36 +102,35 @@ class EvaluationCompute:
     """Forward passes that keep, per labelled token, its negative log-likelihood and whether it was predicted.
 
     Args:
-        backbone: This stage.
+        stages: This rank's.
         batches: Micro-batches in order.
         sequences: Number of sequences over all of them.
-        last: Whether this is the last stage.
         end_of_sequence: Token id left out of the accuracy.
     """
 
     def __init__(
-        self, backbone: Backbone, batches: list[MicroBatch], sequences: int, last: bool, end_of_sequence: int
+        self, stages: Stages, batches: list[MicroBatch], sequences: int, end_of_sequence: int
     ) -> None:
-        self.backbone = backbone
+        self.stages = stages
         self.batches = batches
-        self.last = last
         self.end_of_sequence = end_of_sequence
         # [sequence, (sum of nll, labels, predicted, labels that are not end-of-sequence)]
-        self.sums: Tensor = torch.zeros(sequences, 4, dtype=torch.float64, device=backbone.device)
+        device = next(iter(stages.values())).device
+        self.sums: Tensor = torch.zeros(sequences, 4, dtype=torch.float64, device=device)
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
-        return self.backbone.hidden_shape(self.batches[action.micro_batch])
+        return self.stages[action.stage].hidden_shape(self.batches[action.micro_batch])
 
     @torch.no_grad()
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states; on the last stage the sums are kept too."""
-        batch = self.batches[action.micro_batch]
+        backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
         with layout.activate(batch):
-            output = self.backbone.forward(batch, hidden, labelled_only=True)
-            if not self.last:
+            output = backbone.forward(batch, hidden, labelled_only=True)
+            if not backbone.last:
                 return output
-            nll, best = self.backbone.predict(output, batch)
+            nll, best = backbone.predict(output, batch)
         counted = batch.labels != self.end_of_sequence
         columns = (nll, torch.ones_like(nll), (best == batch.labels) & counted, counted)
         rows = torch.stack([column.double() for column in columns], dim=1)

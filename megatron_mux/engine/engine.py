@@ -38,21 +38,24 @@ class Engine:
     """Trains the registered tasks on one backbone.
 
     Args:
-        backbone: This rank's part of the frozen backbone.
+        backbone: This rank's part of the frozen backbone: a stage, or several in the order of the model.
         parallel: Where this rank stands.
         planning: How tasks share a step; by default all in one hybrid task.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Backbone | Sequence[Backbone],
         parallel: Parallel,
         planning: Planning | None = None,
     ) -> None:
-        self.backbone = backbone
+        own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
+        self.backbone = own[0]
+        self.stages = {parallel.pp_rank + i * parallel.pp_size: stage for i, stage in enumerate(own)}
         self.parallel = parallel
-        self.planning = planning or Planning("spatial", parallel.pp_size)
-        self.adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+        self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
+        base_ops = [op for stage in own for op in stage.base_ops()]
+        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
         self.last_plan: Plan | None = None
         self._running: dict[str, Running] = {}
@@ -174,6 +177,7 @@ class Engine:
             A result per task for each step, at least one; a task that fails is in those up to its failure.
         """
         plan = self._for_this_mesh(self.planning.begin(self._loads()))
+        most = most if plan.schedule in ("planned", "1f1b") else 1  # the others know no step after theirs
         count = min([most, self.planning.lasts, *(self._running[name].left for name in plan.tasks)])
         pad_to = padded_lengths(
             plan.alignment, {name: self._running[name].task.spec.data.max_length for name in plan.tasks}
@@ -212,9 +216,10 @@ class Engine:
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
         ends = Ends(running, plan.buckets, tokens, self.parallel)
-        compute = TrainingCompute(self.backbone, batches, ends, self.parallel.is_last_stage)
+        compute = TrainingCompute(self.stages, batches, ends)
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
-        execute(template[self.parallel.pp_rank], compute, self.communicator, self.backbone.dtype, timer)
+        dtype = self.backbone.dtype
+        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
         return ends.results
 
     def _for_this_mesh(self, plan: Plan) -> Plan:
@@ -262,7 +267,7 @@ class Engine:
             return None
         options = running.task.spec.eval
         return evaluate(
-            self.backbone,
+            self.stages,
             self.parallel,
             self.communicator,
             name,

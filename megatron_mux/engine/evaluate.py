@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.batches import tensors
-from megatron_mux.engine.compute import EvaluationCompute
+from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
@@ -45,7 +44,7 @@ class EvalResult:
 
 
 def evaluate(
-    backbone: Backbone,
+    stages: Stages,
     parallel: Parallel,
     communicator: Communicator,
     task: str,
@@ -59,9 +58,9 @@ def evaluate(
     Only a group of records is in memory at a time, however long the file is.
 
     Args:
-        backbone: This stage, with the task's adapter attached.
+        stages: This rank's, with the task's adapter attached.
         parallel: Where this rank stands; records are shared out over data-parallel ranks.
-        communicator: This stage's transfers.
+        communicator: This rank's transfers.
         task: The task's name.
         dataset: Held-out records.
         position_offset: The task's number of virtual tokens.
@@ -74,12 +73,12 @@ def evaluate(
     Raises:
         UserError: Some rank could not read the data; on every rank, so none waits for another.
     """
-    stage = _Stage(backbone, parallel, communicator, task, position_offset, steps_done, batch_size)
+    rank = _Rank(stages, parallel, communicator, task, position_offset, steps_done, batch_size)
     mine = range(parallel.dp_rank, len(dataset), parallel.dp_size)
     groups = _groups(_read(dataset, mine), PASSES_PER_STAGE * parallel.pp_size, batch_size)
     sums = torch.zeros(5, dtype=torch.float64, device=parallel.device)
     while (group := _next_together(groups, parallel)) is not None:
-        sums += stage.sums(group, dataset.end_of_sequence)
+        sums += rank.sums(group, dataset.end_of_sequence)
     if parallel.world_size > 1:
         dist.all_reduce(sums)
     nll, labels, predicted, counted, likeliest = sums.tolist()
@@ -145,10 +144,10 @@ def _next_together(groups: Iterator[list[_Record]], parallel: Parallel) -> list[
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Rank:
     """What evaluates a group on this rank; the attributes are the arguments of `evaluate`."""
 
-    backbone: Backbone
+    stages: Stages
     parallel: Parallel
     communicator: Communicator
     task: str
@@ -169,11 +168,12 @@ class _Stage:
             return nothing
         batches = self._passes([example for record in group for example in record.candidates])
         sequences = sum(len(record.candidates) for record in group)
-        last = self.parallel.is_last_stage
-        compute = EvaluationCompute(self.backbone, batches, sequences, last, end_of_sequence)
-        actions = forward_only(self.parallel.pp_size, len(batches))[self.parallel.pp_rank]
-        execute(actions, compute, self.communicator, self.backbone.dtype)
-        if not last or self.parallel.tp_rank != 0:
+        compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence)
+        ranks, each = self.parallel.pp_size, len(self.stages)
+        dtype = next(iter(self.stages.values())).dtype
+        template = forward_only(ranks, len(batches), each)
+        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
+        if not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
             return nothing
         table = compute.sums.view(len(group), -1, 4)  # [record, candidate, ...]
         own = torch.tensor([record.own for record in group], device=table.device)

@@ -14,10 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
+from megatron_mux.backbone.split import Split
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Plan, Policy, plan_for
+from megatron_mux.fusion.plan import Plan, Policy, Schedule, plan_for
 
 _LEAST_SECONDS = 0.5
 _SECONDS_A_TASK_AND_STAGE = 0.004
@@ -56,11 +57,14 @@ class Planning:
 
     Args:
         policy: Which plans to follow.
-        stages: Of the pipeline.
+        stages: Of the pipeline, virtual ones included.
         planner: Makes plans for the policy `auto`.
         micro_batches, chunk, alignment: For the other policies, see `plan_for`.
         given: A plan to begin with, for `auto`: from a file, or of the run that is continued.
         leads: Whether this rank makes the plans that others follow.
+        virtual: Stages of each rank.
+        split: Layers of each stage; empty: as even as can be.
+        schedule: See `Plan`.
         share: Gives every rank what the one that leads has; all of them call it between the same two steps.
 
     Attributes:
@@ -78,6 +82,9 @@ class Planning:
         given: Plan | None = None,
         leads: bool = True,
         share: Callable[[Any], Any] = lambda what: what,
+        virtual: int = 1,
+        split: Split = (),
+        schedule: Schedule = "planned",
     ) -> None:
         if policy == "auto" and planner is None:
             raise ValueError("the policy auto needs a planner")
@@ -87,6 +94,9 @@ class Planning:
         self.micro_batches = micro_batches
         self.chunk = chunk
         self.alignment: Mode = alignment
+        self.virtual = virtual
+        self.split = split
+        self.schedule: Schedule = schedule
         self._plan = given
         self._left = 0 if given is None else given.replan_in
         self._thread: ThreadPoolExecutor | None = None
@@ -104,9 +114,10 @@ class Planning:
         if self.policy != "auto":
             names = list(loads) if self.policy == "serial" else sorted(loads)
             accumulation = {name: loads[name].accumulation for name in names}
-            return plan_for(
+            plan = plan_for(
                 self.policy, accumulation, self.stages, self.micro_batches, self.chunk, self.alignment
             )
+            return replace(plan, virtual=self.virtual, split=self.split, schedule=self.schedule)
         assert self.planner is not None
         if self._plan is None or not loads:
             return self.planner.plan(loads)

@@ -67,7 +67,9 @@ def _wrong_place(plan: Plan, backbone: str, mesh: Mesh) -> Iterator[str]:
         yield f"backbone: the plan is for another backbone ({theirs}, not {backbone[:12]}): plan anew"
     for name, planned, there in (
         ("tensor", plan.tensor, mesh.tensor),
-        ("stages", plan.stages, mesh.pipeline),
+        ("stages", plan.stages, mesh.stages),
+        ("virtual", plan.virtual, mesh.virtual),
+        ("split", plan.split, mesh.split),
         ("data", plan.data, mesh.data),
     ):
         if planned != there:
@@ -117,8 +119,8 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
         longest = latency if latency is not None else longest
     if sum(sum(bucket.chunks) for bucket in plan.buckets) > _MOST_UNITS:
         yield f"buckets: have more than {_MOST_UNITS} chunks together"
-    if plan.activation_limit and len(plan.activation_limit) != plan.stages:
-        yield f"activation_limit: has {len(plan.activation_limit)} entries for {plan.stages} stage(s)"
+    if plan.activation_limit and len(plan.activation_limit) != plan.ranks:
+        yield f"activation_limit: has {len(plan.activation_limit)} entries for {plan.ranks} rank(s)"
 
 
 def _wrong_template(plan: Plan) -> Iterator[str]:
@@ -130,8 +132,8 @@ def _wrong_template(plan: Plan) -> Iterator[str]:
         return
     if not plan.template:
         return
-    if len(plan.template) != plan.stages:
-        yield f"template: has {len(plan.template)} rows for {plan.stages} stage(s)"
+    if len(plan.template) != plan.ranks:
+        yield f"template: has {len(plan.template)} rows for {plan.ranks} rank(s)"
         return
     rows: list[tuple[Action, ...]] = []
     for s, texts in enumerate(plan.template):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_mux.backbone.shape import stage_layers
+from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
 from megatron_mux.fusion.cost import bucket_cost
 from megatron_mux.fusion.cost import fits as can_fit
 from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, step_grid, step_template
@@ -29,18 +29,35 @@ class Mesh:
 
     Attributes:
         tensor: Ranks that share each layer.
-        pipeline: Stages.
+        pipeline: Ranks of a pipeline.
         data: Pipelines.
+        split: Layers of each stage; empty: a stage to a rank, as even as can be.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    split: Split = ()
 
     @property
     def ranks(self) -> int:
         """All of them."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline, virtual ones included."""
+        return len(self.split) or self.pipeline
+
+    @property
+    def virtual(self) -> int:
+        """Stages of each rank."""
+        return self.stages // self.pipeline
+
+    @classmethod
+    def of(cls, plan: Plan) -> Mesh:
+        """What a plan is for."""
+        return cls(plan.tensor, plan.stages // plan.virtual, plan.data, plan.split)
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,7 @@ class Premises:
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
+        schedule: See `Plan`.
         overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
     """
 
@@ -70,12 +88,12 @@ class Premises:
     chunk: Chunking = "auto"
     micro_batches: int | None = None
     overlap: bool = False
+    schedule: Schedule = "planned"
 
     @property
     def stages(self) -> list[range]:
         """The layers of each stage."""
-        count = self.mesh.pipeline
-        return [stage_layers(self.info.shape.layers, stage, count) for stage in range(count)]
+        return stage_layers(self.mesh.split or even_split(self.info.shape.layers, self.mesh.pipeline))
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,7 @@ class WorkedOut:
     Attributes:
         plan: With the costs of its buckets and its template.
         latency: Seconds of a step.
-        memory: `[S]` bytes at the peak.
+        memory: Bytes of each rank at the peak.
         fits: Whether that is within the limit, with the longest sequences there are too.
         actions: Passes of its template.
     """
@@ -127,29 +145,42 @@ class Desk:
             raw.name: Lengths(raw.tokens, raw.labels, self.pad_to.get(raw.name, 0)) for raw in loads
         }
         self.limit: list[float] | None = None
+        self.stage_limit: list[float] | None = None
         if premises.memory_limit is not None:
-            self.limit = [max(0.0, premises.memory_limit - r) for r in self.costs.resident()]
+            self.limit = [max(0.0, premises.memory_limit - r) for r in self.resident()]
+            self.stage_limit = self._divided(self.limit)
         self._index = {load.name: i for i, load in enumerate(loads)}
         self._known: dict[tuple[Bucket, ...], WorkedOut] = {}
 
     @property
     def too_large(self) -> list[int]:
         """Tasks of which one sequence alone does not fit beside what is always there."""
-        if self.limit is None:
+        limit = self.stage_limit
+        if limit is None:
             return []
-        tight = any(r > (self.premises.memory_limit or 0.0) for r in self.costs.resident())
+        tight = any(r > (self.premises.memory_limit or 0.0) for r in self.resident())
         return [
             task
             for task in range(len(self.loads))
-            if tight or any(k > limit for k, limit in zip(self.costs.longest(task), self.limit, strict=True))
+            if tight or any(k > most for k, most in zip(self.costs.longest(task), limit, strict=True))
         ]
+
+    def resident(self) -> list[float]:
+        """Bytes that are always there on each rank: see `StageCosts.resident`."""
+        stages, ranks = self.costs.resident(), self.premises.mesh.pipeline
+        return [sum(stages[rank::ranks]) for rank in range(ranks)]
+
+    def _divided(self, limit: Sequence[float]) -> list[float]:
+        """`[S]` of what a rank may keep between passes, each stage's share by its layers."""
+        layers, ranks = [len(own) for own in self.premises.stages], len(limit)
+        return [limit[s % ranks] * count / sum(layers[s % ranks :: ranks]) for s, count in enumerate(layers)]
 
     def smallest(self) -> Plan:
         """What takes the least memory: one sequence at a time."""
         most = max(len(load.tokens) for load in self.loads)
         accumulation = {load.name: len(load.tokens) for load in self.loads}
         plan = plan_for("temporal", accumulation, self.premises.mesh.pipeline, most, None, self.alignment)
-        return replace(plan, data=self.premises.mesh.data, weights=self.weights)
+        return self._here(plan)
 
     def of_policy(
         self,
@@ -169,7 +200,7 @@ class Desk:
             chunk,
             self.alignment,
         )
-        return replace(plan, data=premises.mesh.data, weights=self.weights)
+        return self._here(plan)
 
     def of_layout(self, layout: Layout, micro_batches: int, chunk: int | None) -> Plan:
         """A searched layout's plan."""
@@ -180,9 +211,19 @@ class Desk:
             )
             for bucket in layout.buckets
         )
+        return self._here(Plan("auto", self.premises.mesh.stages, buckets, alignment=self.alignment))
+
+    def _here(self, plan: Plan) -> Plan:
+        """A plan for this mesh."""
         mesh = self.premises.mesh
-        return Plan(
-            "auto", mesh.pipeline, buckets, data=mesh.data, alignment=self.alignment, weights=self.weights
+        return replace(
+            plan,
+            stages=mesh.stages,
+            virtual=mesh.virtual,
+            split=mesh.split,
+            schedule=self.premises.schedule,
+            data=mesh.data,
+            weights=self.weights,
         )
 
     def worked_out(self, plan: Plan) -> WorkedOut:
@@ -199,7 +240,7 @@ class Desk:
         ]
         order = sorted(range(len(costs)), key=lambda i: (-first[i], i))
         # A micro-batch that does not fit alone has no template within the limit: its memory is reported without one.
-        limit = self.limit if all(can_fit(costs[b], self.limit) for b in order) else None
+        limit = self.limit if all(can_fit(costs[b], self.stage_limit) for b in order) else None
         # Its passes are known now, so its template can be the structured one, whatever made it.
         plan = replace(
             plan,
@@ -213,7 +254,7 @@ class Desk:
             sizes = [grid.sizes[b] for b in order]
             templates.append(step_template(plan, sizes))
             simulations.append(simulate(templates[-1], buckets, sizes=sizes))
-        peaks = [max(found.peak(stage) for found in simulations) for stage in range(plan.stages)]
+        peaks = [max(found.peak(rank) for found in simulations) for rank in range(len(templates[0]))]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
@@ -222,7 +263,7 @@ class Desk:
         return WorkedOut(
             replace(plan, template=texts),
             max(found.latency for found in simulations) + self.costs.step_overhead(tasks),
-            tuple(r + p for r, p in zip(self.costs.resident(), peaks, strict=True)),
+            tuple(r + p for r, p in zip(self.resident(), peaks, strict=True)),
             fits,
             sum(len(stage) for template in templates for stage in template),
         )
@@ -252,7 +293,7 @@ class Desk:
         return [self._mean(own, [grid.sizes[b] for grid in grids]) for b, own in enumerate(of_bucket)]
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[tuple[int, ...]]) -> BucketCost:
-        stages, count = range(self.premises.mesh.pipeline), len(costs)
+        stages, count = range(self.premises.mesh.stages), len(costs)
         return BucketCost(
             micro_batches=max(len(own) for own in sizes),
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),

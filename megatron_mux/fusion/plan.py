@@ -19,7 +19,8 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
-FORMAT: Literal[3] = 3
+Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
+FORMAT: Literal[4] = 4
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -83,20 +84,23 @@ class Plan:
 
     Attributes:
         policy: Where it comes from.
-        stages: Pipeline stages.
+        stages: Pipeline stages, virtual ones included.
         buckets: In the order they enter the pipeline.
+        virtual: Stages of each rank: stage `s` is on rank `s % (stages / virtual)`.
+        split: Layers of each stage; empty: as even as can be.
+        schedule: What its template is: see `fusion.step.step_template`.
         tensor, data: Ranks that share each layer; pipelines.
         backbone: The backbone's fingerprint; empty: not bound to one.
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
-        template: Each stage's actions of a step of typical lengths, in their string form; empty without the planner.
+        template: Each rank's actions of a step of typical lengths, in their string form; empty without the planner.
         costs: Where predicted figures come from.
         predicted_latency_s: Of one step of every task.
         alternatives: The same for `serial`, `temporal`, `spatial` and `padded` (spatial, all sequences padded to the
             longest `max_length`).
-        memory_bytes: `[S]` predicted peak of each stage.
+        memory_bytes: Predicted peak of each rank of the pipeline.
         memory_limit_bytes: What a rank may use; None: not limited.
-        activation_limit: `[S]` bytes that a stage may keep between passes, what is always there left out.
+        activation_limit: Bytes that each rank may keep between passes, what is always there left out.
         padding: Shares of computed tokens that carry no information: `plan`, `within_tasks`, `zero_padded`.
         replan_in: Steps after which this plan gives way to the one that is being made beside it; 0: none is.
     """
@@ -106,6 +110,9 @@ class Plan:
     policy: Policy
     stages: _Count
     buckets: tuple[Bucket, ...]
+    virtual: _Count = 1
+    split: tuple[_Count, ...] = ()
+    schedule: Schedule = "planned"
     tensor: _Count = 1
     data: _Count = 1
     backbone: str = ""
@@ -120,7 +127,12 @@ class Plan:
     activation_limit: _Amounts = ()
     padding: dict[str, _Amount] = field(default_factory=dict)
     replan_in: Annotated[int, Field(ge=0, strict=True)] = 0
-    format: Literal[3] = FORMAT
+    format: Literal[4] = FORMAT
+
+    @property
+    def ranks(self) -> int:
+        """Of a pipeline."""
+        return self.stages // self.virtual
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -186,7 +198,9 @@ class Plan:
             raise UserError(*_described(error.errors())) from error
 
     def __str__(self) -> str:
-        lines = [f"plan: {self.policy}, {self.stages} stage{'s' if self.stages > 1 else ''}"]
+        layers = f" of {'+'.join(map(str, self.split))} layers" if self.split else ""
+        each = f", {self.virtual} to a rank" if self.virtual > 1 else ""
+        lines = [f"plan: {self.policy}, {self.stages} stage{'s' if self.stages > 1 else ''}{layers}{each}"]
         for i, bucket in enumerate(self.buckets):
             hybrid = " | ".join(" + ".join(h.tasks) for h in bucket.hybrid_tasks)
             cut = f", chunks of {bucket.chunk}" if bucket.chunk else ""

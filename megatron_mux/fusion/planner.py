@@ -60,7 +60,9 @@ class Planner:
         """
         ordered = [loads[name] for name in sorted(loads)]
         if not ordered:
-            return self._finished(Plan("auto", self.mesh.pipeline, ()), None)
+            return self._finished(
+                Plan("auto", self.mesh.stages, (), self.mesh.virtual, self.mesh.split), None
+            )
         desk = Desk(self.premises, ordered, self.premises.alignment)
         best = self._best(desk)
         return self._finished(best, desk)
@@ -107,7 +109,7 @@ class Planner:
             raise UserError(*self._too_large(desk))
         candidates: list[WorkedOut] = []
         try:
-            layout = search(desk.costs, desk.tokens, self._counts(desk), desk.limit)
+            layout = search(desk.costs, desk.tokens, self._counts(desk), desk.stage_limit)
             candidates = [found for found in self._variants(desk, layout) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches
@@ -203,15 +205,16 @@ class Planner:
     def _too_large(self, desk: Desk) -> list[str]:
         """Which tasks do not fit, and what would make them fit."""
         assert self.memory_limit is not None
-        resident = desk.costs.resident()
+        resident = desk.resident()
         if max(resident) > self.memory_limit:
-            stage = max(range(len(resident)), key=lambda s: resident[s])
-            held = f"{_size(resident[stage])} that stage {stage} holds of the backbone and the adapters"
+            rank = max(range(len(resident)), key=lambda r: resident[r])
+            held = f"{_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
             more = "give more memory, more stages or tensor ranks, or bf16"
             return [f"the memory limit of {_size(self.memory_limit)} is less than the {held}: {more}"]
         said = []
         for task in desk.too_large:
-            load, kept = desk.loads[task], desk.costs.longest(task)
+            load, ranks = desk.loads[task], self.mesh.pipeline
+            kept = [sum(desk.costs.longest(task)[rank::ranks]) for rank in range(ranks)]
             longest = load.longest_sequence
             needed = max(r + k for r, k in zip(resident, kept, strict=True))
             room = min((self.memory_limit - r) / k for r, k in zip(resident, kept, strict=True) if k)

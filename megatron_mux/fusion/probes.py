@@ -240,8 +240,8 @@ class Probes:
     def _ends(self) -> list[Probe]:
         """The entry, by rows; the final norm and the loss head, by labels."""
         backbone = self.backbone
-        found = [self._entry(rows) for rows in self.coarse] if backbone.parallel.is_first_stage else []
-        if not backbone.parallel.is_last_stage:
+        found = [self._entry(rows) for rows in self.coarse] if backbone.first else []
+        if not backbone.last:
             return found
         norm: Any = backbone.model.decoder.final_layernorm  # type: ignore[union-attr]
         for labels in [n for n in (1, 4, *self.rows) if n <= max(self.most_tokens // 2, 16)]:

@@ -14,7 +14,7 @@ from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.structured import structured
-from megatron_mux.pipeline.template import Template, one_f_one_b
+from megatron_mux.pipeline.template import Template, fits_interleaved, gpipe, interleaved, one_f_one_b
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,37 @@ def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> 
 
 
 def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
-    """The actions of one or several steps on every stage, those that end the buckets' steps included.
+    """The actions of one or several steps on every rank, those that end the buckets' steps included.
 
-    The planner's plans know what passes take: theirs is the structured multi-bucket template. Others take turns, 1F1B.
+    The planner's plans know what passes take: theirs is the structured multi-bucket template. Others take turns, 1F1B;
+    with several stages to a rank, structured too, as if all passes took the same. A plan may ask for another schedule:
+    `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
         plan: The plan.
         sizes: From `step_grid`; of several steps, one after the other.
     """
     period = len(plan.buckets)
-    if plan.policy != "auto" or not all(bucket.forward for bucket in plan.buckets):
-        passes = one_f_one_b(plan.stages, sizes, period)
-    else:
+    passes = _passes(plan, sizes, period)
+    return with_updates(passes, sizes, period, plan.stages)
+
+
+def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template:
+    single = plan.virtual == 1
+    if plan.schedule == "gpipe" and single:
+        return gpipe(plan.stages, sizes)
+    if plan.schedule == "interleaved" and fits_interleaved(plan.ranks, sizes):
+        return interleaved(plan.ranks, plan.virtual, sizes)
+    planned = plan.policy == "auto" and all(bucket.forward for bucket in plan.buckets)
+    if single and (plan.schedule == "1f1b" or not planned):
+        return one_f_one_b(plan.stages, sizes, period)
+    if planned:
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
-        passes = structured(costs, plan.activation_limit or None, sizes)
-    return with_updates(passes, sizes, period)
+        return structured(costs, plan.activation_limit or None, sizes, plan.virtual)
+    one = (1.0,) * plan.stages
+    alike = [BucketCost(bucket.micro_batches, one, one, memory=one) for bucket in plan.buckets]
+    # About as many in flight as interleaved 1F1B has.
+    return structured(alike, [2.0 * plan.stages] * plan.ranks, sizes, plan.virtual)
 
 
 def bucket_costs(bucket: Bucket) -> BucketCost:

@@ -90,14 +90,13 @@ class Carry:
                 self._gradients[name, at] = key[rows].to(dtype, copy=True), value[rows].to(dtype, copy=True)
             at = rows.stop
 
-    def forget(self, segments: Sequence[Segment]) -> None:
-        """Drop what a chunk left, once its backward pass has run: also where nothing needed a gradient."""
+    def forget(self, segments: Sequence[Segment], layers: range) -> None:
+        """Drop what a chunk left in these layers, once its backward pass is done: also where nothing had a gradient."""
         for segment in segments:
             if not segment.continues:
                 continue
-            for (_, task, sequence), pairs in self._left.items():
-                if (task, sequence) == (segment.task, segment.sequence):
-                    self._cut(pairs, segment.past)
+            for layer in layers:
+                self._cut(self._left.get((layer, segment.task, segment.sequence), []), segment.past)
 
     def collect(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor] | None:
         """The summed gradients `[n, g, D]` of later chunks with respect to what this segment left, which is dropped."""

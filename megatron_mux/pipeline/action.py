@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Pass = Literal["F", "B"]
@@ -36,10 +36,10 @@ class Action:
     chunk 2 (chunk 0 is not written); of the others `<stage><N|U><bucket>`, for instance `0N1`.
 
     Attributes:
-        stage: Pipeline stage, from 0; with virtual stages there are several to a rank.
+        stage: Pipeline stage, from 0; with virtual stages there are several to a rank. Of `N` and `U`: the rank.
         kind: `F` forward, `B` backward. `N`: all of a bucket's backward passes are done here: its tasks' losses and
-            the squared norms of their gradients, those of this stage added, go to the stage before. `U`: they have come
-            back from the first stage, whole: clip, let the tasks' optimizers step here, pass them on to the next stage.
+            the squared norms of their gradients, those of this rank added, go to the rank before. `U`: they have come
+            back from the first rank, whole: clip, let the tasks' optimizers step here, pass them on to the next rank.
         bucket, micro_batch, chunk: See `Unit`; `N` and `U` are of a whole bucket.
     """
 
@@ -89,9 +89,26 @@ class Action:
         return self.kind in ("F", "B")
 
     @property
-    def source(self) -> int:
-        """The stage whose action of the same kind sends what this one needs; there may be no such stage."""
-        return self.stage + (-1 if self.kind in ("F", "U") else 1)
+    def is_backward(self) -> bool:
+        """Whether what it makes goes to the stage before, else to the next."""
+        return self.kind in ("B", "N")
+
+    def before(self, stages: int, ranks: int) -> Action | None:
+        """The action of the same kind that makes what this one needs; None: it needs nothing of another stage.
+
+        Args:
+            stages: Number of stages.
+            ranks: They are on; `N` and `U` are of a rank, whatever the number of its stages.
+        """
+        return self._shifted(1 if self.is_backward else -1, stages, ranks)
+
+    def after(self, stages: int, ranks: int) -> Action | None:
+        """The action of the same kind that needs what this one makes; see `before`."""
+        return self._shifted(-1 if self.is_backward else 1, stages, ranks)
+
+    def _shifted(self, by: int, stages: int, ranks: int) -> Action | None:
+        stage = self.stage + by
+        return replace(self, stage=stage) if 0 <= stage < (stages if self.is_pass else ranks) else None
 
 
 @dataclass(frozen=True)

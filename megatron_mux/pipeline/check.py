@@ -41,8 +41,8 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
         _check_forward_first(template, actions, sizes)
     steps = len(sizes) > (period or len(sizes))
     if (has_backward and steps) or any(not action.is_pass for actions in template for action in actions):
-        for stage in range(stages):
-            _check_ends(template, stage, sizes, period or len(sizes))
+        for rank in range(len(template)):
+            _check_ends(template, rank, stages // len(template), sizes, period or len(sizes))
     _check_links(template, stages)
 
 
@@ -61,7 +61,8 @@ def _check_places(template: Template, stages: int, wanted: Collection[Unit], buc
     seen: set[Action] = set()
     for rank, actions in enumerate(template):
         for action in actions:
-            if action.stage >= stages or action.stage % len(template) != rank:
+            last = stages if action.is_pass else len(template)
+            if action.stage >= last or action.stage % len(template) != rank:
                 raise _refuse(template, f"{action} is not for a stage of rank {rank}", action)
             end = Action(action.stage, action.kind, action.bucket)
             if not (action.unit in wanted if action.is_pass else action == end and action.bucket < buckets):
@@ -118,17 +119,15 @@ def _check_forward_first(template: Template, actions: Sequence[Action], sizes: S
             raise _refuse(template, f"{action} comes before the forward of its last chunk", action)
 
 
-def _check_ends(template: Template, stage: int, sizes: Sizes, period: int) -> None:
-    """On one stage: every bucket's step ends once, after its backward passes and before its next step begins."""
-    rank = template[stage % len(template)]
-    actions = [action for action in rank if action.stage == stage]
-    left = [sum(own) for own in sizes]
+def _check_ends(template: Template, rank: int, each: int, sizes: Sizes, period: int) -> None:
+    """On one rank: every bucket's step ends once, after its backward passes and before its next step begins."""
+    left = [sum(own) * each for own in sizes]
     normed = updated = 0  # buckets end in their order
-    for action in actions:
+    for action in template[rank]:
         if action.kind == "B":
             left[action.bucket] -= 1
         elif action.kind == "F" and action.bucket - period >= updated:
-            before = Action(stage, "U", action.bucket - period)
+            before = Action(rank, "U", action.bucket - period)
             raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
         elif action.kind == "N":
             if action.bucket != normed or left[action.bucket]:
@@ -136,18 +135,18 @@ def _check_ends(template: Template, stage: int, sizes: Sizes, period: int) -> No
                     template, f"{action} comes before the last backward pass or out of turn", action
                 )
             if action.bucket - period >= updated:
-                before = Action(stage, "U", action.bucket - period)
+                before = Action(rank, "U", action.bucket - period)
                 raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
             normed += 1
         elif action.kind == "U":
             if action.bucket != updated or normed <= updated:
                 raise _refuse(
-                    template, f"{action} comes before {Action(stage, 'N', updated)} or out of turn", action
+                    template, f"{action} comes before {Action(rank, 'N', updated)} or out of turn", action
                 )
             updated += 1
     for kind, count in (("N", normed), ("U", updated)):
         if count < len(sizes):
-            raise _refuse(template, f"{stage}{kind}{count} is missing")
+            raise _refuse(template, f"{rank}{kind}{count} is missing")
 
 
 def _check_links(template: Template, stages: int) -> None:

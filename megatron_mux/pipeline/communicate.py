@@ -31,123 +31,143 @@ class Message:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Link:
+    """One way between two neighbours.
+
+    Attributes:
+        group: The process group of its transfers.
+        tag: Theirs, where a group is shared.
+    """
+
+    group: dist.ProcessGroup | None
+    tag: int = 0
+
+
 class Inbox:
     """What one neighbour will send: receives are posted in the order of its sends, some ahead of their use.
 
     Args:
         peer: Global rank of the neighbour.
-        group: The process group of that direction.
+        link: The way from there.
         device: Where received tensors are allocated.
         messages: All that it will send, in its order; asked for a message at a time.
     """
 
-    def __init__(
-        self, peer: int, group: dist.ProcessGroup | None, device: torch.device, messages: Iterable[Message]
-    ) -> None:
+    def __init__(self, peer: int, link: Link, device: torch.device, messages: Iterable[Message]) -> None:
         self.peer = peer
-        self.group = group
+        self.link = link
         self.device = device
         self._coming = iter(messages)
         self._posted: deque[tuple[Action, dist.Work | None, Tensor]] = deque()
+        # With several stages to a rank, what was sent before it is needed.
+        self._early: dict[Action, Tensor] = {}
 
     def post(self) -> None:
         """Ask for the next messages, so that they may arrive while this stage computes."""
         while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
-            work = dist.irecv(buffer, self.peer, group=self.group)
+            work = dist.irecv(buffer, self.peer, group=self.link.group, tag=self.link.tag)
             self._posted.append((message.action, work, buffer))
 
     def take(self, action: Action) -> Tensor:
-        """What `action` needs; waits for it."""
-        self.post()
-        due, work, buffer = self._posted.popleft()
-        if due != action:
-            raise RuntimeError(f"{action} is to run, but the neighbour's next message is for {due}")
-        self.post()
-        if work is not None:
-            work.wait()
-        return buffer
+        """What `action` needs; waits for it.
+
+        Raises:
+            RuntimeError: The neighbour sends no such thing.
+        """
+        while action not in self._early:
+            self.post()
+            if not self._posted:
+                raise RuntimeError(f"{action} is to run, but the neighbour has nothing more for it")
+            due, work, buffer = self._posted.popleft()
+            self.post()
+            if work is not None:
+                work.wait()
+            self._early[due] = buffer
+        return self._early.pop(action)
 
 
 class Communicator:
-    """Point-to-point transfers of one stage: asynchronous both ways.
+    """Point-to-point transfers of one rank of a pipeline: asynchronous both ways.
 
-    Forward and backward traffic use a process group each, so that on NCCL (which matches operations in issue
-    order within a communicator) two neighbours that both send first do not wait for each other.
+    Ranks form a ring: with several stages to a rank, what leaves the last rank forward goes to the first. Each way
+    between two neighbours is a link of its own, so that on NCCL (which matches operations in issue order within a
+    communicator) no transfer waits behind one that its neighbour issues later.
 
     Args:
-        previous: Global rank of the previous stage, or None on the first.
-        following: Global rank of the next stage, or None on the last.
-        forward_group: Group for hidden states.
-        backward_group: Group for gradients.
+        previous, following: Global ranks of the neighbours in the ring.
+        from_previous, to_following: Links of hidden states.
+        from_following, to_previous: Links of gradients.
         device: Where received tensors are allocated.
-        stages: Depth of the pipeline: bounds how many sent tensors are kept alive.
+        ranks: Of the pipeline: bounds how many sent tensors are kept alive.
     """
 
     def __init__(
         self,
-        previous: int | None,
-        following: int | None,
-        forward_group: dist.ProcessGroup | None,
-        backward_group: dist.ProcessGroup | None,
+        previous: int,
+        following: int,
+        from_previous: Link,
+        to_following: Link,
+        from_following: Link,
+        to_previous: Link,
         device: torch.device,
-        stages: int,
+        ranks: int,
     ) -> None:
-        self.previous = previous
-        self.following = following
-        self.forward_group = forward_group
-        self.backward_group = backward_group
         self.device = device
+        self._inward = {False: (previous, from_previous), True: (following, from_following)}
+        self._outward = {False: (following, to_following), True: (previous, to_previous)}
         # A send's tensor must outlive it, and gloo completes a send only when it is waited for. Waiting for a send that
         # is more than a pipeline's depth old holds nobody up: its receiver has long asked for it, or asks next.
-        self._pending: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        self._most = 2 * (stages + 1)
+        self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
+        self._most = 2 * (ranks + 1)
         self._least = self._most
 
     @classmethod
     def between_stages(cls, parallel: Parallel) -> Communicator:
-        """The transfers of this rank's stage. Every rank calls it (NCCL needs a second set of groups)."""
-        backward_group = parallel.pp_group
-        if parallel.pp_size > 1 and parallel.device.type == "cuda":
-            pipelines: list[list[int]] = [[] for _ in range(parallel.world_size)]
-            dist.all_gather_object(pipelines, dist.get_process_group_ranks(parallel.pp_group))
-            every = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in pipelines})]
-            backward_group, _ = dist.new_subgroups_by_enumeration(every)
+        """The transfers of this rank. Every rank calls it (NCCL needs groups for its links)."""
+        ring = dist.get_process_group_ranks(parallel.pp_group)
+        rank, ranks = parallel.pp_rank, parallel.pp_size
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        links = _links(parallel, ring)
         return cls(
-            None if parallel.is_first_stage else parallel.prev_rank,
-            None if parallel.is_last_stage else parallel.next_rank,
-            parallel.pp_group,
-            backward_group,
+            ring[before],
+            ring[after],
+            links[False, ring[before]],
+            links[False, ring[rank]],
+            links[True, ring[after]],
+            links[True, ring[rank]],
             parallel.device,
-            parallel.pp_size,
+            ranks,
         )
 
     def expect(self, in_flight: int) -> None:
-        """Prepare for a template that has so many units in flight on some stage, or buckets between two of its steps.
+        """Prepare for a template that has so many units in flight on some rank, or buckets between two of its steps.
 
         Neighbours never lag further behind each other than that, so older sends are done and waiting is not waiting.
         """
         self._most = max(self._least, in_flight + 1)
 
-    def inbox(self, messages: Iterable[Message], backward: bool) -> Inbox | None:
-        """Of what the neighbour on one side will send; None where there is no neighbour.
+    def inbox(self, messages: Iterable[Message], backward: bool) -> Inbox:
+        """Of what the neighbour on one side will send.
 
         Args:
             messages: In the neighbour's order.
-            backward: From the next stage, else from the previous one.
+            backward: From the rank after this one, else from the one before.
         """
-        peer = self.following if backward else self.previous
-        if peer is None:
-            return None
-        group = self.backward_group if backward else self.forward_group
-        return Inbox(peer, group, self.device, messages)
+        peer, link = self._inward[backward]
+        return Inbox(peer, link, self.device, messages)
 
     def send(self, tensor: Tensor, backward: bool) -> None:
-        """Hand a tensor to the previous stage (`backward`) or to the next; nothing where there is none."""
-        if backward:
-            self._send(self.previous, tensor, self.backward_group)
-        else:
-            self._send(self.following, tensor, self.forward_group)
+        """Hand a tensor to the rank before this one (`backward`) or to the one after it."""
+        peer, link = self._outward[backward]
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, peer, group=link.group, tag=link.tag)
+        if work is not None:
+            pending = self._pending[backward]
+            pending.append((work, tensor))
+            while len(pending) > self._most:
+                pending.popleft()[0].wait()
 
     def finish(self) -> None:
         """Wait for every send."""
@@ -155,13 +175,24 @@ class Communicator:
             while pending:
                 pending.popleft()[0].wait()
 
-    def _send(self, peer: int | None, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        if peer is None:
-            return
-        tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, peer, group=group)
-        if work is not None:
-            pending = self._pending.setdefault(peer, deque())
-            pending.append((work, tensor))
-            while len(pending) > self._most:
-                pending.popleft()[0].wait()
+
+def _links(parallel: Parallel, ring: list[int]) -> dict[tuple[bool, int], Link]:
+    """The links of a pipeline by direction (backward?) and the rank they begin at."""
+    if parallel.device.type != "cuda" or len(ring) == 1:
+        # gloo tells messages between two ranks apart by their tags.
+        return {
+            (backward, rank): Link(parallel.pp_group, int(backward))
+            for backward in (False, True)
+            for rank in ring
+        }
+    rings: list[list[int]] = [[] for _ in range(parallel.world_size)]
+    dist.all_gather_object(rings, ring)
+    found = {}
+    for ranks in sorted({tuple(ranks) for ranks in rings}):
+        for backward in (False, True):
+            for i, rank in enumerate(ranks):
+                pair = sorted((rank, ranks[(i + (-1 if backward else 1)) % len(ranks)]))
+                group = dist.new_group(pair)  # every rank makes every group, in one order
+                if list(ranks) == ring:
+                    found[backward, rank] = Link(group)
+    return found

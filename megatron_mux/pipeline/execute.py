@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
 from megatron_mux.pipeline.communicate import Communicator, Message
+from megatron_mux.pipeline.template import Template
 
 Timer = Callable[[TimedAction], None]
 
@@ -48,24 +49,29 @@ class StageCompute(Protocol):
 
 
 def execute(
-    actions: Sequence[Action],
+    template: Template,
+    rank: int,
     compute: StageCompute,
     communicator: Communicator,
     dtype: torch.dtype,
     timer: Timer | None = None,
+    stages: int | None = None,
 ) -> None:
-    """Run `actions` in order; tensors are received ahead of their use and sent when they are made.
+    """Run one rank's actions in order; tensors are received ahead of their use and sent when they are made.
 
-    A template that passed `check` has neighbours send in the order in which this stage takes.
+    The neighbours' actions say what will be received, and in which order: no shape is exchanged.
 
     Args:
-        actions: This stage's actions; forwards without a backward are evaluation and keep nothing.
-        compute: The stage's work.
+        template: Actions of all ranks; it has passed `check`. Forwards without a backward are evaluation and keep
+            nothing.
+        rank: Whose actions to run.
+        compute: The rank's work.
         communicator: Its transfers.
         dtype: Of hidden states and their gradients.
         timer: Called with each finished action; on a GPU the device is synchronised around each action then.
+        stages: Number of stages; as many as ranks by default.
     """
-    _Run(actions, compute, communicator, dtype, timer).run()
+    _Run(template, rank, compute, communicator, dtype, timer, stages or len(template)).run()
 
 
 class _Run:
@@ -73,44 +79,48 @@ class _Run:
 
     def __init__(
         self,
-        actions: Sequence[Action],
+        template: Template,
+        rank: int,
         compute: StageCompute,
         communicator: Communicator,
         dtype: torch.dtype,
         timer: Timer | None,
+        stages: int,
     ) -> None:
-        self.actions = actions
+        self.actions = template[rank]
+        self.ranks = len(template)
+        self.stages = stages
         self.compute = compute
         self.communicator = communicator
         self.dtype = dtype
         self.timer = timer
-        self.with_backward = {action.unit for action in actions if action.kind == "B"}
-        self.alive: dict[Unit, tuple[Tensor | None, Tensor]] = {}
-        self.inboxes = [
-            communicator.inbox(self._messages(("F", "U")), backward=False),
-            communicator.inbox(self._messages(("B", "N")), backward=True),
-        ]
+        self.with_backward = {(action.stage, action.unit) for action in self.actions if action.kind == "B"}
+        self.alive: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = {}
+        self.inboxes = {
+            backward: communicator.inbox(self._messages(template[neighbour % self.ranks], backward), backward)
+            for backward, neighbour in ((False, rank - 1), (True, rank + 1))
+        }
 
     def run(self) -> None:
         """All actions, then wait for what was sent."""
         for action in self.actions:
-            inbox = self.inboxes[action.kind in ("B", "N")]
-            received = inbox.take(action) if inbox is not None else None
+            travels = action.before(self.stages, self.ranks) is not None
+            received = self.inboxes[action.is_backward].take(action) if travels else None
             start = self._now()
             made = self._compute(action, received)
             stop = self._now()
-            if made is not None:
-                self.communicator.send(made, backward=action.kind in ("B", "N"))
+            if made is not None and action.after(self.stages, self.ranks) is not None:
+                self.communicator.send(made, action.is_backward)
             if self.timer is not None:
                 self.timer(TimedAction(action, start, stop, self.compute.label(action)))
         self.communicator.finish()
 
-    def _messages(self, kinds: tuple[str, str]) -> Iterator[Message]:
-        """Of one direction, in this stage's order, which is the neighbour's."""
-        for action in self.actions:
-            if action.kind in kinds:
-                dtype = self.dtype if action.is_pass else torch.float64
-                yield Message(action, self.compute.shape(action), dtype)
+    def _messages(self, theirs: Sequence[Action], backward: bool) -> Iterator[Message]:
+        """What a neighbour sends here in one direction, in its order."""
+        for action in theirs:
+            if action.is_backward == backward and (ours := action.after(self.stages, self.ranks)) is not None:
+                dtype = self.dtype if ours.is_pass else torch.float64
+                yield Message(ours, self.compute.shape(ours), dtype)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """What the action makes for the neighbour."""
@@ -123,16 +133,16 @@ class _Run:
         return self.compute.update(action, received)
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        kept = action.unit in self.with_backward
+        kept = (action.stage, action.unit) in self.with_backward
         if hidden is not None and kept:
             hidden.requires_grad_(True)
         output = self.compute.forward(action, hidden)
         if kept:
-            self.alive[action.unit] = (hidden, output)
+            self.alive[action.stage, action.unit] = (hidden, output)
         return output
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        hidden, output = self.alive.pop(action.unit)
+        hidden, output = self.alive.pop((action.stage, action.unit))
         self.compute.backward(action, output, gradient)
         if hidden is None:
             return None

@@ -26,46 +26,42 @@ def with_updates(template: Template, sizes: Sizes, period: int, stages: int | No
         period: Buckets of a step: bucket `e` is the same tasks' as bucket `e + period`.
         stages: Number of stages; as many as ranks by default.
     """
-    count = len(template) if stages is None else stages
-    return tuple(
-        tuple(_ended(actions, range(rank, count, len(template)), sizes, period))
-        for rank, actions in enumerate(template)
-    )
+    each = (len(template) if stages is None else stages) // len(template)
+    return tuple(tuple(_ended(actions, rank, each, sizes, period)) for rank, actions in enumerate(template))
 
 
-def _ended(actions: Sequence[Action], stages: Sequence[int], sizes: Sizes, period: int) -> Iterator[Action]:
-    """A rank's actions with `N` as early and `U` as late as can be, both in the order of the buckets."""
-    left = {stage: [sum(own) for own in sizes] for stage in stages}  # backward passes to come
-    normed = dict.fromkeys(stages, 0)
-    updated = dict.fromkeys(stages, 0)
+def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period: int) -> Iterator[Action]:
+    """A rank's actions with `N` as early and `U` as late as can be, both in the order of the buckets.
 
-    def norms(stage: int) -> Iterator[Action]:
+    Args:
+        each: Stages of the rank.
+    """
+    left = [sum(own) * each for own in sizes]  # backward passes to come
+    normed = updated = 0
+
+    def norms() -> Iterator[Action]:
         """Of the buckets that are done here; one without a micro-batch on this pipeline ends with the one before."""
-        while (entry := normed[stage]) < len(sizes) and not left[stage][entry]:
-            if updated[stage] <= entry - period:
+        nonlocal normed
+        while normed < len(sizes) and not left[normed]:
+            if updated <= normed - period:
                 return  # its tasks' gradients are still those of the step before
-            yield Action(stage, "N", entry)
-            normed[stage] += 1
+            yield Action(rank, "N", normed)
+            normed += 1
 
     for action in actions:
-        stage = action.stage
         if action.kind == "F":
-            yield from norms(stage)
-            while updated[stage] <= action.bucket - period:
-                yield Action(stage, "U", updated[stage])
-                updated[stage] += 1
-                yield from norms(stage)
+            yield from norms()
+            while updated <= action.bucket - period:
+                yield Action(rank, "U", updated)
+                updated += 1
+                yield from norms()
             yield action
         else:
             yield action
-            left[stage][action.bucket] -= 1
-            yield from norms(stage)
-    for stage in reversed(stages):
-        yield from norms(stage)
-    for entry in range(len(sizes)):
-        for stage in stages:
-            if updated[stage] <= entry:
-                yield Action(stage, "U", entry)
-                updated[stage] += 1
-        for stage in reversed(stages):
-            yield from norms(stage)
+            left[action.bucket] -= 1
+            yield from norms()
+    yield from norms()
+    while updated < len(sizes):
+        yield Action(rank, "U", updated)
+        updated += 1
+        yield from norms()

@@ -115,21 +115,21 @@ def _arrival(
     links: dict[tuple[int, int], float],
 ) -> float | None:
     """When an action's input is there; None if what makes it has not run yet."""
-    source = action.source
-    if not 0 <= source < stages:
+    before = action.before(stages, ranks)
+    if before is None:
         return 0.0
-    sent = done.get(Action.of(source, action.kind, action.unit))
+    sent = done.get(before)
     if sent is None:
         return None
-    if source % ranks == action.stage % ranks:
+    if before.stage % ranks == action.stage % ranks:
         return sent
+    link = (before.stage, action.stage)
     if not action.is_pass:
         # A few numbers, along with the pass beside them.
-        return max(sent, links.get((source, action.stage), 0.0))
+        return max(sent, links.get(link, 0.0))
     # One tensor at a time in each direction of a link; they leave in the order in which they are taken.
-    link = (source, action.stage)
     cost = buckets[action.bucket % len(buckets)]
-    arrival = max(sent, links.get(link, 0.0)) + cost.to_next(min(source, action.stage))
+    arrival = max(sent, links.get(link, 0.0)) + cost.to_next(min(link))
     links[link] = arrival
     return arrival
 

@@ -26,71 +26,95 @@ def descending(buckets: Sequence[BucketCost]) -> list[int]:
 
 
 def structured(
-    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None, sizes: Sizes | None = None
+    buckets: Sequence[BucketCost],
+    memory_limit: Sequence[float] | None = None,
+    sizes: Sizes | None = None,
+    virtual: int = 1,
 ) -> Template:
     """The template for these buckets; see `schedule`."""
-    return schedule(buckets, memory_limit, sizes)[0]
+    return schedule(buckets, memory_limit, sizes, virtual)[0]
 
 
 def schedule(
-    buckets: Sequence[BucketCost], memory_limit: Sequence[float] | None = None, sizes: Sizes | None = None
+    buckets: Sequence[BucketCost],
+    memory_limit: Sequence[float] | None = None,
+    sizes: Sizes | None = None,
+    virtual: int = 1,
 ) -> tuple[Template, float]:
     """The template for these buckets and its latency in seconds, the same that `simulate` finds.
 
     Args:
         buckets: In the order in which they enter; see `descending`.
-        memory_limit: `[S]` bytes that a stage may keep between forward and backward passes; None: no limit.
+        memory_limit: Bytes that each rank may keep between forward and backward passes; None: no limit.
         sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
             several steps, one after the other: a bucket's step begins when its step before is done on the first stage.
+        virtual: Stages of each rank: stage `s` is on rank `s % ranks`.
 
     Returns:
-        One list of actions per stage, and seconds. Every stage runs forwards and backwards in one order, and the last
+        One list of actions per rank, and seconds. Every stage runs forwards and backwards in one order, and the last
         stage always has a backward to run after a forward: free of deadlock.
 
     Raises:
-        ValueError: A single micro-batch does not fit in a stage's memory, or costs are for different numbers of stages.
+        ValueError: A single micro-batch does not fit in a rank's memory, or costs are for different numbers of stages.
     """
     if not buckets:
         return (), 0.0
     stages = buckets[0].stages
     if any(bucket.stages != stages for bucket in buckets):
         raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
+    if stages % virtual:
+        raise ValueError(f"{stages} stages cannot be {virtual} to a rank")
     if memory_limit is not None:
         _check_memory(buckets, memory_limit)
-    return _Scheduler(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit).run()
+    return _Scheduler(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit, virtual).run()
+
+
+def _kept(bucket: BucketCost, rank: int, ranks: int) -> float:
+    """Bytes that a rank keeps of a chunk, all its stages together."""
+    return sum(bucket.kept(stage) for stage in range(rank, bucket.stages, ranks))
 
 
 def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -> None:
     for i, bucket in enumerate(buckets):
-        for stage, limit in enumerate(memory_limit):
-            if bucket.micro_batches and bucket.kept(stage) * bucket.chunks > limit:
+        for rank, limit in enumerate(memory_limit):
+            kept = _kept(bucket, rank, len(memory_limit)) * bucket.chunks
+            if bucket.micro_batches and kept > limit:
                 raise ValueError(
-                    f"one micro-batch of bucket {i} keeps {bucket.kept(stage) * bucket.chunks:.0f} bytes on stage "
-                    f"{stage}, which may keep {limit:.0f}: take more micro-batches or fewer tasks together"
+                    f"one micro-batch of bucket {i} keeps {kept:.0f} bytes on rank {rank}, which may keep "
+                    f"{limit:.0f}: take more micro-batches or fewer tasks together"
                 )
 
 
 @dataclass
 class _Stage:
-    """Where a stage stands: how many passes it has begun, what it keeps, until when it is busy."""
+    """How many passes a stage has begun, and when the inputs of its next ones are there."""
 
     forwards: int = 0
     backwards: int = 0
+    hidden: list[float] = field(default_factory=list)
+    gradient: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Rank:
+    """What a rank keeps, the stages it has not launched a unit on yet included; until when it is busy."""
+
     kept: float = 0.0
     free_at: float = 0.0
     actions: list[Action] = field(default_factory=list)
 
 
 class _Scheduler:
-    """Greedy list scheduling in the order of simulated time."""
+    """Greedy list scheduling in the order of simulated time. Of several stages, a rank serves the oldest unit's."""
 
     def __init__(
-        self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None
+        self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None, virtual: int
     ) -> None:
         stages = buckets[0].stages
         self.buckets = buckets
         self.sizes = sizes
         self.last = stages - 1
+        self.ranks = stages // virtual
         self.limit = memory_limit
         self.forward, self.backward = forward_order(sizes), backward_order(sizes)
         self.position = {unit: i for i, unit in enumerate(self.forward)}
@@ -98,65 +122,72 @@ class _Scheduler:
         self.ends = list(accumulate(sum(own) for own in sizes))
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
         self.tolerance = _TOLERANCE * longest
-        # When the input of each pass is there: by stage and index into `forward` or `backward`.
-        self.hidden: list[list[float]] = [[0.0] * len(self.forward)] + [[] for _ in range(self.last)]
-        self.gradient: list[list[float]] = [[] for _ in range(stages)]
         self.stages = [_Stage() for _ in range(stages)]
-        self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
+        self.stages[0].hidden = [0.0] * len(self.forward)
+        self.busy = [_Rank() for _ in range(self.ranks)]
+        self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(self.ranks)]
 
     def run(self) -> tuple[Template, float]:
-        """Until no stage has anything left to do."""
+        """Until no rank has anything left to do."""
         while self.events:
-            now, stage = heapq.heappop(self.events)
-            if self.stages[stage].free_at <= now + self.tolerance:
-                self._act(stage, now)
-        template = tuple(tuple(stage.actions) for stage in self.stages)
-        return template, max(stage.free_at for stage in self.stages)
+            now, rank = heapq.heappop(self.events)
+            if self.busy[rank].free_at <= now + self.tolerance:
+                action = self._next(rank, now)
+                if action is not None:
+                    self._begin(action, now)
+        template = tuple(tuple(rank.actions) for rank in self.busy)
+        return template, max(rank.free_at for rank in self.busy)
 
-    def _act(self, number: int, now: float) -> None:
-        """Begin what stage `number`, free at `now`, should do next, if anything is ready."""
-        stage = self.stages[number]
-        if self._is_backward_ready(number, now):
-            action = Action.of(number, "B", self.backward[stage.backwards])
-        elif self._is_forward_ready(number, now):
-            action = Action.of(number, "F", self.forward[stage.forwards])
-        else:
-            return
-        bucket = self._cost(action.bucket)
+    def _next(self, rank: int, now: float) -> Action | None:
+        """What a rank that is free should do: a backward pass if one is ready, else a forward pass, if any is."""
+        own = range(rank, self.last + 1, self.ranks)
+        for number in own:
+            if self._is_backward_ready(number, now):
+                return Action.of(number, "B", self.backward[self.stages[number].backwards])
+        for number in reversed(own):
+            if self._is_forward_ready(number, now):
+                return Action.of(number, "F", self.forward[self.stages[number].forwards])
+        return None
+
+    def _begin(self, action: Action, now: float) -> None:
+        number, bucket = action.stage, self._cost(action.bucket)
+        stage, rank = self.stages[number], self.busy[number % self.ranks]
         stop = now + bucket.seconds(action)
-        stage.actions.append(action)
-        stage.free_at = stop
+        rank.actions.append(action)
+        rank.free_at = stop
         if action.kind == "F":
             stage.forwards += 1
-            stage.kept += bucket.kept(number)
+            if (
+                number < self.ranks
+            ):  # with room for the rank's later stages, so that nothing launched gets stuck
+                rank.kept += _kept(bucket, number, self.ranks)
             if number < self.last:
-                self._send(self.hidden, number + 1, stop, bucket.to_next(number))
+                self._send(self.stages[number + 1].hidden, number + 1, stop, bucket.to_next(number))
         else:
             stage.backwards += 1
-            stage.kept -= bucket.kept(number)
+            rank.kept -= bucket.kept(number)
             if number > 0:
-                self._send(self.gradient, number - 1, stop, bucket.to_next(number - 1))
-        heapq.heappush(self.events, (stop, number))
+                self._send(self.stages[number - 1].gradient, number - 1, stop, bucket.to_next(number - 1))
+        heapq.heappush(self.events, (stop, number % self.ranks))
 
     def _cost(self, bucket: int) -> BucketCost:
         return self.buckets[bucket % len(self.buckets)]
 
-    def _send(self, inputs: list[list[float]], stage: int, start: float, seconds: float) -> None:
+    def _send(self, arrived: list[float], stage: int, start: float, seconds: float) -> None:
         """Let a tensor travel to `stage`: one at a time in each direction of a link."""
-        arrived = inputs[stage]
         when = max(start, arrived[-1] if arrived else 0.0) + seconds
         arrived.append(when)
-        heapq.heappush(self.events, (when, stage))
+        heapq.heappush(self.events, (when, stage % self.ranks))
 
     def _is_backward_ready(self, number: int, now: float) -> bool:
-        done = self.stages[number].backwards
-        if done == len(self.backward):
+        stage = self.stages[number]
+        if stage.backwards == len(self.backward):
             return False
         if number < self.last:
-            arrived = self.gradient[number]
-            return done < len(arrived) and arrived[done] <= now + self.tolerance
+            arrived = stage.gradient
+            return stage.backwards < len(arrived) and arrived[stage.backwards] <= now + self.tolerance
         # The loss head is here: a pack's first backward follows its last forward.
-        return self._last_of_pack(self.backward[done]) < self.stages[number].forwards
+        return self._last_of_pack(self.backward[stage.backwards]) < stage.forwards
 
     def _last_of_pack(self, unit: Unit) -> int:
         last = Unit(unit.bucket, unit.micro_batch, self.sizes[unit.bucket][unit.micro_batch] - 1)
@@ -164,15 +195,16 @@ class _Scheduler:
 
     def _is_forward_ready(self, number: int, now: float) -> bool:
         stage = self.stages[number]
-        arrived = self.hidden[number]
-        if stage.forwards >= len(arrived) or arrived[stage.forwards] > now + self.tolerance:
+        if stage.forwards >= len(stage.hidden) or stage.hidden[stage.forwards] > now + self.tolerance:
             return False
         unit = self.forward[stage.forwards]
         before = unit.bucket - len(self.buckets)
         if number == 0 and before >= 0 and stage.backwards < self.ends[before]:
             return False  # the same tasks' step before
-        kept = stage.kept + self._cost(unit.bucket).kept(number)
-        if self.limit is None or kept <= self.limit[number] * (1 + _TOLERANCE):
+        if self.limit is None or number >= self.ranks:
+            return True
+        kept = self.busy[number].kept + _kept(self._cost(unit.bucket), number, self.ranks)
+        if kept <= self.limit[number] * (1 + _TOLERANCE):
             return True
         # A micro-batch that is alone here is finished, whatever it keeps: nothing else could make room for it.
         oldest = self.backward[stage.backwards]

@@ -80,24 +80,38 @@ def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
     if virtual == 1:
         return one_f_one_b(ranks, sizes)
     units = forward_order(sizes)
-    if any(unit.chunk for unit in units):
-        raise ValueError("interleaved 1F1B is not done for micro-batches that are cut into chunks")
-    if len(units) % ranks:
+    if not fits_interleaved(ranks, sizes):
         raise ValueError(
-            f"interleaved 1F1B needs a multiple of {ranks} micro-batches, one per rank: not {len(units)}"
+            f"interleaved 1F1B needs a multiple of {ranks} micro-batches, one per rank, that are not cut into chunks"
         )
     return tuple(tuple(_interleaved(rank, ranks, virtual, units)) for rank in range(ranks))
 
 
-def forward_only(stages: int, micro_batches: int) -> Template:
-    """Forward passes alone (evaluation).
+def fits_interleaved(ranks: int, sizes: Sizes) -> bool:
+    """Whether `interleaved` knows an order for these buckets."""
+    units = forward_order(sizes)
+    return not len(units) % ranks and not any(unit.chunk for unit in units)
+
+
+def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
+    """Forward passes alone (evaluation): as many micro-batches at a time as there are ranks, stage after stage.
 
     Args:
-        stages: Number of stages.
+        ranks: Number of ranks.
         micro_batches: How many.
+        virtual: Stages of each rank.
     """
     units = forward_order(plain([micro_batches]))
-    return tuple(tuple(_forwards(stage, units)) for stage in range(stages))
+    groups = [units[i : i + ranks] for i in range(0, len(units), ranks)]
+    return tuple(
+        tuple(
+            action
+            for group in groups
+            for stage in range(rank, ranks * virtual, ranks)
+            for action in _forwards(stage, group)
+        )
+        for rank in range(ranks)
+    )
 
 
 def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> list[Action]:

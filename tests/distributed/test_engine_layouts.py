@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
@@ -20,15 +22,31 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
 
+
+class Layout(NamedTuple):
+    """How four processes are divided: the rest is data parallel."""
+
+    tensor: int
+    pipeline: int
+    sequence_parallel: bool = False
+    split: Split = ()
+
+
 LAYOUTS = [
-    (1, 1, False),
-    (2, 1, False),
-    (2, 1, True),
-    (1, 2, False),
-    (2, 2, False),
-    (2, 2, True),
-    (1, 4, False),
+    Layout(1, 1),
+    Layout(2, 1),
+    Layout(2, 1, True),
+    Layout(1, 2),
+    Layout(1, 2, split=(3, 1)),
+    Layout(1, 2, split=(1, 1, 1, 1)),
+    Layout(2, 2),
+    Layout(2, 2, True, split=(1, 3)),
+    Layout(2, 2, True, split=(1, 1, 1, 1)),
+    Layout(1, 4),
 ]
+# What templates and families do differently shows on these.
+FEW = [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[8], LAYOUTS[9]]
+EVERYWHERE = ("spatial", "temporal", "chunks", "side by side")
 STEPS = 3
 PLAIN = ("spatial", "temporal")
 
@@ -73,37 +91,41 @@ def cases_of(family: str, vocab: int) -> list[Case]:
     ]
 
 
-def _planning(policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case]) -> Planning:
+def _planning(
+    policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case], split: Split
+) -> Planning:
     """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut."""
-    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
+    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size, split)
     shape = backbone.info.shape
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     planner = Planner(Premises(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8))
     if policy == "auto":
-        return Planning("auto", mesh.pipeline, planner)
+        return Planning("auto", mesh.stages, planner)
     if policy == "side by side":
         names = sorted(case.name for case in cases)
         groups = [names[:2], names[2:3], names[3:]]
         hybrids = [HybridTask(tuple(group)) for group in groups]
-        seconds = {"forward": (1.0,) * mesh.pipeline, "backward": (1.0,) * mesh.pipeline}
+        seconds = {"forward": (1.0,) * mesh.stages, "backward": (1.0,) * mesh.stages}
         buckets = (
             Bucket(tuple(hybrids[:2]), 3, chunk=5, **seconds),  # type: ignore[arg-type]
             Bucket((hybrids[2],), 2, **seconds),  # type: ignore[arg-type]
         )
-        return Planning(
-            "auto", mesh.pipeline, planner, given=Plan("auto", mesh.pipeline, buckets, data=mesh.data)
-        )
+        plan = Plan("auto", mesh.stages, buckets, mesh.virtual, split, data=mesh.data)
+        return Planning("auto", mesh.stages, planner, given=plan)
+    stages = {"stages": mesh.stages, "virtual": mesh.virtual, "split": split}
     if policy == "chunks":
-        return Planning("spatial", mesh.pipeline, chunk=4)
-    return Planning(policy, mesh.pipeline)  # type: ignore[arg-type]
+        return Planning("spatial", chunk=4, **stages)  # type: ignore[arg-type]
+    if policy in ("gpipe", "interleaved"):
+        return Planning("spatial", micro_batches=4, schedule=policy, **stages)  # type: ignore[arg-type]
+    return Planning(policy, **stages)  # type: ignore[arg-type]
 
 
 def _train(
-    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str
+    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: Layout, policy: str
 ) -> tuple[Results, Tensors]:
-    parallel = joined(layout[0], layout[1], layout[2])
-    backbone = Backbone.load(path, parallel, torch.float64)
-    engine = Engine(backbone, parallel, _planning(policy, backbone, parallel, cases))
+    parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
+    stages = load_stages(path, parallel, torch.float64, split=layout.split or None)
+    engine = Engine(stages, parallel, _planning(policy, stages[0], parallel, cases, layout.split))
     engine.register_tasks([case.task for case in cases])
     # One by itself, then the others without a flush between them; the reference one at a time.
     taken = (
@@ -125,6 +147,8 @@ def _train(
         ("llama", "chunks"),
         ("llama", "auto"),
         ("llama", "side by side"),
+        ("llama", "gpipe"),
+        ("llama", "interleaved"),
         ("gpt2", "spatial"),
         ("gpt2", "chunks"),
         ("llama-one-kv-head", "spatial"),
@@ -141,7 +165,8 @@ def test_every_layout_gives_the_same_adapters(
     plain = policy if policy in PLAIN else "spatial"
     wanted_results, wanted = _train(joined, path / family, cases, LAYOUTS[0], plain)
     problems: list[str] = []
-    for layout in LAYOUTS[policy in PLAIN :]:
+    layouts = LAYOUTS if family == "llama" and policy in EVERYWHERE else FEW
+    for layout in layouts[policy in PLAIN :]:
         results, tensors = _train(joined, path / family, cases, layout, policy)
         for step, (found, expected) in enumerate(zip(results, wanted_results, strict=True)):
             assert set(found) == {case.name for case in cases}

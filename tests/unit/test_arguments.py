@@ -49,6 +49,11 @@ def test_defaults() -> None:
         backbone=Path("model"),
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        pipeline_model_parallel_layout=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        num_layers_per_virtual_pipeline_stage=None,
         sequence_parallel=False,
         distributed_backend=None,
         distributed_timeout_minutes=10,
@@ -62,6 +67,8 @@ def test_defaults() -> None:
         tensorboard_dir=None,
         mux_tasks=Path("tasks.yaml"),
         mux_policy="auto",
+        mux_layer_split="cost",
+        mux_schedule="planned",
         mux_plan=None,
         mux_align="dense",
         mux_chunk_size="auto",
@@ -135,6 +142,22 @@ def test_everything_given() -> None:
         (
             "--mux-policy serial --mux-memory-limit 1G",
             "--mux-memory-limit: only the planner keeps it, not --mux-policy serial",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank: needs --pipeline-model-parallel-size of at least 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL --decoder-last-pipeline-num-layers 2",
+            "--pipeline-model-parallel-layout says so itself: leave it out",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --mux-layer-split even --decoder-first-pipeline-num-layers 3",
+            "--mux-layer-split even: --decoder-first-pipeline-num-layers says otherwise",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --mux-schedule gpipe --num-layers-per-virtual-pipeline-stage 1",
+            "--mux-schedule gpipe: knows one stage to a rank",
         ),
         ("--mux-policy fast", "--mux-policy: must be one of auto, serial, temporal, spatial, got 'fast'"),
         (

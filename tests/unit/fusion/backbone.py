@@ -82,7 +82,7 @@ def load(
     return dataclasses.replace(found, **changes)
 
 
-def random_loads(seed: int, count: int | None = None) -> dict[str, TaskLoad]:
+def random_loads(seed: int, count: int | None = None, layers: int = 8) -> dict[str, TaskLoad]:
     """One to eight tasks of random lengths and kinds."""
     r = random.Random(seed)
     loads = {}
@@ -90,5 +90,5 @@ def random_loads(seed: int, count: int | None = None) -> dict[str, TaskLoad]:
         longest = r.choice([16, 64, 128, 256, 512])
         lengths = sorted(r.randint(4, longest) for _ in range(r.randint(1, 8)))
         kind, size = r.choice([("LORA", 16), ("LORA_DROPOUT", 8), ("IA3", 0), ("DIFF_PRUNING", 0)])
-        loads[f"t{i}"] = load(f"t{i}", lengths, kind=kind, size=size)
+        loads[f"t{i}"] = load(f"t{i}", lengths, layers, kind=kind, size=size)
     return loads

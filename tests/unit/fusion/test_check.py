@@ -118,7 +118,7 @@ def _another_order(value: dict[str, Any]) -> None:
         (_repeat, "is there twice"),
         (_misspell, "template[1][2]: '1X0.0' is not an action"),
         (_another_order, "the plan's buckets make it"),
-        (lambda value: value["template"].pop(), "template: has 1 rows for 2 stage(s)"),
+        (lambda value: value["template"].pop(), "template: has 1 rows for 2 rank(s)"),
         (
             lambda value: value["buckets"][0].update(forward=[1.0]),
             "buckets[0].forward: has 1 entries, 2 are needed",
@@ -138,7 +138,7 @@ def _another_order(value: dict[str, Any]) -> None:
         (lambda value: value["buckets"][0].update(micro_batches=10**8), "buckets[0].micro_batches"),
         (
             lambda value: value.update(activation_limit=[1.0]),
-            "activation_limit: has 1 entries for 2 stage(s)",
+            "activation_limit: has 1 entries for 2 rank(s)",
         ),
     ],
 )

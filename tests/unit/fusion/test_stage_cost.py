@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.backbone.shape import stage_layers
+from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.load import Site, TaskLoad
 from megatron_mux.fusion.profile import Curve
@@ -20,7 +20,7 @@ LAYERS = 8
 
 def costs(loads: list[TaskLoad], stages: int = 1, **changes: object) -> StageCosts:
     profile = changes.pop("profile", None) or backbone.profile(LAYERS)
-    divided = [stage_layers(LAYERS, stage, stages) for stage in range(stages)]
+    divided = stage_layers(even_split(LAYERS, stages))
     return StageCosts(profile, backbone.shape(LAYERS), loads, divided, **changes)  # type: ignore[arg-type]
 
 

@@ -144,7 +144,9 @@ def run(template: Template, stages: int, random: Random) -> int:
     most = 0
     while True:
         ready = [
-            s for s in range(stages) if at[s] < len(template[s]) and _input_is_there(template[s][at[s]], done)
+            s
+            for s in range(stages)
+            if at[s] < len(template[s]) and _input_is_there(template[s][at[s]], stages, done)
         ]
         if not ready:
             break
@@ -161,9 +163,9 @@ def run(template: Template, stages: int, random: Random) -> int:
     return most
 
 
-def _input_is_there(action: Action, done: dict[tuple[int, Kind], list[Unit]]) -> bool:
-    source = done.get((action.source, action.kind))
-    return source is None or action.unit in source
+def _input_is_there(action: Action, stages: int, done: dict[tuple[int, Kind], list[Unit]]) -> bool:
+    before = action.before(stages, stages)
+    return before is None or before.unit in done[before.stage, before.kind]
 
 
 @settings(deadline=None)

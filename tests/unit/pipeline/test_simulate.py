@@ -115,7 +115,7 @@ def test_the_last_stage_never_idles_inside(stages: int, of: list[tuple[float, in
 
 def test_one_micro_batch_that_does_not_fit_is_refused() -> None:
     buckets = [BucketCost(2, (1.0,), (1.0,), memory=(3.0,), chunks=2)]
-    with pytest.raises(ValueError, match="bucket 0 keeps 6 bytes on stage 0, which may keep 5"):
+    with pytest.raises(ValueError, match="bucket 0 keeps 6 bytes on rank 0, which may keep 5"):
         structured(buckets, [5.0])
 
 

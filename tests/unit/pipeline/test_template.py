@@ -74,9 +74,7 @@ def test_interleaved_can_be_run(ranks: int, virtual: int, groups: int) -> None:
     simulate(template, costs(ranks * virtual, of))
 
 
-@pytest.mark.parametrize(
-    ("of", "said"), [([[1, 1, 1]], "multiple of 2"), ([[2, 2]], "not done for micro-batches")]
-)
+@pytest.mark.parametrize(("of", "said"), [([[1, 1, 1]], "multiple of 2"), ([[2, 2]], "not cut into chunks")])
 def test_interleaved_refuses_what_it_cannot_do(of: list[list[int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         interleaved(2, 2, of)
