@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def make_case(name: str, path: Path) -> Case:
     return Case("task", section, training, random_records(4, VOCABULARY, 4, 8, seed=5), initial)
 
 
-def evaluated(backbone: Backbone, parallel: Parallel, case: Case, records: Records) -> EvalResult:
+def evaluated(
+    backbone: Backbone | Sequence[Backbone], parallel: Parallel, case: Case, records: Records
+) -> EvalResult:
     """Evaluate a task that was registered for it alone."""
     engine = Engine(backbone, parallel)
     task = case.task

@@ -140,7 +140,7 @@ def _backward_first(plan: dict[str, Any]) -> None:
         (_set(backbone="f" * 64), "backbone: the plan is for another backbone (ffffffffffff, not "),
         (_set(stages=2), "stages: the plan is for 2, this run has 1"),
         (_set(data=3), "data: the plan is for 3, this run has 1"),
-        (_set(format=1), "format: must be 3, got 1"),
+        (_set(format=1), "format: must be 4, got 1"),
         (_set(colour="red"), "colour: unexpected keyword argument"),
         (_drop, "'lora'"),
         (_backward_first, "comes before the forward of its last chunk"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
@@ -43,11 +43,20 @@ def _uneven(records: Watched) -> Watched:
 @pytest.mark.parametrize("choices", [0, 3])
 def test_every_layout_finds_the_same(choices: int, path: Path, joined: Callable[..., Parallel]) -> None:
     found = []
-    for layout in (DATA, TENSOR, SEQUENCE, PIPELINE):
+    uneven, virtual = (3, 1), (1, 1, 1, 1)
+    divided = (
+        (DATA, None),
+        (TENSOR, None),
+        (SEQUENCE, None),
+        (PIPELINE, None),
+        (PIPELINE, uneven),
+        (PIPELINE, virtual),
+    )
+    for layout, split in divided:
         parallel = joined(*layout)
-        backbone = Backbone.load(path, parallel, torch.float64)
+        stages = load_stages(path, parallel, torch.float64, split=split)
         records = classified(choices) if choices else _uneven(plain())
-        found.append(evaluated(backbone, parallel, make_case("lora", path), records))
+        found.append(evaluated(stages, parallel, make_case("lora", path), records))
     for result in found[1:]:
         assert result.loss == pytest.approx(found[0].loss, rel=1e-9)
         assert (result.accuracy, result.records) == (found[0].accuracy, COUNT)

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.model import Backbone, Recompute
+from megatron_mux.backbone.model import Recompute, load_stages
+from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Task
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, random_records, relative
 
-Layout = tuple[int, int, bool]
+Layout = tuple[int, int, bool] | tuple[int, int, bool, Split]
 SEQUENCE: Layout = (2, 1, True)
 
 
@@ -29,8 +30,9 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 def _engine(
     path: Path, joined: Callable[..., Parallel], layout: Layout, tasks: list[Task], recompute: Recompute
 ) -> Engine:
-    parallel = joined(*layout)
-    engine = Engine(Backbone.load(path, parallel, torch.float64, recompute), parallel)
+    parallel = joined(*layout[:3])
+    stages = load_stages(path, parallel, torch.float64, recompute, layout[3] if len(layout) > 3 else None)
+    engine = Engine(stages, parallel)
     engine.register_tasks(tasks)
     return engine
 
@@ -47,7 +49,11 @@ def _assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert not any(everyone)
 
 
-@pytest.mark.parametrize("layout", [(2, 1, False), SEQUENCE, (1, 2, False)], ids=["tp", "sp", "pp"])
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, False), SEQUENCE, (1, 2, False), (1, 2, False, (1, 1, 1, 1))],
+    ids=["tp", "sp", "pp", "virtual"],
+)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_every_kind_comes_out_the_same(
     recompute: Recompute, layout: Layout, path: Path, joined: Callable[..., Parallel]
