@@ -103,10 +103,12 @@ def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
     about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1)
     profile = None if measure_anew else load_profile(about, profile_directory())
     if profile is None:
-        print("measuring the profile", file=sys.stderr)
+        if backbone.parallel.rank == 0:
+            print("measuring the profile", file=sys.stderr)
         most = 2048 if backbone.device.type == "cpu" else 16384
         profile = measure(backbone, about, Measuring(most))
-        save_profile(profile, profile_directory())
+        if backbone.parallel.rank == 0:
+            save_profile(profile, profile_directory())
     return profile
 
 

@@ -82,6 +82,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     },
+    "mid": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+    },
     "llama3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,

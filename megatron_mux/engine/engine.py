@@ -31,6 +31,7 @@ from megatron_mux.fusion.step import Lengths, most_in_flight, step_grid, step_te
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
+from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
 
 
@@ -217,10 +218,14 @@ class Engine:
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
         ends = Ends(running, plan.buckets, tokens, self.parallel)
         compute = TrainingCompute(self.stages, batches, ends)
+        self._execute(template, compute, plan, timer)
+        return ends.results
+
+    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
+        """Run this rank's actions."""
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         dtype = self.backbone.dtype
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
-        return ends.results
 
     def _for_this_mesh(self, plan: Plan) -> Plan:
         """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""

@@ -1,0 +1,90 @@
+"""Megatron-Core's own 1F1B, one task at a time, over the same stages, adapters, optimizers and data.
+
+Only the schedule differs: its warm-up, steady state and cool-down for each task's step, then that task's norm and
+optimizer step, then the next task. What a stage computes is `TrainingCompute`'s, on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_mux.engine import Engine
+from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.execute import Timer, execute
+from megatron_mux.pipeline.template import Template
+
+
+class MegatronEngine(Engine):
+    """An engine that can hand a step to Megatron-Core's schedule.
+
+    Attributes:
+        megatron: Whether it does: plans must be of one bucket then, its micro-batches of equal rows.
+    """
+
+    megatron = False
+
+    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
+        if not self.megatron:
+            super()._execute(template, compute, plan, timer)
+            return
+        from megatron.core.pipeline_parallel import schedules
+
+        if self.parallel.device.type == "cpu":
+            schedules.torch = _TorchWithoutCuda()
+        units = [action.unit for action in template[self.parallel.pp_rank] if action.kind == "F"]
+        rows = {compute.batches[unit][0].rows for unit in units}
+        if len(plan.buckets) != 1 or len(rows) != 1 or len(compute.batches[units[0]]) != 1:
+            raise ValueError("Megatron-Core's schedule takes micro-batches of one task, all of equal rows")
+        schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=_forward_step,
+            data_iterator=iter(units),
+            model=_Stage(compute, self.parallel.pp_rank, self.backbone.model, len(units)),
+            num_microbatches=len(units),
+            seq_length=rows.pop(),
+            micro_batch_size=1,
+        )
+        ends = tuple(tuple(action for action in actions if not action.is_pass) for actions in template)
+        execute(ends, self.parallel.pp_rank, compute, self.communicator, self.backbone.dtype)
+
+
+class _TorchWithoutCuda:
+    """torch as those schedules see it: they ask for a counter on the GPU, there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: Any = None, **options: Any) -> Tensor:
+        """On the CPU."""
+        return torch.zeros(*sizes, **options)
+
+
+class _Stage(nn.Module):
+    """What Megatron-Core's schedules know of a stage: its configuration, and where to put what the one before sent."""
+
+    def __init__(self, compute: TrainingCompute, stage: int, like: Any, micro_batches: int) -> None:
+        super().__init__()
+        self.compute = compute
+        self.stage = stage
+        self.config, self.model_type = like.config, like.model_type
+        self.micro_batches = micro_batches
+        self.hidden: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """Called before each forward pass."""
+        self.hidden = tensors[0]
+
+    def forward(self, unit: Unit) -> Tensor:
+        """Hidden states, or the loss."""
+        return self.compute.forward(Action.of(self.stage, "F", unit), self.hidden)
+
+
+def _forward_step(units: Iterator[Unit], model: _Stage) -> tuple[Tensor, Any]:
+    """What a training script gives Megatron-Core's schedules."""
+    # The schedule divides the loss by the number of micro-batches; ours are weighted already.
+    return model(next(units)), lambda loss: (loss * model.micro_batches, {"loss": loss.detach()})

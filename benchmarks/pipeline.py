@@ -1,0 +1,123 @@
+"""A two-stage pipeline: many tasks rolling through it against Megatron-Core's own 1F1B, one task at a time.
+
+python benchmarks/pipeline.py                       # a random Llama, a core to a stage, six tasks: ten minutes
+python benchmarks/pipeline.py --output result.json  # the JSON, and the tables as result.md
+
+Every side computes the same tasks, adapters, optimizers and records on the same stages, in the same two processes, in
+turns; tokens a second are of real tokens. "same shapes": every record is as long as its task's `max_length`, so
+nothing is padded on either side. "padded": records are shorter, and Megatron-Core's schedule gets them padded to their
+task's `max_length`, since its micro-batches have one shape; ours are packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline_cases import CASES
+from script import add_output, command_line, measured_on, publish, table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--backbone-shape", default="mid", help="of the random backbone (mid; tiny to try it out)"
+    )
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--worker", type=Path, help=argparse.SUPPRESS
+    )  # one of the processes: leaves its result there
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the processes, print, leave the JSON."""
+    arguments = parse(argv)
+    if arguments.worker is not None:
+        from pipeline_worker import work
+
+        work(arguments)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "result.json"
+        words = [
+            *("--worker", file, "--turns", arguments.turns, "--cases", arguments.cases),
+            *("--device", arguments.device, "--backbone-shape", arguments.backbone_shape),
+        ]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+        ]
+        subprocess.run(
+            [*launch, *map(str, words)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=scratch
+        )
+        result = json.loads(file.read_text())
+    publish(result, markdown(result), arguments.output)
+    return 0
+
+
+def ratio(case: dict[str, Any], side: str, over: str) -> float:
+    """How many times faster a side is than another: the median over turns."""
+    return statistics.median(b / a for a, b in zip(case["seconds"][side], case["seconds"][over], strict=True))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables."""
+    tasks = ", ".join(str(length) for length in result["lengths"])
+    lines = [
+        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
+        f"Two stages of {'+'.join(map(str, result['split']))} layers, a process each; tasks of max_length {tasks}, "
+        f"LoRA r=8 on q and v, micro-batches of {result['tokens']} tokens; medians of {result['turns']} turns.",
+        "",
+    ]
+    rows: list[Sequence[object]] = []
+    for case in result["cases"]:
+        rate = {side: case["tokens"] / statistics.median(own) for side, own in case["seconds"].items()}
+        rows += [
+            (
+                f"{case['records']}, {case['micro_batches']}",
+                side,
+                f"{rate[side]:.0f}",
+                f"{ratio(case, side, 'megatron'):.3f}x" + _goal(case["goal"], side),
+                f"{ratio(case, side, 'spatial'):.3f}x" + _goal(case["over_spatial"], side),
+                " ".join(f"{share:.1%}" for share in case["bubble"][side]) if side in case["bubble"] else "",
+                f"{case['simulated'][side]:.3f}" if side in case["simulated"] else "",
+            )
+            for side in case["seconds"]
+        ]
+    lines += table(
+        "records, micro-batches of a task | side | tokens/s | over Megatron-Core's 1F1B | over spatial | "
+        "bubble of each stage | simulated / measured",
+        rows,
+    )
+    same = [case["largest_loss_difference"] for case in result["cases"]]
+    lines += ["", f"Largest relative difference of a task's loss between sides: {max(same):.1e}.", ""]
+    return "\n".join(lines)
+
+
+def _goal(goal: float | None, side: str) -> str:
+    return f" (goal {goal:.2f})" if goal and side in ("temporal", "auto") else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

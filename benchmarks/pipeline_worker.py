@@ -1,0 +1,242 @@
+"""One process of `pipeline.py`: a stage, and all sides in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_side import MegatronEngine
+from pipeline_cases import CASES, LENGTHS, SIDES, TOKENS
+from stand import STEPS, Follows, profile_of, surroundings
+from workload import RANK, TaskShape, made_up_records, write_random_backbone
+
+from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.engine import Task
+from megatron_mux.fusion.balance import balanced_split
+from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.step import step_template
+from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.runtime import Parallel, initialize
+from megatron_mux.tasks import TaskSpec
+from tests.reference.records import Records
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure all cases; the first process leaves the result."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if arguments.device == "cpu" and len(os.sched_getaffinity(0)) > rank:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    parallel = initialize(device=arguments.device)
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    path = _backbone(arguments.backbone_shape, dtype, rank)
+    backbone = Backbone.load(path, parallel, dtype)
+    profile = profile_of(backbone)
+    info, result = backbone.info, surroundings(backbone, 1)
+    del backbone
+    parallel = initialize(pipeline_parallel=2, device=arguments.device)
+    premises = Premises(profile, info, Mesh(pipeline=2), dtype.itemsize)
+    cases: list[dict[str, Any]] = []
+    for chosen in CASES[: arguments.cases]:
+        specs, records = _tasks(chosen, info.shape.vocab)
+        loads = {
+            s.name: TaskLoad.of(s, r.lengths, r.label_counts, info)
+            for s, r in zip(specs, records, strict=True)
+        }
+        split = balanced_split(premises, list(loads.values()))
+        stages = load_stages(path, parallel, dtype, split=split)
+        follows = Follows()
+        engine = MegatronEngine(stages, parallel, follows)
+        engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
+        planner = Planner(replace(premises, mesh=Mesh(pipeline=2, split=split)))
+        sides = _sides(planner, loads, padded=chosen["records"] == "padded")
+        bench = _Bench(engine, follows, parallel, sides, chosen["steps"])
+        case = {**chosen, **bench.measure(arguments.turns)}
+        case["tokens"] = sum(load.total for load in loads.values()) * chosen["steps"]
+        cases.append(case)
+        result |= {"split": split}
+        if rank == 0:
+            print(json.dumps(case), file=sys.stderr, flush=True)
+    result |= {"cases": cases, "turns": arguments.turns, "lengths": LENGTHS, "tokens": TOKENS}
+    if rank == 0:
+        arguments.worker.write_text(json.dumps(result))
+    dist.barrier()
+
+
+def _backbone(shape: str, dtype: torch.dtype, rank: int) -> Path:
+    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}"
+    if rank == 0:
+        write_random_backbone(shape, path, dtype)
+    dist.barrier()
+    return path
+
+
+def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Records]]:
+    """Each task has the same records in every step, and an optimizer that changes nothing: sides can be compared."""
+    specs, records = [], []
+    for i, length in enumerate(LENGTHS):
+        batch = TOKENS // length
+        spec = {
+            "name": f"task-{i}-{length}",
+            "adapter": {
+                "peft_type": "LORA",
+                "r": RANK,
+                "lora_alpha": 16,
+                "target_modules": ["q_proj", "v_proj"],
+            },
+            "data": {"path": "made-up", "max_length": length, "shuffle": False},
+            "training": {
+                "per_device_train_batch_size": batch,
+                "gradient_accumulation_steps": case["micro_batches"],
+                "learning_rate": 1e-12,
+                "max_steps": STEPS,
+            },
+        }
+        specs.append(TaskSpec.model_validate(spec))
+        count = batch * case["micro_batches"]
+        pairs = made_up_records(TaskShape("", batch, length), count, vocab, seed=i)
+        if case["records"] == "same shapes":
+            generator = torch.Generator().manual_seed(i)
+            tokens = [torch.randint(3, vocab, (length,), generator=generator) for _ in range(count)]
+            pairs = [(own, torch.arange(length) >= length // 2) for own in tokens]
+        records.append(Records(pairs))
+    return specs, records
+
+
+def _sides(planner: Planner, loads: dict[str, TaskLoad], padded: bool) -> dict[str, list[Plan]]:
+    """Plans of each side, taken one after the other."""
+    alone = replace(planner.premises, alignment="max-length") if padded else planner.premises
+    accumulation = {name: load.accumulation for name, load in loads.items()}
+    fixed = {
+        "megatron": [
+            Planner(replace(alone, micro_batches=accumulation[name])).fixed("temporal", {name: load})
+            for name, load in loads.items()
+        ],
+        "spatial": [planner.fixed("spatial", loads)],
+        "temporal": [planner.fixed("temporal", loads)],
+        "auto": [planner.plan(loads)],
+    }
+    return {side: fixed[side] for side in SIDES}
+
+
+@dataclass
+class _Bench:
+    """The sides on one engine."""
+
+    engine: MegatronEngine
+    follows: Follows
+    parallel: Parallel
+    sides: dict[str, list[Plan]]
+    steps: int
+
+    def measure(self, turns: int) -> dict[str, Any]:
+        """Seconds of every turn, bubbles, losses."""
+        names, losses = list(self.sides), {}
+        for name in names:  # warm up
+            losses[name] = self._losses(name)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        bubbles: dict[str, list[list[float]]] = {name: [] for name in names[1:]}
+        simulated: dict[str, list[float]] = {name: [] for name in names[1:]}
+        for turn in range(turns):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                timed: list[TimedAction] = []
+                seconds[name].append(self._seconds(name, timed))
+                if name in bubbles:
+                    everyone = self._gathered(timed)
+                    bubbles[name].append([_bubble(own) for own in everyone])
+                    simulated[name].append(self._simulated(name, everyone))
+        first = next(iter(losses.values()))
+        different = [abs(own[task] / loss - 1) for own in losses.values() for task, loss in first.items()]
+        return {
+            "seconds": seconds,
+            "bubble": {
+                n: [statistics.median(s) for s in zip(*own, strict=True)] for n, own in bubbles.items()
+            },
+            "simulated": {name: statistics.median(own) for name, own in simulated.items()},
+            "buckets": {
+                n: [[b.label, b.micro_batches] for p in plans for b in p.buckets]
+                for n, plans in self.sides.items()
+            },
+            "largest_loss_difference": max(different),
+        }
+
+    def _losses(self, side: str) -> dict[str, float]:
+        self.engine.megatron = side == "megatron"
+        found: dict[str, float] = {}
+        for plan in self.sides[side]:
+            self.follows.plan = plan
+            found |= {name: result.loss for name, result in self.engine.step().items()}
+        return found
+
+    def _seconds(self, side: str, timed: list[TimedAction]) -> float:
+        """Of all steps of all tasks, from a common start to the last process's end."""
+        self.engine.megatron = side == "megatron"
+        dist.barrier()
+        start = time.perf_counter()
+        if self.engine.megatron:
+            for _ in range(self.steps):
+                self._losses(side)
+        else:
+            self.follows.plan = self.sides[side][0]
+            taken = 0
+            while taken < self.steps:
+                taken += len(self.engine.steps(self.steps - taken, timed.append))
+        return self.parallel.most([time.perf_counter() - start])[0]
+
+    def _gathered(self, timed: list[TimedAction]) -> list[list[TimedAction]]:
+        everyone: list[list[TimedAction]] = [[], []]
+        dist.all_gather_object(everyone, timed)
+        return everyone
+
+    def _simulated(self, side: str, everyone: Sequence[Sequence[TimedAction]]) -> float:
+        """The simulator's seconds, from what each bucket's passes took in this turn, over the measured ones."""
+        plan = self.sides[side][0]
+        sizes = _sizes(everyone[0])
+        costs = []
+        for bucket in range(len(plan.buckets)):
+            own = [[t for t in rank if t.action.bucket % len(plan.buckets) == bucket] for rank in everyone]
+            forward, backward, update = ([_mean(rank, kind) for rank in own] for kind in ("F", "B", "NU"))
+            costs.append(BucketCost(1, tuple(forward), tuple(backward), update=tuple(update)))
+        found = simulate(step_template(plan, sizes), costs, sizes=sizes)
+        # One machine's clock is every process's.
+        measured = max(t.stop for own in everyone for t in own) - min(
+            t.start for own in everyone for t in own
+        )
+        return found.latency / measured
+
+
+def _sizes(timed: Sequence[TimedAction]) -> list[list[int]]:
+    """Chunks of every micro-batch of every bucket, from what was run."""
+    found: dict[int, dict[int, int]] = {}
+    for one in timed:
+        action = one.action
+        chunks = found.setdefault(action.bucket, {})
+        if action.kind == "F":
+            chunks[action.micro_batch] = max(chunks.get(action.micro_batch, 0), action.chunk + 1)
+    return [[found[b][m] for m in sorted(found[b])] for b in sorted(found)]
+
+
+def _mean(timed: Sequence[TimedAction], kinds: str) -> float:
+    own = [t.stop - t.start for t in timed if t.action.kind in kinds]
+    return statistics.fmean(own) if own else 0.0
+
+
+def _bubble(timed: Sequence[TimedAction]) -> float:
+    """Share of a stage's time, from its first action to its last, in which it waits."""
+    return 1 - sum(t.stop - t.start for t in timed) / (timed[-1].stop - timed[0].start)
