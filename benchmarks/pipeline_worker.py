@@ -47,7 +47,10 @@ def work(arguments: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = _backbone(arguments.backbone_shape, dtype, rank)
     backbone = Backbone.load(path, parallel, dtype)
-    profile = profile_of(backbone)
+    # Processes that measured different seconds would make different plans.
+    shared = [profile_of(backbone)]
+    dist.broadcast_object_list(shared, src=0)
+    profile = shared[0]
     info, result = backbone.info, surroundings(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
