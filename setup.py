@@ -56,6 +56,7 @@ setup(
     extras_require={
         "test": TEST,
         "quickstart": QUICKSTART,
+        "bench": ["matplotlib>=3.8"],
         "dev": [*TEST, *LINT, *QUICKSTART],
     },
 )

@@ -12,17 +12,14 @@ task's `max_length`, since its micro-batches have one shape; ours are packed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline_cases import CASES
+from processes import run_on
 from script import add_output, command_line, measured_on, publish, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,25 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         work(arguments)
         return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "result.json"
-        words = [
-            *("--worker", file, "--turns", arguments.turns, "--cases", arguments.cases),
-            *("--device", arguments.device, "--backbone-shape", arguments.backbone_shape),
-        ]
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            __file__,
-        ]
-        subprocess.run(
-            [*launch, *map(str, words)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=scratch
-        )
-        result = json.loads(file.read_text())
+    flags = ("--turns", "--cases", "--device", "--backbone-shape")
+    values = (arguments.turns, arguments.cases, arguments.device, arguments.backbone_shape)
+    result = run_on(2, __file__, [word for pair in zip(flags, values, strict=True) for word in pair])
     publish(result, markdown(result), arguments.output)
     return 0
 
@@ -84,10 +65,14 @@ def ratio(case: dict[str, Any], side: str, over: str) -> float:
 def markdown(result: dict[str, Any]) -> str:
     """The tables."""
     tasks = ", ".join(str(length) for length in result["lengths"])
+    stages = "+".join(map(str, result["split"]))
+    how = (
+        f"Two stages of {stages} layers, a process and a core each; tasks of max_length {tasks}, LoRA r=8 on q and v, "
+        f"micro-batches of {result['tokens']} tokens; medians of {result['turns']} turns."
+    )
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"Two stages of {'+'.join(map(str, result['split']))} layers, a process each; tasks of max_length {tasks}, "
-        f"LoRA r=8 on q and v, micro-batches of {result['tokens']} tokens; medians of {result['turns']} turns.",
+        how,
         "",
     ]
     rows: list[Sequence[object]] = []

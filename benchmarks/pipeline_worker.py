@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron_side import MegatronEngine
 from pipeline_cases import CASES, LENGTHS, SIDES, TOKENS
-from stand import STEPS, Follows, profile_of, surroundings
-from workload import RANK, TaskShape, made_up_records, write_random_backbone
+from processes import one_core_each
+from stand import Follows, loads_of, profile_of, random_backbone, spec_of, surroundings
+from workload import RANK, TaskShape, made_up_records
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Task
 from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.desk import ROLLING_STEPS, Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
@@ -39,29 +37,20 @@ from tests.reference.records import Records
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure all cases; the first process leaves the result."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if arguments.device == "cpu" and len(os.sched_getaffinity(0)) > rank:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    rank = one_core_each()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    path = _backbone(arguments.backbone_shape, dtype, rank)
+    path = random_backbone(arguments.backbone_shape, dtype, rank)
     backbone = Backbone.load(path, parallel, dtype)
-    # Processes that measured different seconds would make different plans.
-    shared = [profile_of(backbone)]
-    dist.broadcast_object_list(shared, src=0)
-    profile = shared[0]
+    profile = profile_of(backbone)
     info, result = backbone.info, surroundings(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
-    premises = Premises(profile, info, Mesh(pipeline=2), dtype.itemsize)
+    premises = Premises(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
     cases: list[dict[str, Any]] = []
     for chosen in CASES[: arguments.cases]:
         specs, records = _tasks(chosen, info.shape.vocab)
-        loads = {
-            s.name: TaskLoad.of(s, r.lengths, r.label_counts, info)
-            for s, r in zip(specs, records, strict=True)
-        }
+        loads = loads_of(specs, records, info)
         split = balanced_split(premises, list(loads.values()))
         stages = load_stages(path, parallel, dtype, split=split)
         follows = Follows()
@@ -82,36 +71,13 @@ def work(arguments: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def _backbone(shape: str, dtype: torch.dtype, rank: int) -> Path:
-    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}"
-    if rank == 0:
-        write_random_backbone(shape, path, dtype)
-    dist.barrier()
-    return path
-
-
 def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Records]]:
     """Each task has the same records in every step, and an optimizer that changes nothing: sides can be compared."""
     specs, records = [], []
     for i, length in enumerate(LENGTHS):
         batch = TOKENS // length
-        spec = {
-            "name": f"task-{i}-{length}",
-            "adapter": {
-                "peft_type": "LORA",
-                "r": RANK,
-                "lora_alpha": 16,
-                "target_modules": ["q_proj", "v_proj"],
-            },
-            "data": {"path": "made-up", "max_length": length, "shuffle": False},
-            "training": {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": case["micro_batches"],
-                "learning_rate": 1e-12,
-                "max_steps": STEPS,
-            },
-        }
-        specs.append(TaskSpec.model_validate(spec))
+        adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+        specs.append(spec_of(f"task-{i}-{length}", adapter, batch, length, case["micro_batches"]))
         count = batch * case["micro_batches"]
         pairs = made_up_records(TaskShape("", batch, length), count, vocab, seed=i)
         if case["records"] == "same shapes":

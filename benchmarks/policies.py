@@ -1,11 +1,12 @@
-"""`auto` against serial, spatial and temporal on one stage, and predicted against measured seconds of a step.
+"""`auto` against serial, spatial and temporal on one stage or two, and predicted against measured seconds of a step.
 
 python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: a quarter of an hour
+python benchmarks/policies.py --stages 2            # a random Llama on a pipeline, a process and a core to a stage
 python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
 
 The task sets are made of random sequences and adapters of mixed kinds; none of them is what the profile was measured
-on. In each round every policy takes one step of every task, in turns; a plan that is the same as another's is measured
-once. "serial" is one task at a time, summed.
+on. In each round every policy takes one step of every task, on a pipeline several without a flush, in turns; a plan
+that is the same as another's is measured once. "serial" is one task at a time, summed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import one_core_each, run_on
 from script import add_machine, add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -39,14 +41,22 @@ LIMIT = 1.03
 """How much slower than the best of the plain policies `auto` may be."""
 
 
+STEPS_ON_A_PIPELINE = 4
+"""Without a flush, in each turn."""
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--backbone", type=Path, help="default: the quickstart's")
+    parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
     add_machine(parser)
+    parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     parser.add_argument("--measure", action="store_true", help="measure the profile anew")
+    parser.add_argument(
+        "--worker", type=Path, help=argparse.SUPPRESS
+    )  # one of two processes: leaves its result there
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -54,35 +64,74 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
-    import torch
-    from stand import QUICKSTART, profile_of, surroundings
-
-    from megatron_mux.backbone.model import Backbone
-    from megatron_mux.runtime import initialize
-
-    torch.set_num_threads(arguments.threads)
-    parallel = initialize(device=arguments.device)
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    backbone = Backbone.load(arguments.backbone or QUICKSTART / "backbone", parallel, dtype)
-    profile = profile_of(backbone, arguments.measure)
-    result: dict[str, Any] = {**surroundings(backbone, arguments.threads), "rounds": arguments.rounds}
-    result["costs"] = profile.said
-    result["sets"] = []
-    for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(backbone, parallel, profile, seed, chosen, arguments.rounds)
-        result["sets"].append(found)
-        print(json.dumps(found), file=sys.stderr, flush=True)
+    if arguments.stages == 1 or arguments.worker is not None:
+        result = measure(arguments)
+        if arguments.worker is not None:
+            if result:
+                arguments.worker.write_text(json.dumps(result))
+            return 0
+    else:
+        flags = [
+            "--stages",
+            2,
+            "--rounds",
+            arguments.rounds,
+            "--sets",
+            arguments.sets,
+            "--device",
+            arguments.device,
+        ]
+        flags += ["--backbone", arguments.backbone.resolve()] if arguments.backbone is not None else []
+        result = run_on(2, __file__, flags + ["--measure"] * arguments.measure)
     publish(result, markdown(result), arguments.output)
     return 0
 
 
-def _one_set(
-    backbone: Any, parallel: Any, profile: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
-) -> dict[str, Any]:
-    from stand import random_tasks, stand
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All sets; what the first process found, nothing elsewhere."""
+    import torch
+    from stand import QUICKSTART, profile_of, random_backbone, surroundings
 
-    specs, records = random_tasks(*chosen, vocab=backbone.shape.vocab, seed=seed + 1)
-    bench = stand(backbone, parallel, profile, specs, records)
+    from megatron_mux.backbone.model import Backbone
+    from megatron_mux.fusion.desk import Mesh, Premises
+    from megatron_mux.runtime import initialize
+
+    pipeline = arguments.stages > 1
+    if pipeline:
+        one_core_each()
+    else:
+        torch.set_num_threads(arguments.threads)
+    threads = torch.get_num_threads()
+    parallel = initialize(device=arguments.device)
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    path = arguments.backbone
+    if path is None:
+        path = random_backbone("mid", dtype, parallel.rank) if pipeline else QUICKSTART / "backbone"
+    backbone = Backbone.load(path, parallel, dtype)
+    profile = profile_of(backbone, arguments.measure)
+    result: dict[str, Any] = {**surroundings(backbone, threads), "rounds": arguments.rounds}
+    result |= {"costs": profile.said, "stages": arguments.stages, "sets": []}
+    rolling = STEPS_ON_A_PIPELINE if pipeline else 1
+    premises = Premises(
+        profile, backbone.info, Mesh(pipeline=arguments.stages), dtype.itemsize, rolling=rolling
+    )
+    parallel = initialize(pipeline_parallel=arguments.stages, device=arguments.device)
+    for seed, chosen in enumerate(SETS[: arguments.sets]):
+        found = _one_set(path, parallel, premises, seed, chosen, arguments.rounds)
+        result["sets"].append(found)
+        if parallel.rank == 0:
+            print(json.dumps(found), file=sys.stderr, flush=True)
+    return result if parallel.rank == 0 else {}
+
+
+def _one_set(
+    path: Path, parallel: Any, premises: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
+) -> dict[str, Any]:
+    from stand import random_tasks, stand_on_stages
+
+    specs, records = random_tasks(*chosen, vocab=premises.info.shape.vocab, seed=seed + 1)
+    bench = stand_on_stages(path, parallel, premises, specs, records)
+    steps = premises.rolling
     try:
         planner, loads = bench.planner, bench.loads
         auto = planner.plan(loads)
@@ -105,7 +154,7 @@ def _one_set(
         names = list(plans)
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                taken[name].append(bench.seconds(plans[name]))
+                taken[name].append(bench.seconds(plans[name], steps))
     finally:
         bench.close()
     measured = {name: statistics.median(seconds) for name, seconds in taken.items()}
@@ -141,9 +190,10 @@ def errors(result: dict[str, Any]) -> dict[str, list[float]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables."""
+    where = "one stage" if result["stages"] == 1 else f"{result['stages']} stages, a process and a core each"
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"Medians of {result['rounds']} rounds in turns; predictions by the {result['costs']}.",
+        f"On {where}. Medians of {result['rounds']} rounds in turns; predictions by the {result['costs']}.",
         "",
     ]
     rows: list[Sequence[object]] = []

@@ -5,18 +5,21 @@ from __future__ import annotations
 import platform
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from workload import TaskShape, made_up_records
+import torch.distributed as dist
+from workload import TaskShape, made_up_records, write_random_backbone
 
-from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.fusion.balance import balanced_split
 from megatron_mux.fusion.desk import Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.measure import Measuring, measure
@@ -61,13 +64,17 @@ class Stand:
     loads: dict[str, TaskLoad]
     planner: Planner
 
-    def seconds(self, plans: Sequence[Plan]) -> float:
-        """Of one step of every task: `plans` one after another."""
+    def seconds(self, plans: Sequence[Plan], steps: int = 1) -> float:
+        """Of one step of every task: `plans` one after another, `steps` of each without a flush; the slowest rank's."""
+        parallel = self.engine.parallel
+        parallel.most([0.0])  # waits for the others
         start = time.perf_counter()
         for plan in plans:
             self.follows.plan = plan
-            self.engine.step()
-        return time.perf_counter() - start
+            taken = 0
+            while taken < steps:
+                taken += len(self.engine.steps(steps - taken))
+        return parallel.most([time.perf_counter() - start])[0] / steps
 
     def alone(self) -> list[Plan]:
         """A plan for each task by itself."""
@@ -80,26 +87,44 @@ class Stand:
 
 
 def stand(
-    backbone: Backbone,
+    backbone: Backbone | Sequence[Backbone],
     parallel: Parallel,
-    profile: Profile,
+    premises: Premises,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
 ) -> Stand:
-    """Register tasks on a backbone."""
+    """Register tasks on a backbone, or this rank's stages of it."""
     follows = Follows()
     engine = Engine(backbone, parallel, follows)
     engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-    loads = {
-        s.name: TaskLoad.of(s, r.lengths, r.label_counts, backbone.info)
-        for s, r in zip(specs, records, strict=True)
+    return Stand(engine, follows, loads_of(specs, records, premises.info), Planner(premises))
+
+
+def stand_on_stages(
+    path: Path,
+    parallel: Parallel,
+    premises: Premises,
+    specs: Sequence[TaskSpec],
+    records: Sequence[Any],
+) -> Stand:
+    """The same on this rank's stages, layers divided by what these tasks make them take."""
+    if parallel.pp_size > 1:
+        split = balanced_split(premises, list(loads_of(specs, records, premises.info).values()))
+        premises = replace(premises, mesh=replace(premises.mesh, split=split))
+    dtype = {4: torch.float32, 2: torch.bfloat16}[premises.itemsize]
+    stages = load_stages(path, parallel, dtype, split=premises.mesh.split or None)
+    return stand(stages, parallel, premises, specs, records)
+
+
+def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:
+    """Tasks as the planner sees them."""
+    return {
+        s.name: TaskLoad.of(s, r.lengths, r.label_counts, info) for s, r in zip(specs, records, strict=True)
     }
-    planner = Planner(Premises(profile, backbone.info, itemsize=backbone.dtype.itemsize))
-    return Stand(engine, follows, loads, planner)
 
 
 def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
-    """This device's profile, measured if nobody has."""
+    """This device's profile, measured if nobody has; the first process's, or others would make other plans."""
     about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1)
     profile = None if measure_anew else load_profile(about, profile_directory())
     if profile is None:
@@ -109,7 +134,18 @@ def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
         profile = measure(backbone, about, Measuring(most))
         if backbone.parallel.rank == 0:
             save_profile(profile, profile_directory())
-    return profile
+    shared = [profile]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:
+    """The directory of a random backbone that all processes share; the first makes it if nobody has."""
+    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}-{str(dtype).removeprefix('torch.')}"
+    if rank == 0:
+        write_random_backbone(shape, path, dtype)
+    dist.barrier()
+    return path
 
 
 def random_tasks(
@@ -146,6 +182,14 @@ def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
             {"peft_type": "BOTTLENECK", "bottleneck_size": 24},
         ]
     )
+    return spec_of(name, adapter, batch, length)
+
+
+def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, micro_batches: int = 1) -> TaskSpec:
+    """A task that takes `micro_batches` times `batch` sequences of at most `length` tokens a step, in file order.
+
+    Its learning rate changes nothing worth mentioning, so that every step computes the same.
+    """
     return TaskSpec.model_validate(
         {
             "name": name,
@@ -153,7 +197,8 @@ def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
             "data": {"path": "made-up", "max_length": length, "shuffle": False},
             "training": {
                 "per_device_train_batch_size": batch,
-                "learning_rate": 1e-4,
+                "gradient_accumulation_steps": micro_batches,
+                "learning_rate": 1e-12,
                 "max_steps": STEPS,
             },
         }

@@ -17,7 +17,7 @@ from megatron_mux.division import divided
 from megatron_mux.engine import Planning, Task
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
-from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.desk import ROLLING_STEPS, Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
@@ -202,6 +202,7 @@ def prepare_planning(
         chunk,
         arguments.mux_micro_batches,
         schedule=arguments.mux_schedule,
+        rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
     )
     premises = divided(premises, arguments, list(loads.values()), known, _from_first)
     mesh = premises.mesh

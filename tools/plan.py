@@ -113,7 +113,7 @@ def _plans(
     import torch
 
     from megatron_mux.fusion.balance import balanced_split
-    from megatron_mux.fusion.desk import Premises
+    from megatron_mux.fusion.desk import ROLLING_STEPS, Premises
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
     from megatron_mux.fusion.roofline import GPUS, roofline
@@ -142,6 +142,7 @@ def _plans(
             arguments.align,
             chunk,
             arguments.micro_batches,
+            rolling=ROLLING_STEPS,
         )
         start = time.perf_counter()
         if mesh.pipeline > 1:

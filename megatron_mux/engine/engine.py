@@ -26,7 +26,7 @@ from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.plan import ROLLING, Plan
 from megatron_mux.fusion.step import Lengths, most_in_flight, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
@@ -178,7 +178,7 @@ class Engine:
             A result per task for each step, at least one; a task that fails is in those up to its failure.
         """
         plan = self._for_this_mesh(self.planning.begin(self._loads()))
-        most = most if plan.schedule in ("planned", "1f1b") else 1  # the others know no step after theirs
+        most = most if plan.schedule in ROLLING else 1
         count = min([most, self.planning.lasts, *(self._running[name].left for name in plan.tasks)])
         pad_to = padded_lengths(
             plan.alignment, {name: self._running[name].task.spec.data.max_length for name in plan.tasks}

@@ -12,15 +12,20 @@ from megatron_mux.fusion.cost import bucket_cost
 from megatron_mux.fusion.cost import fits as can_fit
 from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Schedule, plan_for
+from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, step_grid, step_template
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.template import Template
 
 Chunking = int | Literal["auto"] | None
 """Tokens of a chunk; `auto`: by predicted cost; None: packs are not cut."""
+
+
+ROLLING_STEPS = 8
+"""Steps between two flushes that plans count on: something is due about so often (a save, an evaluation, a look)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Premises:
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
         schedule: See `Plan`.
+        rolling: Steps between two flushes of the pipeline.
         overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
     """
 
@@ -89,6 +95,7 @@ class Premises:
     micro_batches: int | None = None
     overlap: bool = False
     schedule: Schedule = "planned"
+    rolling: int = 1
 
     @property
     def stages(self) -> list[range]:
@@ -102,7 +109,7 @@ class WorkedOut:
 
     Attributes:
         plan: With the costs of its buckets and its template.
-        latency: Seconds of a step.
+        latency: Seconds of a step, of as many as there are between two flushes.
         memory: Bytes of each rank at the peak.
         fits: Whether that is within the limit, with the longest sequences there are too.
         actions: Passes of its template.
@@ -112,6 +119,16 @@ class WorkedOut:
     latency: float
     memory: tuple[float, ...]
     fits: bool
+    actions: int
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """Steps of one pipeline on paper; the attributes are those of `WorkedOut`."""
+
+    template: Template
+    latency: float
+    peaks: list[float]
     actions: int
 
 
@@ -213,6 +230,12 @@ class Desk:
         )
         return self._here(Plan("auto", self.premises.mesh.stages, buckets, alignment=self.alignment))
 
+    @property
+    def _rolling(self) -> int:
+        """Steps between two flushes, where there is a pipeline to flush and its schedule can do without."""
+        rolls = self.premises.mesh.pipeline > 1 and self.premises.schedule in ROLLING
+        return self.premises.rolling if rolls else 1
+
     def _here(self, plan: Plan) -> Plan:
         """A plan for this mesh."""
         mesh = self.premises.mesh
@@ -222,6 +245,7 @@ class Desk:
             virtual=mesh.virtual,
             split=mesh.split,
             schedule=self.premises.schedule,
+            rolling=self._rolling,
             data=mesh.data,
             weights=self.weights,
         )
@@ -248,25 +272,34 @@ class Desk:
             buckets=tuple(self._described(plan.buckets[b], costs[b], grids[0].sizes[b]) for b in order),
             activation_limit=tuple(limit or ()),
         )
-        buckets = [bucket_costs(bucket) for bucket in plan.buckets]
-        templates, simulations = [], []
-        for grid in grids:
-            sizes = [grid.sizes[b] for b in order]
-            templates.append(step_template(plan, sizes))
-            simulations.append(simulate(templates[-1], buckets, sizes=sizes))
-        peaks = [max(found.peak(rank) for found in simulations) for rank in range(len(templates[0]))]
+        simulated = [self._simulated(plan, [grid.sizes[b] for b in order]) for grid in grids]
+        peaks = [max(found.peaks[rank] for found in simulated) for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
         tasks = [self._index[name] for name in plan.tasks]
-        texts = tuple(tuple(str(action) for action in stage) for stage in templates[0])
+        texts = tuple(tuple(str(action) for action in stage) for stage in simulated[0].template)
         return WorkedOut(
             replace(plan, template=texts),
-            max(found.latency for found in simulations) + self.costs.step_overhead(tasks),
+            max(found.latency for found in simulated) + self.costs.step_overhead(tasks),
             tuple(r + p for r, p in zip(self.resident(), peaks, strict=True)),
             fits,
-            sum(len(stage) for template in templates for stage in template),
+            sum(found.actions for found in simulated),
         )
+
+    def _simulated(self, plan: Plan, sizes: list[tuple[int, ...]]) -> _Simulated:
+        """A step on one pipeline, and where steps follow each other without a flush what each further one adds."""
+        buckets = [bucket_costs(bucket) for bucket in plan.buckets]
+        template = step_template(plan, sizes)
+        one = simulate(template, buckets, sizes=sizes)
+        latency, runs = one.latency, [one]
+        steps = plan.rolling
+        if steps > 1:
+            two = simulate(step_template(plan, sizes * 2), buckets, sizes=sizes * 2)
+            latency = (one.latency + (steps - 1) * (two.latency - one.latency)) / steps
+            runs.append(two)
+        peaks = [max(run.peak(rank) for run in runs) for rank in range(plan.ranks)]
+        return _Simulated(template, latency, peaks, sum(len(rank) for run in runs for rank in run.timed))
 
     def _described(self, bucket: Bucket, cost: BucketCost, chunks: tuple[int, ...]) -> Bucket:
         """A bucket with what is predicted of it."""

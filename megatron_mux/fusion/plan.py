@@ -20,6 +20,8 @@ from megatron_mux.fusion.alignment import Mode, Weights
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
+ROLLING: tuple[Schedule, ...] = ("planned", "1f1b")
+"""Schedules whose steps can follow each other without a flush."""
 FORMAT: Literal[4] = 4
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
@@ -89,13 +91,14 @@ class Plan:
         virtual: Stages of each rank: stage `s` is on rank `s % (stages / virtual)`.
         split: Layers of each stage; empty: as even as can be.
         schedule: What its template is: see `fusion.step.step_template`.
+        rolling: Steps between two flushes of the pipeline that predicted seconds are for.
         tensor, data: Ranks that share each layer; pipelines.
         backbone: The backbone's fingerprint; empty: not bound to one.
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
         template: Each rank's actions of a step of typical lengths, in their string form; empty without the planner.
         costs: Where predicted figures come from.
-        predicted_latency_s: Of one step of every task.
+        predicted_latency_s: Of one step of every task, its share of the flushes included.
         alternatives: The same for `serial`, `temporal`, `spatial` and `padded` (spatial, all sequences padded to the
             longest `max_length`).
         memory_bytes: Predicted peak of each rank of the pipeline.
@@ -113,6 +116,7 @@ class Plan:
     virtual: _Count = 1
     split: tuple[_Count, ...] = ()
     schedule: Schedule = "planned"
+    rolling: _Count = 1
     tensor: _Count = 1
     data: _Count = 1
     backbone: str = ""

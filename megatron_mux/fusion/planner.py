@@ -23,8 +23,8 @@ from megatron_mux.fusion.search import DoesNotFitError, search
 _WORTH = 0.02
 """How much better than a plain policy another layout must be predicted to be: predictions are no better than that."""
 
-_MOST_ACTIONS = 4_000
-"""Passes simulated while numbers of micro-batches and chunk sizes are compared: a tenth of a second."""
+_MOST_ACTIONS = 8_000
+"""Passes simulated while numbers of micro-batches and chunk sizes are compared: a fifth of a second."""
 
 _MOST_COUNTS = 6
 """Numbers of micro-batches that are tried."""
