@@ -1,4 +1,4 @@
-"""Whether a template can be run at all: complete, in order, and neighbours of one mind about their transfers."""
+"""Whether a template can be run at all: complete, in order, neighbours of one mind about transfers, never stuck."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
     Raises:
         TemplateError: An action is on another rank than its stage's, is there twice or not at all, breaks the order of
             a pack's chunks, runs backward before forward, ends a bucket's step before its passes or begins its next
-            before the end, or is sent in another order than it is taken.
+            before the end, or is sent in another order than it is taken; or some wait for each other for ever.
     """
     wanted = set(forward_order(sizes))
     _check_places(template, stages, wanted, len(sizes))
@@ -44,6 +44,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
         for rank in range(len(template)):
             _check_ends(template, rank, stages // len(template), sizes, period or len(sizes))
     _check_links(template, stages)
+    _check_progress(template, stages)
 
 
 def marked(template: Template, cells: Collection[Action] = ()) -> str:
@@ -166,3 +167,28 @@ def _check_links(template: Template, stages: int) -> None:
                 if (theirs.kind, theirs.unit) != (ours.kind, ours.unit):
                     problem = f"stages {first} and {second} order their transfers differently"
                     raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)
+
+
+def _check_progress(template: Template, stages: int) -> None:
+    """A dry run: every rank computes its actions in order, each as soon as its neighbour's part of it is done."""
+    done: set[Action] = set()
+    rows = [iter(actions) for actions in template]
+    due = [next(row, None) for row in rows]
+    free = list(range(len(template)))
+    waiting: dict[Action, int] = {}  # for what which rank waits
+    while free:
+        rank = free.pop()
+        while (action := due[rank]) is not None:
+            source = action.source
+            if 0 <= source < stages:
+                needed = Action(source, action.kind, action.bucket, action.micro_batch, action.chunk)
+                if needed not in done:
+                    waiting[needed] = rank
+                    break
+            done.add(action)
+            due[rank] = next(rows[rank], None)
+            if action in waiting:
+                free.append(waiting.pop(action))
+    if waiting:
+        stuck = [action for action in due if action is not None]
+        raise _refuse(template, "deadlock: these wait for each other", *stuck)

@@ -1,0 +1,329 @@
+"""Random plans, and a stage that computes whole numbers by which every pass can be told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mux.fusion.alignment import Mode, padded_lengths
+from megatron_mux.fusion.check import check_plan
+from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.step import (
+    Lengths,
+    StepGrid,
+    bucket_costs,
+    most_in_flight,
+    step_grid,
+    step_template,
+)
+from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.check import check
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.pipeline.execute import execute
+from megatron_mux.pipeline.template import Template
+from megatron_mux.runtime import Parallel
+from tests.unit.fusion.strategies import groupings, one_each
+
+COUNT = 300
+TASKS = "abcdef"
+BACKBONE = "b" * 8
+LONGEST = 12
+LIMIT = 60.0
+"""Seconds that one plan may take: thousands of times what it does take."""
+FACTORS = (2, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and the sequences of its steps.
+
+    Attributes:
+        plan: What every rank has.
+        lengths: Of each step's tasks.
+    """
+
+    plan: Plan
+    lengths: tuple[dict[str, Lengths], ...]
+
+    def grids(self, data_rank: int) -> list[StepGrid]:
+        """The chunk grid of each step on one pipeline."""
+        return [step_grid(self.plan, own, data_rank) for own in self.lengths]
+
+    def sizes(self, data_rank: int) -> list[Sequence[int]]:
+        """Those of all steps, one after the other."""
+        return [bucket for grid in self.grids(data_rank) for bucket in grid.sizes]
+
+
+@st.composite
+def cases(draw: st.DrawFn, stages: int, data: int) -> Case:
+    """One to three steps of a plan of any policy, some of them with buckets that have nothing for a pipeline."""
+    names = TASKS[: draw(st.integers(1, len(TASKS)))]
+    alignment: Mode = draw(st.sampled_from(["dense", "max-length", "longest"]))
+    policy = draw(st.sampled_from(["auto", "auto", "spatial", "temporal", "serial"]))
+    if policy == "auto":
+        plan = draw(automatic(names, stages))
+    else:
+        accumulation = {name: draw(st.integers(1, 3)) for name in names}
+        count = draw(st.none() | st.integers(1, 4))
+        plan = plan_for(policy, accumulation, stages, count, draw(st.none() | st.integers(4, 8)))  # type: ignore[arg-type]
+    plan = replace(plan, data=data, alignment=alignment, backbone=BACKBONE)
+    pad_to = padded_lengths(alignment, dict.fromkeys(plan.tasks, LONGEST))
+
+    def lengths(name: str) -> Lengths:
+        tokens = tuple(draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=3)))
+        return Lengths(tokens, tuple(n // 2 for n in tokens), pad_to.get(name, 0))
+
+    steps = draw(st.integers(1, 3))
+    return Case(plan, tuple({name: lengths(name) for name in plan.tasks} for _ in range(steps)))
+
+
+@st.composite
+def automatic(draw: st.DrawFn, names: str, stages: int) -> Plan:
+    """A plan as the planner makes them, with or without its template and a limit of memory."""
+
+    def each(count: int, least: float = 0.1) -> tuple[float, ...]:
+        return draw(one_each(st.floats(least, 10.0), count))
+
+    buckets = []
+    for grouping in draw(groupings(names)):
+        count, chunk = draw(st.integers(1, 4)), draw(st.none() | st.integers(4, 8))
+        bucket = Bucket(
+            tuple(HybridTask(tuple(tasks)) for tasks in grouping),
+            micro_batches=count,
+            chunk=chunk,
+            chunks=tuple(draw(st.lists(st.integers(1, 3 if chunk else 1), max_size=count))),
+            forward=each(stages),
+            backward=each(stages),
+            memory=each(stages, 0.0),
+            transfer=each(stages - 1, 0.0),
+        )
+        buckets.append(bucket)
+    costs = {bucket: bucket_costs(bucket) for bucket in buckets}
+    buckets.sort(key=lambda bucket: -costs[bucket].latency)
+    plan = Plan("auto", stages, tuple(buckets))
+    if draw(st.booleans()):
+        room = draw(st.floats(1.0, 3.0))
+        most = [max(cost.kept(s) * cost.chunks for cost in costs.values()) for s in range(stages)]
+        plan = replace(plan, activation_limit=tuple(room * own for own in most))
+    if draw(st.booleans()):
+        template = step_template(plan, [bucket.chunks for bucket in plan.buckets])
+        plan = replace(plan, template=tuple(tuple(map(str, actions)) for actions in template))
+    return plan
+
+
+@lru_cache
+def drawn(stages: int, data: int) -> list[Case]:
+    """Random cases, the same on every rank: rank 0 draws them."""
+    found: list[Case] = []
+    if dist.get_rank() == 0:
+
+        @seed(stages)
+        @settings(
+            max_examples=COUNT,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(cases(stages, data))
+        def collect(case: Case) -> None:
+            found.append(case)
+
+        collect()
+        assert len(found) == COUNT
+    message = [found]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
+
+
+class Counting:
+    """A stage whose every pass can be told by its numbers: stage `s` makes `x` into `FACTORS[s] x` + steps so far.
+
+    What arrives is compared with what one process would have computed, unit after unit.
+
+    Args:
+        stage, stages: Which of how many.
+        tokens: Of every unit of all steps.
+        period: Buckets of a step.
+    """
+
+    def __init__(self, stage: int, stages: int, tokens: Mapping[Unit, int], period: int) -> None:
+        self.stage, self.stages, self.tokens, self.period = stage, stages, tokens, period
+        self.number = {unit: i + 1 for i, unit in enumerate(tokens)}
+        self.steps = [0] * period
+        self.adapters = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(period)]
+        self.own: dict[int, Tensor] = {}
+        self.done: list[Action] = []
+
+    def shape(self, action: Action) -> tuple[int, ...]:
+        return (self.tokens[action.unit],) if action.is_pass else (1,)
+
+    def label(self, action: Action) -> str:
+        return str(action)
+
+    def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        self._begin(action, hidden is None, self.stage == 0)
+        if hidden is None:
+            hidden = self._hidden(action.unit, 0)
+        assert torch.equal(hidden, self._hidden(action.unit, self.stage)), f"hidden states of {action}"
+        of = action.bucket % self.period
+        output = FACTORS[self.stage] * hidden + self.steps[of] + self.adapters[of]
+        return (output * self.number[action.unit]).sum() if self.stage == self.stages - 1 else output
+
+    def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
+        self._begin(action, gradient is None, self.stage == self.stages - 1)
+        if gradient is not None:
+            wanted = torch.full_like(gradient, self._gradient(action.unit, self.stage))
+            assert torch.equal(gradient, wanted), f"gradient of {action}"
+        output.backward(gradient)
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        self._begin(action, others is None, self.stage == self.stages - 1)
+        if others is not None:
+            assert others.item() == self._sum(action.bucket, self.stage + 1), f"statistics of {action}"
+        grad = self.adapters[action.bucket % self.period].grad
+        whole = torch.zeros(1, dtype=torch.float64) if others is None else others.clone()
+        if grad is not None:
+            whole += grad
+        self.own[action.bucket] = whole
+        return whole
+
+    def update(self, action: Action, whole: Tensor | None) -> Tensor:
+        self._begin(action, whole is None, self.stage == 0)
+        own = self.own.pop(action.bucket)
+        whole = own if whole is None else whole
+        assert whole.item() == self._sum(action.bucket, 0), f"statistics of all stages for {action}"
+        self.adapters[action.bucket % self.period].grad = None
+        self.steps[action.bucket % self.period] += 1
+        return whole
+
+    def _begin(self, action: Action, nothing: bool, alone: bool) -> None:
+        assert nothing == alone, f"{action} got {'nothing' if nothing else 'what nobody sends'}"
+        self.done.append(action)
+
+    def _hidden(self, unit: Unit, stage: int) -> Tensor:
+        """What comes into a stage, its bucket's steps before done on all stages before."""
+        hidden = torch.arange(self.tokens[unit], dtype=torch.float64) + 100 * self.number[unit]
+        for factor in FACTORS[:stage]:
+            hidden = factor * hidden + unit.bucket // self.period
+        return hidden
+
+    def _gradient(self, unit: Unit, stage: int) -> int:
+        """What comes back to a stage, for each token."""
+        product = self.number[unit]
+        for factor in FACTORS[stage + 1 : self.stages]:
+            product *= factor
+        return product
+
+    def _sum(self, bucket: int, first: int) -> int:
+        """A bucket's gradients on all stages from `first` on."""
+        units = [unit for unit in self.tokens if unit.bucket == bucket]
+        return sum(
+            self._gradient(unit, stage) * self.tokens[unit]
+            for unit in units
+            for stage in range(first, self.stages)
+        )
+
+
+class Recording(Communicator):
+    """Counts what is sent."""
+
+    sent = 0
+
+    def send(self, tensor: Tensor, backward: bool) -> None:
+        self.sent += 1
+        super().send(tensor, backward)
+
+
+def run(case: Case, value: Any, parallel: Parallel, communicator: Communicator) -> None:
+    """What a run does with a plan from a file: read it, check it, make its template, check that, compute.
+
+    Args:
+        case: Where the sequences are from.
+        value: The JSON object of its plan.
+        parallel: This rank's place.
+        communicator: Its transfers.
+    """
+    plan = Plan.from_json(value)
+    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
+    check_plan(plan, BACKBONE, mesh, case.plan.tasks)
+    run_template(case, step_template(plan, case.sizes(parallel.dp_rank)), parallel, communicator)
+
+
+def run_template(case: Case, template: Template, parallel: Parallel, communicator: Communicator) -> None:
+    """Check a template and compute it; what is computed is compared with what should be.
+
+    Raises:
+        TemplateError: Nothing is computed then.
+    """
+    period, grids = len(case.plan.buckets), case.grids(parallel.dp_rank)
+    check(template, case.sizes(parallel.dp_rank), parallel.pp_size, period)
+    tokens = {
+        Unit(step * period + unit.bucket, unit.micro_batch, unit.chunk): sum(
+            part.tokens for chunk in chunks for part in chunk
+        )
+        for step, grid in enumerate(grids)
+        for unit, chunks in grid.chunks.items()
+    }
+    compute = Counting(parallel.pp_rank, parallel.pp_size, tokens, period)
+    communicator.expect(most_in_flight(template) + period)
+    actions = template[parallel.pp_rank]
+    execute(actions, compute, communicator, torch.float64)
+    assert compute.done == list(actions) and compute.steps == [len(grids)] * period and not compute.own
+
+
+Attempt = tuple[object, Callable[[], object]]
+"""What is said of it when it goes wrong, and what to do."""
+
+
+def all_well(attempts: Iterable[Attempt], parallel: Parallel) -> None:
+    """Do them one after the other, each within `LIMIT`; what goes wrong on a rank fails on all of them.
+
+    Args:
+        attempts: What to do.
+        parallel: Every rank of its world calls this.
+    """
+    problems: list[str] = []
+    about: object = "nothing yet"
+    since = time.monotonic()
+
+    def work() -> None:
+        nonlocal about, since
+        try:
+            for said, attempt in attempts:
+                about, since = said, time.monotonic()
+                attempt()
+        except BaseException as error:
+            problems.append(f"{type(error).__name__}: {error}: {about}")
+
+    # What waits in a transfer cannot be interrupted: it is left behind.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive() and not problems:
+        thread.join(0.5)
+        if time.monotonic() - since > LIMIT:
+            problems.append(f"not done after {LIMIT:.0f} s: {about}")
+    if any(parallel.total([bool(problems)])):
+        everyone: list[list[str]] = [[] for _ in range(parallel.world_size)]
+        dist.all_gather_object(everyone, problems)
+        raise AssertionError("\n".join(f"rank {i}: {own}" for i, own in enumerate(everyone) if own))
+
+
+def run_all(parallel: Parallel) -> None:
+    """Each random plan, as it comes from a file."""
+    communicator = Communicator.between_stages(parallel)
+    chosen = drawn(parallel.pp_size, parallel.dp_size)
+    all_well(
+        ((case, partial(run, case, case.plan.to_json(), parallel, communicator)) for case in chosen), parallel
+    )

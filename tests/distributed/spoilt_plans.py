@@ -1,0 +1,265 @@
+"""Plans and templates with one thing wrong, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.plan import dumps
+from megatron_mux.fusion.step import step_template
+from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.check import TemplateError
+from megatron_mux.runtime import Parallel
+from tests.distributed.random_plans import COUNT, Attempt, Case, Recording, all_well, drawn, run, run_template
+
+Rows = list[list[Action]]
+Json = dict[str, Any]
+Spoil = Callable[[Rows, Random], None]
+
+# -- templates: each changes what it is given
+
+
+def _drop(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    row.pop(r.randrange(len(row)))
+
+
+def _twice(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    row.insert(r.randrange(len(row) + 1), r.choice(row))
+
+
+def _elsewhere(rows: Rows, r: Random) -> None:
+    """To another rank."""
+    source, target = r.sample(rows, 2)
+    target.insert(r.randrange(len(target) + 1), source.pop(r.randrange(len(source))))
+
+
+def _rows_exchanged(rows: Rows, r: Random) -> None:
+    rows.insert(0, rows.pop(r.randrange(1, len(rows))))
+
+
+def _row_lost(rows: Rows, r: Random) -> None:
+    rows.pop(r.randrange(len(rows)))
+
+
+def _unknown_unit(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    i = r.randrange(len(row))
+    field = r.choice(["bucket", "micro_batch", "chunk", "stage"])
+    row[i] = replace(row[i], **{field: 99})
+
+
+def _backward_first(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    forwards = [action for action in row if action.kind == "F"]
+    if not forwards:  # this pipeline has nothing to compute
+        _drop(rows, r)
+        return
+    forward = r.choice(forwards)
+    row.remove(backward := Action.of(forward.stage, "B", forward.unit))
+    row.insert(r.randrange(row.index(forward) + 1), backward)
+
+
+def _no_ends(rows: Rows, r: Random) -> None:
+    """One stage never sums up, or never steps."""
+    row, kind = r.choice(rows), r.choice(["N", "U"])
+    row[:] = [action for action in row if action.kind != kind]
+
+
+def _neighbours_disagree(rows: Rows, r: Random) -> None:
+    """Two passes of one kind change places on one rank alone."""
+    row, kind = r.choice(rows), r.choice(["F", "B"])
+    places = [i for i, action in enumerate(row) if action.kind == kind]
+    if len(places) < 2:
+        _drop(rows, r)
+        return
+    i, j = r.sample(places, 2)
+    row[i], row[j] = row[j], row[i]
+
+
+def _swapped(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    i, j = (r.randrange(len(row)) for _ in range(2))
+    row[i], row[j] = row[j], row[i]
+
+
+def _moved(rows: Rows, r: Random) -> None:
+    row = r.choice(rows)
+    row.insert(r.randrange(len(row)), row.pop(r.randrange(len(row))))
+
+
+ALWAYS_WRONG: tuple[Spoil, ...] = (
+    _drop,
+    _twice,
+    _elsewhere,
+    _rows_exchanged,
+    _row_lost,
+    _unknown_unit,
+    _backward_first,
+    _no_ends,
+    _neighbours_disagree,
+)
+PERHAPS_WRONG: tuple[Spoil, ...] = (_swapped, _moved)
+"""What neighbours do at the same time may change places."""
+
+
+def refuse_templates(parallel: Parallel) -> None:
+    """Every step's template with one thing wrong is refused before anything is sent; what is not refused runs."""
+    communicator = Recording.between_stages(parallel)
+    refused: Counter[str] = Counter()
+
+    def attempt(case: Case, rows: Rows, spoil: Spoil) -> None:
+        before = communicator.sent
+        try:
+            run_template(case, tuple(map(tuple, rows)), parallel, communicator)
+        except TemplateError:
+            assert communicator.sent == before, "refused too late"
+            refused[spoil.__name__] += 1
+        else:
+            assert spoil in PERHAPS_WRONG, "not refused"
+
+    def attempts() -> Iterator[Attempt]:
+        for i, case in enumerate(drawn(parallel.pp_size, parallel.dp_size)):
+            made = step_template(case.plan, case.sizes(parallel.dp_rank))
+            for spoil in (ALWAYS_WRONG[i % len(ALWAYS_WRONG)], PERHAPS_WRONG[i % len(PERHAPS_WRONG)]):
+                rows = [list(row) for row in made]
+                spoil(rows, Random(i))  # the same on every rank of a pipeline
+                said = [spoil.__name__, *([*map(str, row)] for row in rows)]
+                yield said, partial(attempt, case, rows, spoil)
+
+    all_well(attempts(), parallel)
+    assert sum(refused.values()) >= COUNT and set(refused) > {spoil.__name__ for spoil in ALWAYS_WRONG}, (
+        refused
+    )
+
+
+# -- plan files: each changes what it is given into what can be no plan of this run
+
+
+def _bucket(value: Json, r: Random) -> Json:
+    found: Json = r.choice(value["buckets"])
+    return found
+
+
+def _missing(value: Json, r: Random) -> None:
+    of, name = r.choice(
+        [
+            (value, "policy"),
+            (value, "stages"),
+            (value, "buckets"),
+            (value, "format"),
+            (_bucket(value, r), "micro_batches"),
+            (_bucket(value, r), "hybrid_tasks"),
+            (r.choice(_bucket(value, r)["hybrid_tasks"]), "tasks"),
+        ]
+    )
+    del of[name]
+
+
+def _unknown_key(value: Json, r: Random) -> None:
+    r.choice([value, value["weights"], _bucket(value, r), _bucket(value, r)["hybrid_tasks"][0]])["colour"] = 1
+
+
+def _no_count(value: Json, r: Random) -> None:
+    of, name = r.choice([(value, "stages"), (value, "data"), (_bucket(value, r), "micro_batches")])
+    of[name] = r.choice([0, -1, 1.5, "2", None, True, 10**9, [1]])
+
+
+def _no_amount(value: Json, r: Random) -> None:
+    wrong = r.choice([-1.0, math.nan, math.inf, "1", None])
+    name = r.choice(["forward", "backward", "memory"])
+    _bucket(value, r)[name] = [wrong] * value["stages"]
+
+
+def _no_word(value: Json, r: Random) -> None:
+    value[r.choice(["policy", "alignment"])] = r.choice(["greedy", "", 7, None, ["auto"]])
+
+
+def _other_ranks(value: Json, r: Random) -> None:
+    value[r.choice(["stages", "data", "tensor"])] += 1
+
+
+def _other_backbone(value: Json, r: Random) -> None:
+    value["backbone"] += "c"
+
+
+def _task_twice(value: Json, r: Random) -> None:
+    tasks = _bucket(value, r)["hybrid_tasks"][0]["tasks"]
+    r.choice(_bucket(value, r)["hybrid_tasks"])["tasks"].append(r.choice(tasks))
+
+
+def _task_lost(value: Json, r: Random) -> None:
+    tasks = r.choice(_bucket(value, r)["hybrid_tasks"])["tasks"]
+    tasks.pop(r.randrange(len(tasks)))
+
+
+def _task_of_nobody(value: Json, r: Random) -> None:
+    r.choice(_bucket(value, r)["hybrid_tasks"])["tasks"][0] = "nobody"
+
+
+def _other_number_of_stages(value: Json, r: Random) -> None:
+    name = r.choice(["forward", "backward", "memory", "transfer"])
+    _bucket(value, r)[name] = [1.0] * (value["stages"] + 1)
+
+
+def _template_cell(value: Json, r: Random) -> None:
+    """A cell is lost, doubled, misspelt, or another's; a plan without a template gets half of one."""
+    if not any(value["template"]):
+        value["template"] = [["0F0.0"], *([] for _ in range(value["stages"] - 1))]
+        if [bucket["chunks"] for bucket in value["buckets"]] == [[1]] and value["stages"] == 1:
+            value["template"] = [["0F9.9"]]
+        return
+    row = r.choice([row for row in value["template"] if row])
+    i = r.randrange(len(row))
+    edit = r.choice(["lose", "double", "misspell", "rename"])
+    if edit == "lose":
+        row.pop(i)
+    elif edit == "double":
+        row.insert(i, row[i])
+    else:
+        row[i] = r.choice(["", "0X1.2", "F0.0", 5]) if edit == "misspell" else row[i][:-1] + "77"
+
+
+SPOIL: tuple[Callable[[Json, Random], None], ...] = (
+    _missing,
+    _unknown_key,
+    _no_count,
+    _no_amount,
+    _no_word,
+    _other_ranks,
+    _other_backbone,
+    _task_twice,
+    _task_lost,
+    _task_of_nobody,
+    _other_number_of_stages,
+    _template_cell,
+)
+
+
+def refuse_plans(parallel: Parallel) -> None:
+    """Every plan file with one thing wrong is refused before anything is sent."""
+    communicator = Recording.between_stages(parallel)
+
+    def attempt(case: Case, value: Json) -> None:
+        try:
+            run(case, value, parallel, communicator)
+        except UserError as error:
+            assert error.problems and not communicator.sent
+        else:
+            raise AssertionError("not refused")
+
+    def attempts() -> Iterator[Attempt]:
+        for i, case in enumerate(drawn(parallel.pp_size, parallel.dp_size)):
+            value, spoil = json.loads(dumps(case.plan)), SPOIL[i % len(SPOIL)]
+            spoil(value, Random(i))
+            yield (spoil.__name__, value), partial(attempt, case, value)
+
+    all_well(attempts(), parallel)
