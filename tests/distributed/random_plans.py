@@ -1,10 +1,10 @@
-"""Random plans, and a stage that computes whole numbers by which every pass can be told."""
+"""Random plans, run as a plan from a file is, each under a time limit."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -27,12 +27,13 @@ from megatron_mux.fusion.step import (
     step_grid,
     step_template,
 )
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
+from tests.distributed.counting import Counting
 from tests.unit.fusion.strategies import groupings, one_each
 
 COUNT = 300
@@ -41,7 +42,6 @@ BACKBONE = "b" * 8
 LONGEST = 12
 LIMIT = 60.0
 """Seconds that one plan may take: thousands of times what it does take."""
-FACTORS = (2, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -145,95 +145,6 @@ def drawn(stages: int, data: int) -> list[Case]:
     message = [found]
     dist.broadcast_object_list(message, src=0)
     return message[0]
-
-
-class Counting:
-    """A stage whose every pass can be told by its numbers: stage `s` makes `x` into `FACTORS[s] x` + steps so far.
-
-    What arrives is compared with what one process would have computed, unit after unit.
-
-    Args:
-        stage, stages: Which of how many.
-        tokens: Of every unit of all steps.
-        period: Buckets of a step.
-    """
-
-    def __init__(self, stage: int, stages: int, tokens: Mapping[Unit, int], period: int) -> None:
-        self.stage, self.stages, self.tokens, self.period = stage, stages, tokens, period
-        self.number = {unit: i + 1 for i, unit in enumerate(tokens)}
-        self.steps = [0] * period
-        self.adapters = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(period)]
-        self.own: dict[int, Tensor] = {}
-        self.done: list[Action] = []
-
-    def shape(self, action: Action) -> tuple[int, ...]:
-        return (self.tokens[action.unit],) if action.is_pass else (1,)
-
-    def label(self, action: Action) -> str:
-        return str(action)
-
-    def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        self._begin(action, hidden is None, self.stage == 0)
-        if hidden is None:
-            hidden = self._hidden(action.unit, 0)
-        assert torch.equal(hidden, self._hidden(action.unit, self.stage)), f"hidden states of {action}"
-        of = action.bucket % self.period
-        output = FACTORS[self.stage] * hidden + self.steps[of] + self.adapters[of]
-        return (output * self.number[action.unit]).sum() if self.stage == self.stages - 1 else output
-
-    def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
-        self._begin(action, gradient is None, self.stage == self.stages - 1)
-        if gradient is not None:
-            wanted = torch.full_like(gradient, self._gradient(action.unit, self.stage))
-            assert torch.equal(gradient, wanted), f"gradient of {action}"
-        output.backward(gradient)
-
-    def norm(self, action: Action, others: Tensor | None) -> Tensor:
-        self._begin(action, others is None, self.stage == self.stages - 1)
-        if others is not None:
-            assert others.item() == self._sum(action.bucket, self.stage + 1), f"statistics of {action}"
-        grad = self.adapters[action.bucket % self.period].grad
-        whole = torch.zeros(1, dtype=torch.float64) if others is None else others.clone()
-        if grad is not None:
-            whole += grad
-        self.own[action.bucket] = whole
-        return whole
-
-    def update(self, action: Action, whole: Tensor | None) -> Tensor:
-        self._begin(action, whole is None, self.stage == 0)
-        own = self.own.pop(action.bucket)
-        whole = own if whole is None else whole
-        assert whole.item() == self._sum(action.bucket, 0), f"statistics of all stages for {action}"
-        self.adapters[action.bucket % self.period].grad = None
-        self.steps[action.bucket % self.period] += 1
-        return whole
-
-    def _begin(self, action: Action, nothing: bool, alone: bool) -> None:
-        assert nothing == alone, f"{action} got {'nothing' if nothing else 'what nobody sends'}"
-        self.done.append(action)
-
-    def _hidden(self, unit: Unit, stage: int) -> Tensor:
-        """What comes into a stage, its bucket's steps before done on all stages before."""
-        hidden = torch.arange(self.tokens[unit], dtype=torch.float64) + 100 * self.number[unit]
-        for factor in FACTORS[:stage]:
-            hidden = factor * hidden + unit.bucket // self.period
-        return hidden
-
-    def _gradient(self, unit: Unit, stage: int) -> int:
-        """What comes back to a stage, for each token."""
-        product = self.number[unit]
-        for factor in FACTORS[stage + 1 : self.stages]:
-            product *= factor
-        return product
-
-    def _sum(self, bucket: int, first: int) -> int:
-        """A bucket's gradients on all stages from `first` on."""
-        units = [unit for unit in self.tokens if unit.bucket == bucket]
-        return sum(
-            self._gradient(unit, stage) * self.tokens[unit]
-            for unit in units
-            for stage in range(first, self.stages)
-        )
 
 
 class Recording(Communicator):
