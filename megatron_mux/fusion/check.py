@@ -147,7 +147,7 @@ def _wrong_template(plan: Plan) -> Iterator[str]:
         rows.append(tuple(actions))
     template: Template = tuple(rows)
     try:
-        check(template, sizes, plan.stages)
+        check(template, sizes, plan.stages, virtual=plan.virtual)
     except TemplateError as error:
         yield f"template: {error}"
         return

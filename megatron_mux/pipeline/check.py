@@ -13,7 +13,7 @@ class TemplateError(ValueError):
     """A template that cannot be run; its text has the grid with the offending cells marked."""
 
 
-def check(template: Template, sizes: Sizes, stages: int, period: int | None = None) -> None:
+def check(template: Template, sizes: Sizes, stages: int, period: int | None = None, virtual: int = 1) -> None:
     """Refuse a template that is not one for these buckets.
 
     Forward passes alone are a template too, if there is no backward pass at all; passes alone, without the actions
@@ -24,12 +24,17 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
         sizes: Of the buckets, of all steps.
         stages: Number of stages, virtual ones included.
         period: Buckets of a step; None: all of them.
+        virtual: Stages of each rank.
 
     Raises:
         TemplateError: An action is on another rank than its stage's, is there twice or not at all, breaks the order of
             a pack's chunks, runs backward before forward, ends a bucket's step before its passes or begins its next
             before the end, or is sent in another order than it is taken; or some wait for each other for ever.
     """
+    if len(template) * virtual != stages:
+        raise _refuse(
+            template, f"it is for {len(template)} rank(s) of {virtual} stage(s) each: not {stages} stages"
+        )
     wanted = set(forward_order(sizes))
     _check_places(template, stages, wanted, len(sizes))
     has_backward = any(action.kind == "B" for actions in template for action in actions)
@@ -42,7 +47,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
     steps = len(sizes) > (period or len(sizes))
     if (has_backward and steps) or any(not action.is_pass for actions in template for action in actions):
         for rank in range(len(template)):
-            _check_ends(template, rank, stages // len(template), sizes, period or len(sizes))
+            _check_ends(template, rank, virtual, sizes, period or len(sizes))
     _check_links(template, stages)
     _check_progress(template, stages)
 
@@ -179,12 +184,10 @@ def _check_progress(template: Template, stages: int) -> None:
     while free:
         rank = free.pop()
         while (action := due[rank]) is not None:
-            source = action.source
-            if 0 <= source < stages:
-                needed = Action(source, action.kind, action.bucket, action.micro_batch, action.chunk)
-                if needed not in done:
-                    waiting[needed] = rank
-                    break
+            needed = action.before(stages, len(template))
+            if needed is not None and needed not in done:
+                waiting[needed] = rank
+                break
             done.add(action)
             due[rank] = next(rows[rank], None)
             if action in waiting:

@@ -76,7 +76,8 @@ def simulate(
             is marked.
     """
     stages = buckets[0].stages if buckets else len(template)
-    check(template, sizes_of(buckets) if sizes is None else sizes, stages, len(buckets))
+    virtual = max(1, stages // max(1, len(template)))
+    check(template, sizes_of(buckets) if sizes is None else sizes, stages, len(buckets), virtual)
     names = labels or [str(i) for i in range(len(buckets))]
     done: dict[Action, float] = {}
     links: dict[tuple[int, int], float] = {}

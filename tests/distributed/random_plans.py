@@ -189,9 +189,9 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
     }
     compute = Counting(parallel.pp_rank, parallel.pp_size, tokens, period)
     communicator.expect(most_in_flight(template) + period)
-    actions = template[parallel.pp_rank]
-    execute(actions, compute, communicator, torch.float64)
-    assert compute.done == list(actions) and compute.steps == [len(grids)] * period and not compute.own
+    execute(template, parallel.pp_rank, compute, communicator, torch.float64)
+    assert compute.done == list(template[parallel.pp_rank]) and not compute.own
+    assert compute.steps == [len(grids)] * period
 
 
 Attempt = tuple[object, Callable[[], object]]

@@ -140,12 +140,12 @@ def turn(pipeline: Pipeline, parallel: Parallel) -> Turn:
     """Execute a pipeline; every rank calls it, and gets the same."""
     communicator = Communicator.between_stages(parallel)
     communicator.expect(most_in_flight(pipeline.template) + len(pipeline.buckets))
-    actions = pipeline.template[parallel.pp_rank]
     done: list[TimedAction] = []
     dist.barrier()
     # One machine, one clock: it begins when the last process is ready, and ends when the last one is done.
     start = time.perf_counter()
-    execute(actions, Sleeping(pipeline), communicator, torch.float32, done.append)
+    sleeping = Sleeping(pipeline)
+    execute(pipeline.template, parallel.pp_rank, sleeping, communicator, torch.float32, done.append)
     began, ended = parallel.most([start, time.perf_counter()])
     return Turn(ended - began, pipeline.latency, _simulated_on(pipeline, done, parallel))
 
