@@ -15,7 +15,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -183,6 +183,37 @@ def _place(mpu: Any, rank: int, world_size: int, device: torch.device, sequence_
         model_group=mpu.get_model_parallel_group(),
         device=device,
         sequence_parallel=sequence_parallel,
+    )
+
+
+def adopt(device: torch.device, sequence_parallel: bool = False, groups: Any = None) -> Parallel:
+    """This process's place in groups that another program has made with Megatron-Core; nothing is changed.
+
+    Args:
+        device: What that program computes on.
+        sequence_parallel: Whether its model divides rows among tensor ranks.
+        groups: Its `ProcessGroupCollection`, of which `tp` and `pp` replace Megatron-Core's global groups.
+
+    Raises:
+        UserError: It has not made any.
+    """
+    with quiet():
+        from megatron.core import parallel_state as mpu
+    if not mpu.model_parallel_is_initialized():
+        raise UserError("Megatron-Core has no groups yet: call its initialize_model_parallel first.")
+    place = _place(mpu, dist.get_rank(), dist.get_world_size(), device, sequence_parallel)
+    if groups is None:
+        return place
+    tp: dist.ProcessGroup = groups.tp
+    pp: dist.ProcessGroup = groups.pp
+    return replace(
+        place,
+        tp_rank=tp.rank(),
+        tp_size=tp.size(),
+        tp_group=tp,
+        pp_rank=pp.rank(),
+        pp_size=pp.size(),
+        pp_group=pp,
     )
 
 

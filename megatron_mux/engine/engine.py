@@ -27,11 +27,11 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Plan
-from megatron_mux.fusion.step import Lengths, most_in_flight, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
-from megatron_mux.pipeline.template import Template
+from megatron_mux.pipeline.template import Template, most_in_flight
 from megatron_mux.runtime import Parallel
 
 

@@ -128,17 +128,3 @@ def bucket_costs(bucket: Bucket) -> BucketCost:
         memory=bucket.memory,
         transfer=bucket.transfer,
     )
-
-
-def most_in_flight(template: Template) -> int:
-    """The most units that any stage has launched and not yet taken back.
-
-    Neighbours never lag further behind each other than this, so a tensor sent so many sends ago has been taken.
-    """
-    most = 0
-    for actions in template:
-        launched = 0
-        for action in actions:
-            launched += {"F": 1, "B": -1}.get(action.kind, 0)
-            most = max(most, launched)
-    return most

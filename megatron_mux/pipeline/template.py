@@ -114,6 +114,20 @@ def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
     )
 
 
+def most_in_flight(template: Template) -> int:
+    """The most units that any stage has launched and not yet taken back.
+
+    Neighbours never lag further behind each other than this, so a tensor sent so many sends ago has been taken.
+    """
+    most = 0
+    for actions in template:
+        launched = 0
+        for action in actions:
+            launched += {"F": 1, "B": -1}.get(action.kind, 0)
+            most = max(most, launched)
+    return most
+
+
 def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> list[Action]:
     total = len(units) * virtual
 

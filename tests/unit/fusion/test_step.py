@@ -16,7 +16,6 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.step import (
     Lengths,
     bucket_costs,
-    most_in_flight,
     step_grid,
     step_template,
 )
@@ -24,7 +23,7 @@ from megatron_mux.pipeline.action import Action, Kind, Unit
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.rolling import with_updates
-from megatron_mux.pipeline.template import Template, forward_only, gpipe, one_f_one_b, plain
+from megatron_mux.pipeline.template import Template, forward_only, gpipe, most_in_flight, one_f_one_b, plain
 from tests.unit.fusion.strategies import groupings, one_each
 
 TASKS = "abcdef"

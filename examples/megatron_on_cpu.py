@@ -1,0 +1,96 @@
+"""Let Megatron's own training loop run where there is no GPU: what asks for CUDA gets the CPU.
+
+For trying things out and for tests; with a GPU nothing of this is needed. Megatron's loop allocates on `"cuda"`, keeps
+a generator per device and reads memory figures: each of these is answered below. Its fused kernels are not, so it has
+to be told to do without (`FLAGS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+FLAGS = (
+    "--distributed-backend gloo --use-cpu-initialization --transformer-impl local --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--no-gradient-accumulation-fusion --disable-gloo-process-groups --clip-grad 0"
+).split()
+"""What to call Megatron with. Its clipping of gradients accepts CUDA tensors alone."""
+
+_CPU = torch.device("cpu")
+
+
+class OnCpu(TorchFunctionMode):
+    """While it is entered, calls of torch with CUDA as their device are made with the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = {name: _moved(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **named)
+
+
+def _moved(device: Any) -> Any:
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    return _CPU if is_cuda or (isinstance(device, str) and device.startswith("cuda")) else device
+
+
+class _Stream:
+    """A stream of work that is done at once."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def is_capturing(self) -> bool:
+        """No graph of work is recorded."""
+        return False
+
+
+def use_cpu() -> None:
+    """Answer for CUDA in this process from now on."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # it would ask the device for its streams
+    OnCpu().__enter__()
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: _CPU,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0,
+        "Stream": lambda *args, **kwargs: _Stream(),
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: nullcontext(),
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.accelerator.current_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
+
+
+def use_cpu_generators() -> None:
+    """Let Megatron-Core's tracker of generators keep the CPU's; it is imported by now."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
