@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def use_cpu() -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: _CPU,
+        "get_device_properties": lambda device=None: SimpleNamespace(major=10),  # none that needs settings
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,

@@ -6,7 +6,9 @@ A tiny GPT learns arithmetic progressions. The loop, the model, the optimizer an
 thing changed is the function that the loop asks for a schedule. `--schedule megatron` leaves that too, for comparison:
 Megatron's own 1F1B then asks for the shape of every tensor before it is sent. Losses are the same.
 
-It needs `megatron.training`, which Megatron-Core has since 0.19. Without a GPU it runs on the CPU.
+It needs `megatron.training`, which Megatron-Core has since 0.19. Without a GPU it runs on the CPU. On GPUs without
+Transformer Engine and apex, Megatron has to be told: `--transformer-impl local --no-persist-layer-norm
+--no-masked-softmax-fusion --no-gradient-accumulation-fusion`.
 """
 
 from __future__ import annotations
