@@ -95,7 +95,7 @@ def arguments() -> Namespace:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
-    args = parse_args(flags)
+    args: Namespace = parse_args(flags)
     pipelines = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     args.global_batch_size = pipelines * sum(source.micro_batches for source in SOURCES)
     validate_args(args)
