@@ -23,7 +23,6 @@ from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
     bucket_costs,
-    most_in_flight,
     step_grid,
     step_template,
 )
@@ -31,7 +30,7 @@ from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
-from megatron_mux.pipeline.template import Template
+from megatron_mux.pipeline.template import Template, most_in_flight
 from megatron_mux.runtime import Parallel
 from tests.distributed.counting import Counting
 from tests.unit.fusion.strategies import groupings, one_each

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.fusion.step import most_in_flight
 from megatron_mux.pipeline.action import Action, TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.communicate import Communicator
@@ -21,7 +20,7 @@ from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import descending, structured
-from megatron_mux.pipeline.template import Template, one_f_one_b
+from megatron_mux.pipeline.template import Template, most_in_flight, one_f_one_b
 from megatron_mux.runtime import Parallel
 
 ELEMENTS = 256
