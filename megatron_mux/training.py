@@ -24,6 +24,7 @@ from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.engine.together import first_problem, raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.liveness import Liveness
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.preparation import joinable, prepare, prepare_planning, with_saved
 from megatron_mux.report import Reporter, cut_metrics
@@ -74,19 +75,35 @@ def run(arguments: MuxArguments) -> None:
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
-        planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
-        reporter.say(f"reading the backbone {arguments.backbone}")
-        backbone = Backbone.load(
-            arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
-        )
-        engine = Engine(backbone, parallel, planning)
-        loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
-        loop.register(tasks)
-        with _stop_on_signals(loop):
-            loop.run()
+        with _watched(parallel, arguments, reporter) as parallel:
+            planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+            reporter.say(f"reading the backbone {arguments.backbone}")
+            parallel.presence.at("reading the backbone", long=True)
+            recompute = arguments.recompute_granularity or "none"
+            backbone = Backbone.load(arguments.backbone, parallel, arguments.dtype, recompute=recompute)
+            engine = Engine(backbone, parallel, planning)
+            loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
+            loop.register(tasks)
+            with _stop_on_signals(loop):
+                loop.run()
         reporter.close()
     finally:
         reporter.release()
+
+
+@contextmanager
+def _watched(parallel: Parallel, arguments: MuxArguments, reporter: Reporter) -> Iterator[Parallel]:
+    """Several ranks end together when one of them dies or stalls; hears what each is at."""
+    if parallel.world_size == 1:
+        yield parallel
+        return
+    advice = "Nothing is saved, for want of --save."
+    if arguments.save is not None:
+        advice = f"Continue from the last save with --load {arguments.save}."
+    timeout = arguments.distributed_timeout_minutes * 60
+    rank, stage = parallel.rank, parallel.pp_rank
+    with Liveness(rank, parallel.world_size, stage, timeout, advice, reporter.release) as liveness:
+        yield replace(parallel, presence=liveness)
 
 
 @dataclass
@@ -147,6 +164,7 @@ class Loop:
         Raises:
             UserError: A checkpoint is unreadable, or a task does not fit.
         """
+        self.parallel.presence.at("taking tasks in", long=True)
         joining: list[Task] = []
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
@@ -177,6 +195,7 @@ class Loop:
         """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
         watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
         while not self._agreed_to_stop():
+            self.parallel.presence.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
                 stop_when_done = self._follow(watched)
@@ -197,6 +216,7 @@ class Loop:
     def _advance(self) -> None:
         """Take steps until something is due, then do it."""
         steps = self._turns.take(self.engine.steps, self._due())
+        self.parallel.presence.at("reporting")
         if self._turns.is_time_to_draw:
             self._draw()
         self._plan = self.engine.last_plan or self._plan
@@ -258,6 +278,7 @@ class Loop:
         self.reporter.say(f"{name}: {what}: {self.arguments.save / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
+        self.parallel.presence.at(f"evaluating {name}")
         try:
             result = self.engine.evaluate(name)
         except UserError as error:  # on every rank
@@ -271,6 +292,7 @@ class Loop:
         directory = self.arguments.save
         if directory is None:
             return
+        self.parallel.presence.at("saving")
         states: list[TaskState] = []
         for name, entry in self._entries.items():
             state = TaskState(entry)
@@ -335,6 +357,7 @@ class Loop:
 
     def _join(self, path: Path) -> None:
         """Take in a task file; a mistake in it is reported and stops nobody."""
+        self.parallel.presence.at(f"taking in {path.name}", long=True)
         tasks: list[Task] = []
         problem = ""
         try:

@@ -214,7 +214,14 @@ class Engine:
         ends = Ends(running, plan.buckets, tokens, self.parallel)
         compute = TrainingCompute(self.backbone, batches, ends, self.parallel.is_last_stage)
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
-        execute(template[self.parallel.pp_rank], compute, self.communicator, self.backbone.dtype, timer)
+        execute(
+            template[self.parallel.pp_rank],
+            compute,
+            self.communicator,
+            self.backbone.dtype,
+            timer,
+            self.parallel.presence,
+        )
         return ends.results
 
     def _for_this_mesh(self, plan: Plan) -> Plan:

@@ -172,7 +172,13 @@ class _Stage:
         last = self.parallel.is_last_stage
         compute = EvaluationCompute(self.backbone, batches, sequences, last, end_of_sequence)
         actions = forward_only(self.parallel.pp_size, len(batches))[self.parallel.pp_rank]
-        execute(actions, compute, self.communicator, self.backbone.dtype)
+        execute(
+            actions,
+            compute,
+            self.communicator,
+            self.backbone.dtype,
+            presence=self.parallel.presence,
+        )
         if not last or self.parallel.tp_rank != 0:
             return nothing
         table = compute.sums.view(len(group), -1, 4)  # [record, candidate, ...]

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_mux.liveness import Presence
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
 from megatron_mux.pipeline.communicate import Communicator, Message
 
@@ -53,6 +54,7 @@ def execute(
     communicator: Communicator,
     dtype: torch.dtype,
     timer: Timer | None = None,
+    presence: Presence | None = None,
 ) -> None:
     """Run `actions` in order; tensors are received ahead of their use and sent when they are made.
 
@@ -64,8 +66,9 @@ def execute(
         communicator: Its transfers.
         dtype: Of hidden states and their gradients.
         timer: Called with each finished action; on a GPU the device is synchronised around each action then.
+        presence: Hears which action this process is at.
     """
-    _Run(actions, compute, communicator, dtype, timer).run()
+    _Run(actions, compute, communicator, dtype, timer, presence or Presence()).run()
 
 
 class _Run:
@@ -78,12 +81,14 @@ class _Run:
         communicator: Communicator,
         dtype: torch.dtype,
         timer: Timer | None,
+        presence: Presence,
     ) -> None:
         self.actions = actions
         self.compute = compute
         self.communicator = communicator
         self.dtype = dtype
         self.timer = timer
+        self.presence = presence
         self.with_backward = {action.unit for action in actions if action.kind == "B"}
         self.alive: dict[Unit, tuple[Tensor | None, Tensor]] = {}
         self.inboxes = [
@@ -94,6 +99,7 @@ class _Run:
     def run(self) -> None:
         """All actions, then wait for what was sent."""
         for action in self.actions:
+            self.presence.at(action)
             inbox = self.inboxes[action.kind in ("B", "N")]
             received = inbox.take(action) if inbox is not None else None
             start = self._now()
