@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 from megatron_mux.liveness.presence import State
@@ -115,7 +115,10 @@ class Hub:
 
     def part(self, verdict: Verdict | None) -> None:
         """See `Post`."""
-        last: Message = {"end": True} if verdict is None else {"verdict": asdict(verdict)}
+        last: Message = {"end": True}
+        if verdict is not None:
+            here = not self._states[0].end
+            last = {"verdict": asdict(replace(verdict, said=here))}
         for link in self._present():
             link.send(last)
             link.say_no_more()

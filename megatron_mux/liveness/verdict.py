@@ -45,11 +45,13 @@ class Verdict:
         rank: Who is to blame; None where that cannot be said.
         text: What to say; empty if it was told already.
         patience: Seconds in which ranks may still leave by themselves.
+        said: Rank 0 says it, so that no other has to.
     """
 
     rank: int | None
     text: str
     patience: float = 0.0
+    said: bool = False
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,11 @@ class Liveness(Presence):
         return None
 
     def _end(self, verdict: Verdict) -> None:
-        """End the process, having said why: rank 0 does, and every other rank where that is gone."""
+        """End the process, having said why: rank 0 says it, and every other rank where that is gone."""
         late = threading.Timer(_SECONDS_TO_END, os._exit, (1,))
         late.daemon = True
         late.start()
-        if verdict.text and (self.rank == 0 or verdict.rank == 0):
+        if verdict.text and not verdict.said:
             tell(UserError(f"{verdict.text}: stopping. {self._advice}"), self._program)
         self._farewell()
         os._exit(1)
