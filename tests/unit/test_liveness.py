@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.errors import is_of_a_connection
@@ -35,6 +35,7 @@ def waiting(name: str, waited: float) -> Seen:
 # -- verdicts
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 0.99 * TIMEOUT), min_size=1), st.lists(st.floats(0.0, 0.99 * TIMEOUT)))
 def test_ranks_that_get_on_are_left_alone(works: list[float], waits: list[float]) -> None:
     ranks = [working("a", at) for at in works] + [waiting("b", waited) for waited in waits]
@@ -42,6 +43,7 @@ def test_ranks_that_get_on_are_left_alone(works: list[float], waits: list[float]
     assert JUDGE([*ranks, Seen("c", State("", "", True, 0.0, end="done"), 9e9, closed=True)]) is None
 
 
+@settings(deadline=None)
 @given(st.floats(TIMEOUT, 3 * TIMEOUT), st.lists(st.floats(0.0, 2 * TIMEOUT), max_size=4))
 def test_who_waits_is_not_to_blame(at: float, waits: list[float]) -> None:
     ranks = [*(waiting(f"w{i}", waited) for i, waited in enumerate(waits)), working("culprit", at)]
@@ -52,6 +54,7 @@ def test_who_waits_is_not_to_blame(at: float, waits: list[float]) -> None:
     assert not any(f"w{i}" in verdict.text for i in range(len(waits)))
 
 
+@settings(deadline=None)
 @given(st.lists(seconds, min_size=1, max_size=6))
 def test_of_several_that_work_the_first_to_halt_is_named(at: list[float]) -> None:
     verdict = JUDGE([waiting("w", TIMEOUT), *(working(f"rank {i}", one) for i, one in enumerate(at))])
@@ -73,6 +76,7 @@ def test_when_all_wait_all_are_named() -> None:
     assert verdict.text == "all ranks wait for each other: a at 'an action'; b at 'an action'"
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 2 * JUDGE.most_silence))
 def test_silence_counts_once_it_lasts(silent: float) -> None:
     verdict = JUDGE([working("a", 0.0), Seen("b", working("b", 0.0).state, silent)])
