@@ -176,7 +176,7 @@ def test_under_torchrun(
     assert run.stderr is not None
     errors = run.stderr.read()
     assert run.wait(timeout=60) != 0, errors
-    assert time.monotonic() - start < seconds + GRACE_S
+    assert time.monotonic() - start < seconds + 3 * GRACE_S, "torchrun itself takes its time, too"
     assert not processes_of(save)
     lines = [line for line in errors.splitlines() if line.startswith("pretrain_mux.py: ")]
     assert len(lines) == 1 and lines[0].startswith("pretrain_mux.py: rank 1 (pipeline stage 1, "), errors
