@@ -24,9 +24,8 @@ from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.engine.together import first_problem, raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.liveness import Liveness
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.preparation import joinable, prepare, prepare_planning, with_saved
+from megatron_mux.preparation import joinable, prepare, prepare_planning, watched, with_saved
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
@@ -75,7 +74,7 @@ def run(arguments: MuxArguments) -> None:
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
-        with _watched(parallel, arguments, reporter) as parallel:
+        with watched(parallel, arguments, reporter.release) as parallel:
             planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             reporter.say(f"reading the backbone {arguments.backbone}")
             parallel.presence.at("reading the backbone", long=True)
@@ -89,21 +88,6 @@ def run(arguments: MuxArguments) -> None:
         reporter.close()
     finally:
         reporter.release()
-
-
-@contextmanager
-def _watched(parallel: Parallel, arguments: MuxArguments, reporter: Reporter) -> Iterator[Parallel]:
-    """Several ranks end together when one of them dies or stalls; hears what each is at."""
-    if parallel.world_size == 1:
-        yield parallel
-        return
-    advice = "Nothing is saved, for want of --save."
-    if arguments.save is not None:
-        advice = f"Continue from the last save with --load {arguments.save}."
-    timeout = arguments.distributed_timeout_minutes * 60
-    rank, stage = parallel.rank, parallel.pp_rank
-    with Liveness(rank, parallel.world_size, stage, timeout, advice, reporter.release) as liveness:
-        yield replace(parallel, presence=liveness)
 
 
 @dataclass
