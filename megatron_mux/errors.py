@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 _SECONDS_TO_ASK = 10
+_OF_A_CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
 # A connection is lost when its other end leaves, having told why; what comes between is a moment.
 _SECONDS_TO_BE_TOLD = 3
 
@@ -65,9 +67,7 @@ def told_elsewhere(error: RuntimeError) -> bool:
     Args:
         error: What this process met.
     """
-    import torch
-
-    if os.environ.get("WORLD_SIZE", "1") == "1" or isinstance(error, torch.OutOfMemoryError):
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not is_of_a_connection(error):
         return False
     try:
         store = _launchers_store()
@@ -81,6 +81,14 @@ def told_elsewhere(error: RuntimeError) -> bool:
     except (KeyError, ValueError, RuntimeError):
         pass
     return False
+
+
+def is_of_a_connection(error: RuntimeError) -> bool:
+    """Whether an error is one of the connections between processes: lost, or waited on for too long.
+
+    They come as plain `RuntimeError` from gloo: their words tell.
+    """
+    return _OF_A_CONNECTION.search(str(error)) is not None
 
 
 def _has_joined() -> bool:

@@ -1,8 +1,9 @@
-"""From task specs to tasks ready to register, and to the plan: all of it is checked before a weight is read."""
+"""From task specs to tasks ready to register, to the plan, and to ranks that are watched: before a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory
 from megatron_mux.fusion.roofline import roofline
+from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -307,3 +309,27 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     if found is not None:
         say(f"{found}; going on without it")
     return roofline(info.shape, about, arguments.dtype.itemsize, parallel.tp_size)
+
+
+@contextmanager
+def watched(parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], None]) -> Iterator[Parallel]:
+    """Several ranks end together when one of them dies or stalls; its result hears what this one is at.
+
+    Args:
+        parallel: Where this rank stands.
+        arguments: What the user asked for.
+        farewell: Called before the process is ended.
+
+    Raises:
+        UserError: Rank 0 cannot be reached.
+    """
+    if parallel.world_size == 1:
+        yield parallel
+        return
+    advice = "Nothing is saved, for want of --save."
+    if arguments.save is not None:
+        advice = f"Continue from the last save with --load {arguments.save}."
+    timeout = arguments.distributed_timeout_minutes * 60
+    rank, stage = parallel.rank, parallel.pp_rank
+    with Liveness(rank, parallel.world_size, stage, timeout, advice, farewell) as liveness:
+        yield replace(parallel, presence=liveness)

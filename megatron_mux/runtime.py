@@ -15,7 +15,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.liveness import Presence
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,6 +46,7 @@ class Parallel:
         model_group: The ranks that together hold one copy of the backbone (tensor x pipeline).
         device: What this process computes on.
         sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
+        presence: Hears what this process is at.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Parallel:
     model_group: dist.ProcessGroup
     device: torch.device
     sequence_parallel: bool
+    presence: Presence = field(default_factory=Presence, compare=False)
 
     def total(self, flags: Sequence[bool]) -> list[int]:
         """How many ranks of the world raise each flag; every rank calls it. Waits for all of them.
@@ -115,7 +118,7 @@ def initialize(
     sequence_parallel: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
-    timeout_minutes: int = 30,
+    timeout_minutes: float = 30,
 ) -> Parallel:
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
@@ -317,7 +320,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     return device
 
 
-def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: int) -> None:
+def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: float) -> None:
     if dist.is_initialized():
         return
     # With GPUs, what little travels between hosts' memories (objects, counts) still has a way to go.

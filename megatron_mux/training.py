@@ -25,7 +25,7 @@ from megatron_mux.engine.together import first_problem, raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.preparation import joinable, prepare, prepare_planning, with_saved
+from megatron_mux.preparation import joinable, prepare, prepare_planning, watched, with_saved
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
@@ -74,20 +74,17 @@ def run(arguments: MuxArguments) -> None:
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
-        planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
-        reporter.say(f"reading the backbone {arguments.backbone}")
-        stages = load_stages(
-            arguments.backbone,
-            parallel,
-            arguments.dtype,
-            arguments.recompute_granularity or "none",
-            planning.split,
-        )
-        engine = Engine(stages, parallel, planning)
-        loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
-        loop.register(tasks)
-        with _stop_on_signals(loop):
-            loop.run()
+        with watched(parallel, arguments, reporter.release) as parallel:
+            planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+            reporter.say(f"reading the backbone {arguments.backbone}")
+            parallel.presence.at("reading the backbone", long=True)
+            recompute = arguments.recompute_granularity or "none"
+            stages = load_stages(arguments.backbone, parallel, arguments.dtype, recompute, planning.split)
+            engine = Engine(stages, parallel, planning)
+            loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
+            loop.register(tasks)
+            with _stop_on_signals(loop):
+                loop.run()
         reporter.close()
     finally:
         reporter.release()
@@ -151,6 +148,7 @@ class Loop:
         Raises:
             UserError: A checkpoint is unreadable, or a task does not fit.
         """
+        self.parallel.presence.at("taking tasks in", long=True)
         joining: list[Task] = []
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
@@ -181,6 +179,7 @@ class Loop:
         """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
         watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
         while not self._agreed_to_stop():
+            self.parallel.presence.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
                 stop_when_done = self._follow(watched)
@@ -201,6 +200,7 @@ class Loop:
     def _advance(self) -> None:
         """Take steps until something is due, then do it."""
         steps = self._turns.take(self.engine.steps, self._due())
+        self.parallel.presence.at("reporting")
         if self._turns.is_time_to_draw:
             self._draw()
         self._plan = self.engine.last_plan or self._plan
@@ -262,6 +262,7 @@ class Loop:
         self.reporter.say(f"{name}: {what}: {self.arguments.save / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
+        self.parallel.presence.at(f"evaluating {name}")
         try:
             result = self.engine.evaluate(name)
         except UserError as error:  # on every rank
@@ -275,6 +276,7 @@ class Loop:
         directory = self.arguments.save
         if directory is None:
             return
+        self.parallel.presence.at("saving")
         states: list[TaskState] = []
         for name, entry in self._entries.items():
             state = TaskState(entry)
@@ -339,6 +341,7 @@ class Loop:
 
     def _join(self, path: Path) -> None:
         """Take in a task file; a mistake in it is reported and stops nobody."""
+        self.parallel.presence.at(f"taking in {path.name}", long=True)
         tasks: list[Task] = []
         problem = ""
         try:

@@ -30,7 +30,7 @@ class MuxArguments:
         num_layers_per_virtual_pipeline_stage: The same, said by the layers of a stage.
         sequence_parallel: Divide the rows among tensor ranks between their regions.
         distributed_backend: What the processes must talk over; None leaves it to the device.
-        distributed_timeout_minutes: How long a process waits for the others.
+        distributed_timeout_minutes: How long a process waits for the others, before all of them stop.
         bf16: Run the backbone in bfloat16; else in fp32.
         recompute_granularity: What the backward pass computes again instead of keeping.
         seed: Of the run; what a task draws comes from its own seed.
@@ -65,7 +65,7 @@ class MuxArguments:
     num_layers_per_virtual_pipeline_stage: int | None
     sequence_parallel: bool
     distributed_backend: Literal["nccl", "gloo"] | None
-    distributed_timeout_minutes: int
+    distributed_timeout_minutes: float
     bf16: bool
     recompute_granularity: Literal["full", "selective"] | None
     seed: int

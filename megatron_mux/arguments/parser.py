@@ -19,6 +19,7 @@ from megatron_mux.arguments.values import (
     at_least,
     chunk_size,
     destination,
+    minutes,
     only,
     path,
     policy,
@@ -150,10 +151,10 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     add("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, gloo on CPUs")
     add(
         "--distributed-timeout-minutes",
-        type=at_least(1),
+        type=minutes,
         default=10,
-        metavar="N",
-        help="wait for other processes (10)",
+        metavar="M",
+        help="a process that keeps others waiting longer makes all of them stop (10)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return whole
+
+
+def minutes(text: str) -> float:
+    """Minutes, of which a tenth is the least."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes, at least 0.1, got {text!r}")
+    return value
 
 
 def only(value: str, why: str) -> Callable[[str], str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.liveness import Presence
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
@@ -101,6 +102,7 @@ class Communicator:
         from_following, to_previous: Links of gradients.
         device: Where received tensors are allocated.
         ranks: Of the pipeline: bounds how many sent tensors are kept alive.
+        presence: Hears which action this process is at.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class Communicator:
         to_previous: Link,
         device: torch.device,
         ranks: int,
+        presence: Presence,
     ) -> None:
         self.device = device
+        self.presence = presence
         self._inward = {False: (previous, from_previous), True: (following, from_following)}
         self._outward = {False: (following, to_following), True: (previous, to_previous)}
         # A send's tensor must outlive it, and gloo completes a send only when it is waited for. Waiting for a send that
@@ -139,6 +143,7 @@ class Communicator:
             links[True, ring[rank]],
             parallel.device,
             ranks,
+            parallel.presence,
         )
 
     def expect(self, in_flight: int) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ class Fault:
         function: `module:name` or `module:class.name`.
         nth: Which call, from 1.
         kind: `kill before`, `kill after`, `kill halfway` (the file it wrote is cut in half), `no space` (ENOSPC),
-            `forbidden` (it must not be called at all).
+            `forbidden` (it must not be called at all), `stop` (SIGSTOP), `stall` (it does not come back), `defect`.
     """
 
     function: str
@@ -52,6 +52,22 @@ class Run:
     output: str
     errors: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run under way.
+
+    Attributes:
+        pid: Its process; the id is its own until `Server.wait`.
+        output, errors: Files with what it prints.
+        began: When, by the monotonic clock.
+    """
+
+    pid: int
+    output: Path
+    errors: Path
+    began: float
 
 
 class Server:
@@ -103,7 +119,29 @@ class Server:
             signal_number: That signal.
             largest_file: Bytes that a file may grow to (a write beyond fails).
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        started = self.start(arguments, fault, largest_file)
+        if callable(kill_after):
+            while not kill_after() and time.monotonic() - started.began < 60:
+                time.sleep(0.005)
+        elif kill_after is not None:
+            time.sleep(kill_after)
+        if kill_after is not None:
+            os.kill(started.pid, signal_number)
+        return self.wait(started)
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        fault: Fault | None = None,
+        largest_file: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Started:
+        """Start a run, beside others that are under way.
+
+        Args:
+            arguments, fault, largest_file: See `run`.
+            environment: What is added to the environment.
+        """
         self._runs += 1
         output, errors = (self.scratch / f"run-{self._runs}.{kind}" for kind in ("out", "err"))
         request = {
@@ -112,24 +150,22 @@ class Server:
             "output": str(output),
             "errors": str(errors),
             "largest_file": largest_file,
+            "environment": dict(environment or {}),
         }
-        self._process.stdin.write(json.dumps(request) + "\n")
+        pid = self._ask(json.dumps(request))
+        return Started(pid, output, errors, time.monotonic())
+
+    def wait(self, started: Started) -> Run:
+        """Wait for the end of a run."""
+        status = self._ask(f"wait {started.pid}")
+        seconds = time.monotonic() - started.began
+        return Run(status, started.output.read_text(), started.errors.read_text(), seconds)
+
+    def _ask(self, line: str) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        pid = int(self._answer(self._process.stdout))
-        start = time.monotonic()
-        if callable(kill_after):
-            while not kill_after() and time.monotonic() - start < 60:
-                time.sleep(0.005)
-        elif kill_after is not None:
-            time.sleep(kill_after)
-        if kill_after is not None:
-            os.kill(
-                pid, signal_number
-            )  # the server reaps it after our next request only: the id is still its own
-        self._process.stdin.write("wait\n")
-        self._process.stdin.flush()
-        status = int(self._answer(self._process.stdout))
-        return Run(status, output.read_text(), errors.read_text(), time.monotonic() - start)
+        return int(self._answer(self._process.stdout))
 
     @staticmethod
     def _answer(stream: IO[str]) -> str:
@@ -151,15 +187,16 @@ def _serve() -> None:
     import megatron_mux.training  # noqa: F401
 
     for line in sys.stdin:
+        if line.startswith("wait "):
+            _, status = os.waitpid(int(line.split()[1]), 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
         request = json.loads(line)
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             _child(request)
         print(pid, flush=True)
-        sys.stdin.readline()
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -169,6 +206,7 @@ def _child(request: dict[str, Any]) -> None:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(handle, number)
             os.close(handle)
+        os.environ.update(request["environment"])
         if request["largest_file"] is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
         if request["fault"] is not None:
@@ -209,6 +247,12 @@ def _arm(fault: Fault) -> None:
             raise OSError(28, os.strerror(28))
         if fault.kind == "forbidden":
             raise AssertionError(f"{fault.function} was called")
+        if fault.kind == "defect":
+            raise RuntimeError("a defect of ours")
+        if fault.kind == "stall":
+            time.sleep(3600)
+        if fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if fault.kind in ("kill after", "kill halfway"):
             original(*args, **kwargs)
         if fault.kind == "kill halfway":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.ranks import free_port
 from tests.end_to_end.workplace import TASKS, Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,13 +66,6 @@ def start(script: str, environment: Mapping[str, str], log: Path) -> subprocess.
     command = ["bash", str(LAUNCH / script), "--mux-policy", "spatial", "--mux-no-progress"]
     with open(log, "w") as output:
         return subprocess.Popen(command, cwd=log.parent, env=environment, stdout=output, stderr=output)
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def lora(steps: int) -> dict[str, dict[str, Any]]:

@@ -99,6 +99,8 @@ def test_everything_given() -> None:
         4,
         2,
     )
+    assert arguments.distributed_timeout_minutes == 3
+    assert parse("--distributed-timeout-minutes", "0.2").distributed_timeout_minutes == 0.2
     assert arguments.shape == {"--num-layers": 3, "--swiglu": True, "--rotary-base": 10000.0}
     assert str(arguments.dtype) == "torch.bfloat16"
     assert str(parse().dtype) == "torch.float32"

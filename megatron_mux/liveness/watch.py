@@ -1,0 +1,170 @@
+"""The watch over all ranks: when one dies or stalls, every rank says so, or lets it be said, and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+
+import torch.distributed as dist
+
+from megatron_mux.errors import UserError, is_of_a_connection, tell, told_elsewhere
+from megatron_mux.liveness.post import Hub, Post, Spoke
+from megatron_mux.liveness.presence import End, Look, Mark, Presence, State
+from megatron_mux.liveness.verdict import BEAT_S, Judge, Verdict
+
+_SECONDS_TO_END = 15.0
+"""What saying why may take, before the process ends without."""
+
+_SECONDS_TO_PART = 5.0
+"""How long leaving waits for the watching thread."""
+
+
+class Liveness(Presence):
+    """Watches all ranks while it is entered. Every rank of a world of several makes and enters one.
+
+    A thread of each rank tells rank 0 once a second what the main thread is at. Where rank 0 finds that a rank has
+    died, has failed or keeps others waiting, it says so, and the threads end all processes at once, since main threads
+    may be stuck in a collective for good. Of rank 0 itself the others find out by their connections.
+
+    Leaving it by an error that is the echo of another rank's death waits for the verdict, which ends the process.
+
+    Args:
+        rank, world_size: Of this process.
+        stage: Its pipeline stage, for people.
+        timeout: Seconds that a rank may keep others waiting.
+        advice: What to do after such an end, a sentence.
+        farewell: Called before the process ends.
+        program: Put before what is said.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        stage: int,
+        timeout: float,
+        advice: str,
+        farewell: Callable[[], None],
+        program: str = "pretrain_mux.py",
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._name = f"rank {rank} (pipeline stage {stage}, {socket.gethostname()})"
+        self._judge = Judge(timeout)
+        self._advice = advice
+        self._farewell = farewell
+        self._program = program
+        self._mark = Mark("starting", True, time.monotonic())
+        self._lost_since: float | None = None
+        self._how: End = ""
+        self._reason = ""
+        self._left = threading.Event()
+        self._look = Look()
+        self._post: Post
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+
+    def at(self, what: object, long: bool = False) -> None:
+        """See `Presence`."""
+        self._mark = Mark(what, long, time.monotonic())
+
+    def __enter__(self) -> Liveness:
+        """Connect; every rank does.
+
+        Raises:
+            UserError: Rank 0 cannot be reached.
+        """
+        shared: list[object] = [None, None, None]
+        if self.rank == 0:
+            hub = Hub(self._judge, self._name, self.world_size, self._state())
+            self._post = hub
+            shared = [*hub.address, self._name]
+        dist.broadcast_object_list(shared, src=0)
+        if self.rank != 0:
+            port, password, name = shared
+            try:
+                address = int(str(port)), str(password)
+                self._post = Spoke(self._judge, self.rank, self._name, str(name), address)
+            except OSError as error:
+                raise UserError(
+                    f"{name} cannot be reached on port {port}: {error}: let processes connect to each other"
+                ) from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say how this rank leaves; where another one is to blame, wait to be ended."""
+        if error is None:
+            self._leave("done")
+        elif isinstance(error, RuntimeError) and is_of_a_connection(error):
+            self._wait_to_be_ended(error)
+        elif isinstance(error, Exception) and not isinstance(error, UserError):
+            self._leave("failed", _in_a_line(error))
+        else:
+            self._leave("told")  # to be, at least; and who is interrupted knows why
+
+    def _wait_to_be_ended(self, error: RuntimeError) -> None:
+        # The launcher tells everyone to stop as soon as one is gone; the reason is still to be said.
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._reason, self._lost_since = _in_a_line(error), time.monotonic()
+        if not told_elsewhere(error):
+            self._thread.join(self._judge.most_silence + _SECONDS_TO_END)
+        signal.signal(signal.SIGTERM, before)
+        self._leave("told")
+
+    def _leave(self, end: End, reason: str = "") -> None:
+        self._reason = reason or self._reason
+        self._how = end
+        self._left.set()
+        self._post.wake()
+        self._thread.join(_SECONDS_TO_PART)
+
+    def _state(self) -> State:
+        """This rank as it is now."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        state = self._look(self._mark, frame, self._lost_since, time.monotonic())
+        return replace(state, end=self._how, reason=self._reason)
+
+    def _watch(self) -> None:
+        """What the thread does."""
+        try:
+            verdict = self._beat()
+        except BaseException:  # a defect of the watch ends the watch, not the run
+            self._post.exchange(State("", "", True, 0.0, end="done"), time.monotonic())
+            self._post.part(None)
+            raise
+        self._post.part(verdict)
+        if verdict is not None and not self._left.wait(verdict.patience):
+            self._end(verdict)
+
+    def _beat(self) -> Verdict | None:
+        """Until this rank has left, or all have to stop, or rank 0 watches no longer."""
+        beat = min(BEAT_S, self._judge.most_silence / 5)
+        while not self._post.over:
+            state = self._state()
+            verdict = self._post.exchange(state, time.monotonic() + beat)
+            if verdict is not None or state.end:
+                return verdict
+        return None
+
+    def _end(self, verdict: Verdict) -> None:
+        """End the process, having said why: rank 0 says it, and every other rank where that is gone."""
+        late = threading.Timer(_SECONDS_TO_END, os._exit, (1,))
+        late.daemon = True
+        late.start()
+        if verdict.text and not verdict.said:
+            tell(UserError(f"{verdict.text}: stopping. {self._advice}"), self._program)
+        self._farewell()
+        os._exit(1)
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
