@@ -54,7 +54,8 @@ class Inbox:
         """Ask for the next messages, so that they may arrive while this stage computes."""
         while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
-            work = dist.irecv(buffer, self.peer, group=self.group)
+            # What is empty does not travel: both sides know.
+            work = dist.irecv(buffer, self.peer, group=self.group) if buffer.numel() else None
             self._posted.append((message.action, work, buffer))
 
     def take(self, action: Action) -> Tensor:
@@ -156,7 +157,7 @@ class Communicator:
                 pending.popleft()[0].wait()
 
     def _send(self, peer: int | None, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        if peer is None:
+        if peer is None or not tensor.numel():
             return
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, peer, group=group)
