@@ -77,7 +77,11 @@ def run(arguments: MuxArguments) -> None:
         planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
         reporter.say(f"reading the backbone {arguments.backbone}")
         backbone = Backbone.load(
-            arguments.backbone, parallel, arguments.dtype, recompute=arguments.recompute_granularity or "none"
+            arguments.backbone,
+            parallel,
+            arguments.dtype,
+            recompute=arguments.recompute_granularity or "none",
+            residence=arguments.mux_backbone_weights,
         )
         engine = Engine(backbone, parallel, planning)
         loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)

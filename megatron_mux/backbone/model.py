@@ -177,7 +177,9 @@ class Backbone:
             if not batch.rows:
                 return hidden.sum(dtype=torch.promote_types(self.dtype, torch.float32)), batch.label_weights
             rows = self._rows(hidden, batch)
-            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, self._output_layer(share=True))
+            total, nll = weighted_loss(
+                rows, batch.labels, batch.label_weights, self._output_layer(share=True)
+            )
         return total, nll.float()
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ class Layers:
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
         """Go through the stage's layer `key`, which `compute` computes."""
         residence = self._residence
-        following = key + 1 if key + 1 in residence.units else "head"
+        following: Key = key + 1 if key + 1 in residence.units else "head"
         joined = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
         if not (residence.units and joined):
             with residence.using(key, following):

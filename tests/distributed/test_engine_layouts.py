@@ -20,7 +20,9 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.harness import Case, assert_close, random_records
 
-LAYOUTS = [
+Layout = tuple[int, int, bool]
+
+LAYOUTS: list[Layout] = [
     (1, 1, False),
     (2, 1, False),
     (2, 1, True),
@@ -73,7 +75,7 @@ def cases_of(family: str, vocab: int) -> list[Case]:
     ]
 
 
-def _planning(policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case]) -> Planning:
+def planning_of(policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case]) -> Planning:
     """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut."""
     mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
     shape = backbone.info.shape
@@ -99,11 +101,11 @@ def _planning(policy: str, backbone: Backbone, parallel: Parallel, cases: list[C
 
 
 def _train(
-    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: tuple[int, int, bool], policy: str
+    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: Layout, policy: str
 ) -> tuple[Results, Tensors]:
     parallel = joined(layout[0], layout[1], layout[2])
     backbone = Backbone.load(path, parallel, torch.float64)
-    engine = Engine(backbone, parallel, _planning(policy, backbone, parallel, cases))
+    engine = Engine(backbone, parallel, planning_of(policy, backbone, parallel, cases))
     engine.register_tasks([case.task for case in cases])
     # One by itself, then the others without a flush between them; the reference one at a time.
     taken = (
