@@ -188,7 +188,7 @@ class Residence:
         """
         return Layers(self, hidden, trained_from)
 
-    def attached(self, hidden: Tensor, layer: _Layer) -> Tensor:
+    def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
         """The layer's output, with a backward that brings its weights whatever needs a gradient."""
         joined: Tensor = _Join.apply(self._anchor, hidden, layer)  # type: ignore[no-untyped-call]
         return joined
@@ -211,8 +211,8 @@ class Layers:
         """Go through the stage's layer `key`, which `compute` computes."""
         residence = self._residence
         following: Key = key + 1 if key + 1 in residence.units else "head"
-        joined = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
-        if not (residence.units and joined):
+        trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
+        if not (residence.units and trained):
             with residence.using(key, following):
                 self.hidden = compute(self.hidden)
             return
@@ -221,7 +221,7 @@ class Layers:
         with residence.using(key, following):
             output = compute(own)
         self._needed = output.requires_grad
-        self.hidden = residence.attached(self.hidden, _Layer(residence, key, before, own, output))
+        self.hidden = residence.joined(self.hidden, _Layer(residence, key, before, own, output))
 
 
 @dataclass

@@ -155,9 +155,9 @@ def test_names_and_values_are_untouched(checkpoints: Callable[..., Path], parall
     assert found["output_layer.weight"] is found["embedding.word_embeddings.weight"]
     for name, parameter in found.items():
         assert not parameter.requires_grad
-        assert parameter.data_ptr() % 64 == 0 or parameter.untyped_storage().nbytes() == 0
         with away.residence.using(unit_of(name, len(away.layers))):
             assert torch.equal(parameter, wanted[name]), name
+            assert parameter.data_ptr() % 64 == 0, "where torch would put it itself"
     kept = sum(unit.share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values())
     size = sum(p.nbytes for p in whole.model.parameters())
     assert size <= kept <= size + 256 * (len(wanted) + len(away.residence.units))
