@@ -78,8 +78,14 @@ def run(arguments: MuxArguments) -> None:
             planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             reporter.say(f"reading the backbone {arguments.backbone}")
             parallel.presence.at("reading the backbone", long=True)
-            recompute = arguments.recompute_granularity or "none"
-            stages = load_stages(arguments.backbone, parallel, arguments.dtype, recompute, planning.split)
+            stages = load_stages(
+                arguments.backbone,
+                parallel,
+                arguments.dtype,
+                arguments.recompute_granularity or "none",
+                planning.split,
+                arguments.mux_backbone_weights,
+            )
             engine = Engine(stages, parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
             loop.register(tasks)

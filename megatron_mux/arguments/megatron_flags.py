@@ -285,6 +285,7 @@ merge-file tokenizer-metadata tokenizer-model tokenizer-type vocab-file chat-tem
 trust-remote-code
 """
 _UNTRAINED = "init-method-std init-method-xavier-uniform embedding-init-method-std data-parallel-random-init"
+_SHARDING = "use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy"
 
 REASONS: Mapping[str, str] = {
     **{
@@ -295,6 +296,11 @@ REASONS: Mapping[str, str] = {
     **{
         f"--{flag}": "the backbone's weights are read, not drawn: leave it out" for flag in _UNTRAINED.split()
     },
+    **{
+        f"--{flag}": "adapters are small, only frozen weights are divided: use --mux-backbone-weights sharded"
+        for flag in _SHARDING.split()
+    },
+    "--cpu-offloading-num-layers": "layers are offloaded all or not at all: use --mux-backbone-weights offloaded",
     "--fp16": "fp16 is not done: use --bf16",
     "--pretrained-checkpoint": "use --backbone DIR",
     "--finetune": "the backbone is always read and frozen: use --backbone DIR, and leave this out",

@@ -13,6 +13,7 @@ from megatron_mux.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from megatron_mux.backbone.residence import Kind
     from megatron_mux.backbone.shape import BackboneShape
 
 
@@ -47,6 +48,7 @@ class MuxArguments:
         mux_align: How sequences are padded, if at all.
         mux_chunk_size: Tokens of a chunk; `auto` leaves it to the planner, None cuts nothing.
         mux_memory_limit: Bytes that a rank may use; None: not limited.
+        mux_backbone_weights: Where frozen weights live between uses.
         mux_watch: Directory whose task files join and leave while the run goes on.
         mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
         mux_keep_checkpoints: Saves to keep; None keeps all.
@@ -82,6 +84,7 @@ class MuxArguments:
     mux_align: Literal["dense", "max-length", "longest"]
     mux_chunk_size: int | Literal["auto"] | None
     mux_memory_limit: int | None
+    mux_backbone_weights: Kind
     mux_watch: Path | None
     mux_micro_batches: int | None
     mux_keep_checkpoints: int | None

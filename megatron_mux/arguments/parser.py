@@ -212,6 +212,12 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "longest of all tasks",
     )  # fmt: skip
     add(
+        "--mux-backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
+        default="resident",
+        help="between uses. resident: on the device (default); sharded: divided over data-parallel ranks; offloaded: "
+        "in host memory; sharded-offloaded: divided, in host memory",
+    )  # fmt: skip
+    add(
         "--mux-watch", type=path, metavar="DIR",
         help="a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
     )  # fmt: skip

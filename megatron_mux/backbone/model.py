@@ -7,6 +7,7 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary. Be
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from megatron_mux import layout, runtime
 from megatron_mux.backbone import columns, rotary, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.residence import Key, Kind, Residence, unit_of
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
@@ -45,6 +47,7 @@ class Backbone:
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
         model: Megatron's `GPTModel` (a container here: its `forward` is not used).
+        residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Backbone:
         layers: range,
         model: nn.Module,
         recompute: Recompute,
+        residence: Residence,
     ) -> None:
         self.info = info
         self.shape = shape
         self.parallel = parallel
         self.model = model
         self.recompute = recompute
+        self.residence = residence
         self.device = parallel.device
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
@@ -80,6 +85,7 @@ class Backbone:
         recompute: Recompute = "none",
         split: Split | None = None,
         stage: int | None = None,
+        residence: Kind = "resident",
     ) -> Backbone:
         """Build a stage's tensor shard and fill it, reading nothing else.
 
@@ -90,6 +96,7 @@ class Backbone:
             recompute: What to compute again in the backward: nothing, whole layers, or core attention.
             split: Layers of each stage; by default as even as can be, a stage to a rank.
             stage: Which one; by default this rank's first.
+            residence: Where weights live between uses: see `Residence`.
 
         Raises:
             UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
@@ -113,12 +120,19 @@ class Backbone:
             tp_rank=parallel.tp_rank,
             tp_size=parallel.tp_size,
         )
+        home = Residence(residence, parallel)
+        filled = weights.plan(shape, info.family.names, part)
+        weights.check_complete(model, filled)
+        units: dict[Key, weights.Plan] = {}
+        for name, pieces in filled.items():
+            units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
         with Checkpoint(info.path) as source:
-            filled = weights.plan(shape, info.family.names, part)
-            weights.fill(model, filled, info.stored, source, dtype, parallel.device)
+            for key, own in units.items():
+                home.settle(key, weights.fill(model, own, info.stored, source, dtype, parallel.device))
         if tied_here:
             model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
-        return cls(info, shape, parallel, layers, model, recompute)
+            home.tie("head", "embedding")
+        return cls(info, shape, parallel, layers, model, recompute, home)
 
     @property
     def fingerprint(self) -> str:
@@ -136,7 +150,8 @@ class Backbone:
         """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
 
         Args:
-            batch: The micro-batch, on this device.
+            batch: The micro-batch, on this device. One without rows computes nothing, but brings the weights that
+                other data-parallel ranks need at this time, forward and backward.
             hidden: What the stage before sent; None on the first stage.
             labelled_only: Leave out of the last stage what only rows without a label would need: above the last
                 layer's attention no row looks at another. Not done where the rows are divided (sequence
@@ -145,34 +160,18 @@ class Backbone:
         Returns:
             Hidden states of `hidden_shape(batch)`, after the final norm on the last stage, or `[N, 1, H]` where the
             others were left out; `loss` and `predict` take either. They require a gradient only if `hidden` does or
-            an adapter lies below.
+            an adapter lies below, of any task unless the weights are resident.
         """
         if hidden is None:
             hidden = self._embed(batch)
         turns = None
         if self._frequencies is not None:
             turns = rotary.turns(batch.positions, self._frequencies, self.dtype)
-        decoder: Any = self.model.decoder
         trimmed = labelled_only and self.last and not self.parallel.sequence_parallel
-        for i, layer in enumerate(decoder.layers):
-            compute = _labelled_layer if trimmed and i == len(decoder.layers) - 1 else _layer
-            if self.recompute == "full" and torch.is_grad_enabled():
-                # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
-                hidden = checkpoint(
-                    _entered_first,
-                    compute,
-                    layer,
-                    hidden,
-                    turns,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                hidden = compute(layer, hidden, turns)
-        if self.last:
-            with layout.activate(batch.labelled if trimmed else batch):
-                hidden = decoder.final_layernorm(hidden)
-        return hidden
+        layers = self.residence.layers(hidden, self._trained_from)
+        for i in range(len(self.layers)):
+            layers.through(i, partial(self._through, i, batch, turns, trimmed))
+        return layers.hidden
 
     def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of its tasks' losses; last stage only.
@@ -185,8 +184,13 @@ class Backbone:
             The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
             and the `[N]` negative log-likelihoods, fp32, detached.
         """
-        rows = self._rows(hidden, batch)
-        total, nll = weighted_loss(rows, batch.labels, batch.label_weights, self._output_layer(share=True))
+        with self.residence.using("head"):
+            if not batch.rows:
+                return hidden.sum(dtype=torch.promote_types(self.dtype, torch.float32)), batch.label_weights
+            rows = self._rows(hidden, batch)
+            total, nll = weighted_loss(
+                rows, batch.labels, batch.label_weights, self._output_layer(share=True)
+            )
         return total, nll.float()
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -195,7 +199,9 @@ class Backbone:
         Returns:
             `[N]` negative log-likelihoods of the labels, fp32, and `[N]` int64 likeliest tokens.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.residence.using("head"):
+            if not batch.rows:
+                return batch.label_weights, batch.labels
             nll, tokens = predict(self._rows(hidden, batch), batch.labels, self._output_layer(share=False))
         return nll.float(), tokens
 
@@ -204,7 +210,7 @@ class Backbone:
 
         For checks and exports: training never makes them.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.residence.using("head"):
             local = torch.mm(self._all_rows(hidden), self._output_weight().t())
             if self.parallel.tp_size > 1:
                 local = gather_from_tensor_model_parallel_region(local, group=self.parallel.tp_group)
@@ -247,7 +253,9 @@ class Backbone:
     def _embed(self, batch: MicroBatch) -> Tensor:
         """`[T, 1, H]` (this rank's rows with sequence parallelism). Needs no gradient: nothing below is trained."""
         embedding: Any = self.model.embedding
-        with torch.no_grad():
+        with torch.no_grad(), self.residence.using("embedding", 0):
+            if not batch.rows:
+                return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
             # Not `embedding.forward`: with sequence parallelism it asks for a CUDA generator, for a dropout of zero.
             words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
             if embedding.reduce_scatter_embeddings:
@@ -259,6 +267,43 @@ class Backbone:
             if self.parallel.sequence_parallel:
                 hidden = scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
             return hidden.contiguous()
+
+    @property
+    def _trained_from(self) -> int:
+        """The first layer of this stage that some task has an adapter in: its place in the stage."""
+        decoder: Any = self.model.decoder
+        for i, layer in enumerate(decoder.layers):
+            # Attaching replaces `forward` on the instance, on every rank of the stage alike.
+            if any("forward" in vars(module) for module in layer.modules()):
+                return i
+        return len(self.layers)
+
+    def _through(
+        self, i: int, batch: MicroBatch, turns: tuple[Tensor, Tensor] | None, trimmed: bool, hidden: Tensor
+    ) -> Tensor:
+        """The stage's layer `i`, and on the last stage the final norm behind its last layer."""
+        if not batch.rows:
+            return hidden
+        decoder: Any = self.model.decoder
+        behind_all = self.last and i == len(decoder.layers) - 1
+        compute = _labelled_layer if trimmed and behind_all else _layer
+        if self.recompute == "full" and torch.is_grad_enabled():
+            # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
+            hidden = checkpoint(
+                _entered_first,
+                compute,
+                decoder.layers[i],
+                hidden,
+                turns,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            hidden = compute(decoder.layers[i], hidden, turns)
+        if behind_all:
+            with layout.activate(batch.labelled if trimmed else batch):
+                hidden = decoder.final_layernorm(hidden)
+        return hidden
 
     def _all_rows(self, hidden: Tensor) -> Tensor:
         """`[T, H]`; the loss head's partial gradients are summed on the way back."""
@@ -295,11 +340,12 @@ def load_stages(
     dtype: torch.dtype = torch.float32,
     recompute: Recompute = "none",
     split: Split | None = None,
+    residence: Kind = "resident",
 ) -> list[Backbone]:
     """All stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
-        Backbone.load(path, parallel, dtype, recompute, split, stage)
+        Backbone.load(path, parallel, dtype, recompute, split, stage, residence)
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]
 

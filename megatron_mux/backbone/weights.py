@@ -232,6 +232,17 @@ def _layer(
             yield f"{target}.{_MODULE_PATHS[op]}.bias", bias
 
 
+def check_complete(model: nn.Module, filled: Plan) -> None:
+    """Hold a plan of all parameters against the model.
+
+    Raises:
+        RuntimeError: The model has a parameter that the plan does not fill, or the plan one that the model lacks.
+    """
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if wanted != filled.keys():
+        raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")
+
+
 def fill(
     model: nn.Module,
     filled: Plan,
@@ -239,24 +250,35 @@ def fill(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Make every parameter of a model built on the meta device from the checkpoint, frozen.
+) -> list[nn.Parameter]:
+    """Make parameters of a model built on the meta device from the checkpoint, frozen.
+
+    Args:
+        model: The model.
+        filled: What fills them: all of the plan, or a part of it.
+        stored: From `resolve`.
+        checkpoint: To read.
+        dtype: Of the parameters.
+        device: Where they go.
+
+    Returns:
+        The parameters.
 
     Raises:
         UserError: A file that cannot be read.
-        RuntimeError: The model has a parameter that the plan does not fill, or the plan one that the model lacks.
     """
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    if wanted.keys() != filled.keys():
-        raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted.keys() ^ filled.keys())}")
+    made = []
     for name, pieces in filled.items():
-        covered = sum(piece.length for piece in pieces) == wanted[name][0]
+        shape = model.get_parameter(name).shape
+        covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
-        value = make(wanted[name], dtype=dtype, device=device)
+        value = make(shape, dtype=dtype, device=device)
         for piece in pieces:
             _copy(value, piece, stored[piece.source], checkpoint)
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+        made.append(nn.Parameter(value, requires_grad=False))
+        model.get_submodule(owner).register_parameter(leaf, made[-1])
+    return made
 
 
 def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint) -> None:

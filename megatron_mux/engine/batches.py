@@ -118,7 +118,7 @@ class Batches:
         self._carries: dict[tuple[int, int], Carry] = {}
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
-        """A batch for each hybrid task that has something in the unit."""
+        """A batch for each hybrid task that has something in the unit; without rows if others alone have it."""
         if unit not in self._laid_out:
             self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
         return self._laid_out[unit]
@@ -135,6 +135,7 @@ class Batches:
         return " | ".join(
             "+".join(sorted({piece.task for piece in chunk}, key=order))
             for chunk in self._chunks(action.unit)
+            if chunk
         )
 
     def _chunks(self, unit: Unit) -> tuple[Chunk, ...]:

@@ -95,7 +95,8 @@ class TrainingCompute:
 
     def label(self, action: Action) -> str:
         """Tasks of the bucket."""
-        return self.batches.label(action) if action.is_pass else self.ends.bucket(action.bucket).label
+        own = self.batches.label(action) if action.is_pass else ""
+        return own or self.ends.bucket(action.bucket).label
 
 
 class EvaluationCompute:
@@ -131,6 +132,8 @@ class EvaluationCompute:
             if not backbone.last:
                 return output
             nll, best = backbone.predict(output, batch)
+        if not batch.rows:
+            return output
         counted = batch.labels != self.end_of_sequence
         columns = (nll, torch.ones_like(nll), (best == batch.labels) & counted, counted)
         rows = torch.stack([column.double() for column in columns], dim=1)

@@ -27,7 +27,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Plan
-from megatron_mux.fusion.step import Lengths, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
@@ -206,7 +206,7 @@ class Engine:
             {name: self._lengths(name, k, pad_to.get(name, 0)) for name in running}
             for k in range(len(sequences))
         ]
-        grids = [step_grid(plan, own, self.parallel.dp_rank) for own in lengths]
+        grids = [self._grid(plan, own) for own in lengths]
         template = step_template(plan, [bucket for grid in grids for bucket in grid.sizes])
         batches = Batches(
             grids,
@@ -226,6 +226,13 @@ class Engine:
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         dtype = self.backbone.dtype
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
+
+    def _grid(self, plan: Plan, lengths: Mapping[str, Lengths]) -> StepGrid:
+        """What this pipeline computes in a step."""
+        rank = self.parallel.dp_rank
+        if not self.backbone.residence.in_step:
+            return step_grid(plan, lengths, rank)
+        return lockstep([step_grid(plan, lengths, other) for other in range(self.parallel.dp_size)])[rank]
 
     def _for_this_mesh(self, plan: Plan) -> Plan:
         """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""

@@ -164,16 +164,17 @@ class _Rank:
             not speak for their pipeline, so that the sum over all ranks counts every record once.
         """
         nothing = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
-        if not group:
-            return nothing
         batches = self._passes([example for record in group for example in record.candidates])
+        if next(iter(self.stages.values())).residence.in_step:
+            passes = int(self.parallel.most([len(batches)])[0])
+            batches += [self._pack([]) for _ in range(passes - len(batches))]
         sequences = sum(len(record.candidates) for record in group)
         compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence)
         ranks, each = self.parallel.pp_size, len(self.stages)
         dtype = next(iter(self.stages.values())).dtype
         template = forward_only(ranks, len(batches), each)
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
-        if not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
+        if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
             return nothing
         table = compute.sums.view(len(group), -1, 4)  # [record, candidate, ...]
         own = torch.tensor([record.own for record in group], device=table.device)
@@ -193,7 +194,7 @@ class _Rank:
                 current, tokens = [], 0
             current.append((self.task, i, *tensors(example), 1.0))
             tokens += length
-        return [*batches, self._pack(current)]
+        return [*batches, self._pack(current)] if current else batches
 
     def _pack(self, sequences: list[PackedSequence]) -> MicroBatch:
         steps, offsets = {self.task: self.steps_done}, {self.task: self.position_offset}

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from megatron_mux.fusion.alignment import Chunk, Filled, Item, chunk_grid
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
-from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.bucket import BucketCost, forward_order
 from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.structured import structured
 from megatron_mux.pipeline.template import Template, fits_interleaved, gpipe, interleaved, one_f_one_b
@@ -37,7 +38,8 @@ class StepGrid:
     """What one pipeline computes in one step.
 
     Attributes:
-        chunks: For each unit, what each hybrid task of its bucket has in it; those with nothing are left out.
+        chunks: For each unit, what each hybrid task of its bucket has in it; those with nothing are left out. Behind
+            them there may be empty ones, see `lockstep`.
         sizes: For each bucket, the chunks of each of its micro-batches.
     """
 
@@ -72,6 +74,28 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
                 chunks[Unit(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
         sizes.append(tuple(counts))
     return StepGrid(chunks, tuple(sizes))
+
+
+def lockstep(grids: Sequence[StepGrid]) -> list[StepGrid]:
+    """The grids of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
+
+    Args:
+        grids: Of the same step, a pipeline each.
+
+    Returns:
+        The same grids, filled up: where only others have something to compute there are empty chunks.
+    """
+    sizes = tuple(
+        tuple(max(chunks) for chunks in zip_longest(*micro_batches, fillvalue=0))
+        for micro_batches in zip(*(grid.sizes for grid in grids), strict=True)
+    )
+    most = {unit: max(len(grid.chunks.get(unit, ())) for grid in grids) for unit in forward_order(sizes)}
+    filled = []
+    for grid in grids:
+        own = {unit: grid.chunks.get(unit, ()) for unit in most}
+        chunks = {unit: own[unit] + ((),) * (count - len(own[unit])) for unit, count in most.items()}
+        filled.append(StepGrid(chunks, sizes))
+    return filled
 
 
 def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> list[Item]:

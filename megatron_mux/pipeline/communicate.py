@@ -68,7 +68,9 @@ class Inbox:
         """Ask for the next messages, so that they may arrive while this stage computes."""
         while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
-            work = dist.irecv(buffer, self.peer, group=self.link.group, tag=self.link.tag)
+            work = None
+            if buffer.numel():  # what is empty does not travel: both sides know
+                work = dist.irecv(buffer, self.peer, group=self.link.group, tag=self.link.tag)
             self._posted.append((message.action, work, buffer))
 
     def take(self, action: Action) -> Tensor:
@@ -164,7 +166,9 @@ class Communicator:
         return Inbox(peer, link, self.device, messages)
 
     def send(self, tensor: Tensor, backward: bool) -> None:
-        """Hand a tensor to the rank before this one (`backward`) or to the one after it."""
+        """Hand a tensor to the rank before this one (`backward`) or to the one after it; nothing if it is empty."""
+        if not tensor.numel():
+            return
         peer, link = self._outward[backward]
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, peer, group=link.group, tag=link.tag)

@@ -91,7 +91,7 @@ def cases_of(family: str, vocab: int) -> list[Case]:
     ]
 
 
-def _planning(
+def planning_of(
     policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case], split: Split
 ) -> Planning:
     """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut."""
@@ -125,7 +125,7 @@ def _train(
 ) -> tuple[Results, Tensors]:
     parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
     stages = load_stages(path, parallel, torch.float64, split=layout.split or None)
-    engine = Engine(stages, parallel, _planning(policy, stages[0], parallel, cases, layout.split))
+    engine = Engine(stages, parallel, planning_of(policy, stages[0], parallel, cases, layout.split))
     engine.register_tasks([case.task for case in cases])
     # One by itself, then the others without a flush between them; the reference one at a time.
     taken = (

@@ -104,6 +104,25 @@ def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, chunk: int | None
         assert curves["cuda"].losses(case.name) == pytest.approx(curves["cpu"].losses(case.name), rel=3e-2)
 
 
+def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path) -> None:
+    parallel = runtime.initialize(device="cuda")
+    path = tiny_models.make(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
+    section = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 3, "seed": 1}
+    case = Case("task", section, training, random_records(8, 90, 4, 24, seed=1))
+    losses, most = {}, {}
+    for kind in ("resident", "offloaded"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        backbone = Backbone.load(path, parallel, torch.bfloat16, residence=kind)  # type: ignore[arg-type]
+        losses[kind] = train(backbone, parallel, [case], 3).losses("task")
+        most[kind] = torch.cuda.max_memory_allocated() - before
+        del backbone
+    runtime.shutdown()
+    assert losses["offloaded"] == pytest.approx(losses["resident"], rel=1e-3)
+    assert most["offloaded"] < 0.5 * most["resident"]
+
+
 def test_a_profile_can_be_measured(tmp_path: Path) -> None:
     parallel = runtime.initialize(device="cuda")
     backbone = Backbone.load(tiny_models.make(tmp_path, "llama"), parallel, torch.bfloat16)

@@ -73,6 +73,7 @@ def test_defaults() -> None:
         mux_align="dense",
         mux_chunk_size="auto",
         mux_memory_limit=None,
+        mux_backbone_weights="resident",
         mux_watch=None,
         mux_micro_batches=None,
         mux_keep_checkpoints=None,
@@ -89,7 +90,8 @@ def test_everything_given() -> None:
         "--sequence-parallel --bf16 --seed 5 --save out --load out --save-interval 7 --log-interval 1 "
         "--tensorboard-dir tb --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
         "--distributed-backend gloo --distributed-timeout-minutes 3 --mux-policy serial --mux-micro-batches 4 "
-        "--mux-keep-checkpoints 2 --mux-no-progress --context-parallel-size 1 --expert-model-parallel-size 1 "
+        "--mux-keep-checkpoints 2 --mux-backbone-weights sharded --mux-no-progress "
+        "--context-parallel-size 1 --expert-model-parallel-size 1 "
         "--hidden-dropout 0.0 --attention-dropout 0 --num-layers 3 --swiglu --rotary-base 10000".split()
     )
     assert (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size) == (2, 3)
@@ -101,6 +103,7 @@ def test_everything_given() -> None:
     )
     assert arguments.distributed_timeout_minutes == 3
     assert parse("--distributed-timeout-minutes", "0.2").distributed_timeout_minutes == 0.2
+    assert arguments.mux_backbone_weights == "sharded"
     assert arguments.shape == {"--num-layers": 3, "--swiglu": True, "--rotary-base": 10000.0}
     assert str(arguments.dtype) == "torch.bfloat16"
     assert str(parse().dtype) == "torch.float32"
@@ -119,6 +122,12 @@ def test_everything_given() -> None:
         ),
         ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
         ("--fp16", "--fp16: fp16 is not done: use --bf16"),
+        (
+            "--use-torch-fsdp2",
+            "--use-torch-fsdp2: adapters are small, only frozen weights are divided: use --mux-backbone-weights",
+        ),
+        ("--cpu-offloading-num-layers 3", "use --mux-backbone-weights offloaded"),
+        ("--mux-backbone-weights away", "--mux-backbone-weights: invalid choice: 'away'"),
         ("--tokenizer-type X", "--tokenizer-type: the tokenizer is the one in --backbone"),
         ("--transformer-impl local", "is a Megatron flag that megatron-mux does not honour"),
         ("--use-mcore-models", "is a Megatron flag that megatron-mux does not honour"),

@@ -16,6 +16,7 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.step import (
     Lengths,
     bucket_costs,
+    lockstep,
     step_grid,
     step_template,
 )
@@ -130,6 +131,23 @@ def test_a_pipeline_without_a_sequence_of_a_bucket_has_no_micro_batch_of_it() ->
     plan = Plan("spatial", 1, (Bucket((HybridTask(("a",)),), 4),), data=2)
     sizes = [step_grid(plan, {"a": Lengths((7,), (1,))}, rank).sizes for rank in range(2)]
     assert sizes == [((1,),), ((),)]
+
+
+@settings(deadline=None)
+@given(steps())
+def test_in_lockstep_all_pipelines_have_the_same_units(step: tuple[Plan, dict[str, Lengths]]) -> None:
+    plan, lengths = step
+    grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
+    filled = lockstep(grids)
+    alike = {(grid.sizes, tuple((unit, len(own)) for unit, own in grid.chunks.items())) for grid in filled}
+    assert len(alike) == 1, "the same template, and the same number of batches in each of its units"
+    for grid, before in zip(filled, grids, strict=True):
+        assert list(grid.chunks) == forward_order(grid.sizes)
+        kept = {unit: tuple(filter(None, own)) for unit, own in grid.chunks.items()}
+        assert {unit: own for unit, own in kept.items() if own} == before.chunks, "nothing is lost or moved"
+    for unit in filled[0].chunks:
+        assert any(any(grid.chunks[unit]) for grid in filled), "somebody has something in it"
+    assert lockstep(filled) == filled
 
 
 def run(template: Template, stages: int, random: Random) -> int:

@@ -1,0 +1,263 @@
+"""Where a stage's frozen weights live between uses: in place, divided over data-parallel ranks, in host memory.
+
+A unit is what comes and goes together: a layer, the embedding, the output layer. Its parameters are views of one buffer
+whose memory is there only while the unit is in use; while a unit is in use, the next one is on its way. In between each
+rank keeps its share of the unit.
+
+Autograd would ask for weights where a rank's rows happen to need them, and data-parallel ranks, whose rows are not the
+same, would wait for each other. So each layer is a graph of its own, run backward within a function that brings the
+layer's weights: which weights a pass brings, and in which order, does not depend on rows. (torch's `fully_shard` leaves
+that to hooks on modules, and takes data-parallel ranks to make equal passes.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_mux.runtime import Parallel, SideStream
+
+Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
+Key = int | Literal["embedding", "head"]
+"""A unit of a stage: a layer by its place in the stage, or one of what lies before and behind the layers."""
+
+_ALIGNMENT = 256
+"""Bytes that parameters and shares begin at multiples of, as torch's own memory does at least."""
+
+
+def unit_of(parameter: str, layers: int) -> Key:
+    """The unit of a parameter of Megatron's `GPTModel`, by its name; the final norm goes with the last layer.
+
+    Args:
+        parameter: Its full name.
+        layers: Of the stage.
+    """
+    first, *rest = parameter.split(".")
+    if first == "embedding":
+        return "embedding"
+    if first == "output_layer":
+        return "head"
+    return int(rest[1]) if rest[0] == "layers" else layers - 1
+
+
+class Unit:
+    """The frozen parameters of a unit: brought before use, dropped after.
+
+    Args:
+        parameters: All of them, filled; they become views of the unit's buffer.
+        parallel: Where this rank stands.
+        shares: Ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps all.
+        offloaded: Whether the share is kept in host memory.
+        side: What copies and gathers run on.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        parallel: Parallel,
+        shares: int,
+        offloaded: bool,
+        side: SideStream,
+    ) -> None:
+        self._group = parallel.dp_group if shares > 1 else None
+        self._side = side
+        self._work: dist.Work | None = None
+        self._here = False
+        starts = [0]
+        for parameter in parameters:
+            starts.append(starts[-1] + _aligned(parameter.nbytes))
+        size = _aligned(-(-starts[-1] // shares))
+        # Bytes, so that one buffer serves whatever dtypes there are.
+        self.whole = torch.zeros(size * shares, dtype=torch.uint8, device=parallel.device)
+        for parameter, start in zip(parameters, starts, strict=False):
+            place = self.whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            place.copy_(parameter.detach())
+            # This keeps the parameter's own version counter: autograd does not mistake a refill for a change.
+            parameter.data = place
+        begin = size * parallel.dp_rank if shares > 1 else 0
+        self._place = self.whole[begin : begin + size]
+        self.share = self._place.to("cpu", copy=True) if offloaded else self._place.clone()
+        if offloaded and parallel.device.type == "cuda":
+            self.share = self.share.pin_memory()
+        self._empty()
+
+    def bring(self) -> None:
+        """Set out to fill the buffer, if it is not filled or being filled already."""
+        if self._here:
+            return
+        self._here = True
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        with self._side.after_what_came_before():
+            self._place.copy_(self.share, non_blocking=True)
+            if self._group is not None:
+                self._work = dist.all_gather_into_tensor(
+                    self.whole, self._place, group=self._group, async_op=True
+                )
+
+    def wait(self) -> None:
+        """Let what is computed from here on find the buffer filled."""
+        self.bring()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._side.join()
+
+    def drop(self) -> None:
+        """Give the buffer's memory back."""
+        self._here = False
+        self._empty()
+
+    def _empty(self) -> None:
+        # What autograd has saved are views too: they see the weights again once the buffer is filled.
+        self.whole.untyped_storage().resize_(0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Residence:
+    """Where the frozen weights of a stage live.
+
+    Args:
+        kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each unit;
+            `offloaded`: in host memory; `sharded-offloaded`: each data-parallel rank's share in host memory. With one
+            data-parallel rank there is nobody to share with.
+        parallel: Where this rank stands.
+
+    Attributes:
+        shares: Ranks that keep a share each; 1: each rank keeps all.
+        units: What comes and goes; empty where everything stays in place.
+    """
+
+    def __init__(self, kind: Kind, parallel: Parallel) -> None:
+        self.parallel = parallel
+        self.shares = parallel.dp_size if kind.startswith("sharded") else 1
+        self._offloaded = kind.endswith("offloaded")
+        self._side = SideStream(parallel.device)
+        self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
+        self.units: dict[Key, Unit] = {}
+
+    @property
+    def in_step(self) -> bool:
+        """Whether data-parallel ranks must make the same passes, since each needs what others keep."""
+        return self.shares > 1
+
+    def settle(self, key: Key, parameters: Sequence[nn.Parameter]) -> None:
+        """Let filled parameters live here from now on, as the unit `key`."""
+        if self.shares > 1 or self._offloaded:
+            self.units[key] = Unit(parameters, self.parallel, self.shares, self._offloaded, self._side)
+
+    def tie(self, key: Key, other: Key) -> None:
+        """Let unit `key` be the unit `other`: they share their weights."""
+        if other in self.units:
+            self.units[key] = self.units[other]
+
+    @contextmanager
+    def using(self, key: Key, following: Key | None = None) -> Iterator[None]:
+        """Have the weights of a unit in place meanwhile.
+
+        Args:
+            key: The unit.
+            following: The unit that is needed next; on its way meanwhile.
+        """
+        unit = self.units.get(key)
+        if unit is None:
+            yield
+            return
+        unit.wait()
+        if following in self.units:
+            self.units[following].bring()
+        try:
+            yield
+        finally:
+            unit.drop()
+
+    def layers(self, hidden: Tensor, trained_from: int) -> Layers:
+        """A pass through the layers of the stage.
+
+        Args:
+            hidden: Where it begins.
+            trained_from: The first layer of the stage with an adapter, whoever's: the same on every data-parallel rank.
+        """
+        return Layers(self, hidden, trained_from)
+
+    def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
+        """The layer's output, with a backward that brings its weights whatever needs a gradient."""
+        joined: Tensor = _Join.apply(self._anchor, hidden, layer)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class Layers:
+    """See `Residence.layers`.
+
+    Attributes:
+        hidden: What the layers so far have made.
+    """
+
+    def __init__(self, residence: Residence, hidden: Tensor, trained_from: int) -> None:
+        self.hidden = hidden
+        self._residence = residence
+        self._trained_from = trained_from
+        self._needed = hidden.requires_grad  # for its value, not only because ranks keep in step
+
+    def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
+        """Go through the stage's layer `key`, which `compute` computes."""
+        residence = self._residence
+        following: Key = key + 1 if key + 1 in residence.units else "head"
+        trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
+        if not (residence.units and trained):
+            with residence.using(key, following):
+                self.hidden = compute(self.hidden)
+            return
+        before = key - 1 if self.hidden.requires_grad and key else None
+        own = self.hidden.detach().requires_grad_(self._needed)
+        with residence.using(key, following):
+            output = compute(own)
+        self._needed = output.requires_grad
+        self.hidden = residence.joined(self.hidden, _Layer(residence, key, before, own, output))
+
+
+@dataclass
+class _Layer:
+    """A layer's own graph, from a forward pass to its backward pass.
+
+    Attributes:
+        before: The layer whose backward pass follows, if any.
+        own: Its input.
+        output: Its output; needs a gradient only if the layer's adapters or the input do.
+    """
+
+    residence: Residence
+    key: int
+    before: int | None
+    own: Tensor
+    output: Tensor
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Back-propagate to the adapters; returns the input's gradient, None for zero."""
+        with self.residence.using(self.key, self.before):
+            if gradient is not None and self.output.requires_grad:
+                torch.autograd.backward((self.output,), (gradient,))
+        return self.own.grad
+
+
+class _Join(torch.autograd.Function):
+    """Puts a layer's graph into the stage's, which so has one path, and no other, through all layers."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, layer: _Layer) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layer = layer
+        return layer.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        layer, ctx.layer = ctx.layer, None  # its graph is done with
+        return None, layer.backward(gradient), None
