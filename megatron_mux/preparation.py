@@ -205,6 +205,7 @@ def prepare_planning(
         arguments.mux_micro_batches,
         schedule=arguments.mux_schedule,
         rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
+        residence=arguments.mux_backbone_weights,
     )
     premises = divided(premises, arguments, list(loads.values()), known, _from_first)
     mesh = premises.mesh

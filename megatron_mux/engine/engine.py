@@ -29,6 +29,7 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Plan
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, step_grid, step_template
 from megatron_mux.layout import PackedSequence
+from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.pipeline.template import Template, most_in_flight
@@ -59,6 +60,7 @@ class Engine:
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
         self.last_plan: Plan | None = None
+        self._checked: Plan | None = None
         self._running: dict[str, Running] = {}
 
     # -- tasks come and go
@@ -207,7 +209,11 @@ class Engine:
             for k in range(len(sequences))
         ]
         grids = [self._grid(plan, own) for own in lengths]
-        template = step_template(plan, [bucket for grid in grids for bucket in grid.sizes])
+        sizes = [bucket for grid in grids for bucket in grid.sizes]
+        template = step_template(plan, sizes)
+        if plan != self._checked:  # once a plan: later templates are made by the same rules
+            check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
+            self._checked = plan
         batches = Batches(
             grids,
             [{name: own[name] for name in running} for own in sequences],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
@@ -15,10 +15,13 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, lockstep, step_grid, step_template
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.template import Template
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.residence import Kind
 
 Chunking = int | Literal["auto"] | None
 """Tokens of a chunk; `auto`: by predicted cost; None: packs are not cut."""
@@ -81,6 +84,7 @@ class Premises:
         micro_batches: C; None: chosen.
         schedule: See `Plan`.
         rolling: Steps between two flushes of the pipeline.
+        residence: Where the backbone's weights live between uses.
         overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
     """
 
@@ -96,6 +100,7 @@ class Premises:
     overlap: bool = False
     schedule: Schedule = "planned"
     rolling: int = 1
+    residence: Kind = "resident"
 
     @property
     def stages(self) -> list[range]:
@@ -184,7 +189,7 @@ class Desk:
 
     def resident(self) -> list[float]:
         """Bytes that are always there on each rank: see `StageCosts.resident`."""
-        stages, ranks = self.costs.resident(), self.premises.mesh.pipeline
+        stages, ranks = self.costs.resident(self.premises.residence), self.premises.mesh.pipeline
         return [sum(stages[rank::ranks]) for rank in range(ranks)]
 
     def _divided(self, limit: Sequence[float]) -> list[float]:
@@ -258,6 +263,8 @@ class Desk:
 
     def _work_out(self, plan: Plan) -> WorkedOut:
         grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
+        if self.premises.residence.startswith("sharded"):
+            grids = lockstep(grids)
         costs = self._buckets(grids, len(plan.buckets))
         first = [
             cost.forward[0] * max(size, default=1) for cost, size in zip(costs, grids[0].sizes, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from megatron_mux.fusion.frozen import Attention, Frozen
 from megatron_mux.fusion.load import OPS, Site, TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.layout import BaseOpName
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.residence import Kind
 
 Array = npt.NDArray[np.float64]
 
@@ -246,8 +249,12 @@ class StageCosts:
                 }.get(kind, 0)
         return found
 
-    def resident(self) -> tuple[float, ...]:
-        """`[S]` bytes that are always there: the backbone's part, the tasks' adapters with what trains them."""
+    def resident(self, kind: Kind = "resident") -> tuple[float, ...]:
+        """`[S]` bytes that are always there: the backbone's part, the tasks' adapters with what trains them.
+
+        Args:
+            kind: Where the backbone's part lives between uses: else than in place, two of its units are there at once.
+        """
         shape, found = self.shape, []
         layer = sum(shape.in_features(op) * shape.out_features(op) for op in OPS) / self.tensor
         vocabulary = shape.vocab * shape.hidden / self.tensor
@@ -255,6 +262,10 @@ class StageCosts:
             elements = layer * len(layers)
             first, last = stage == 0, stage == len(self.stages) - 1
             elements += vocabulary * (first + last - (first and last and shape.tied))
+            if kind != "resident":
+                units = 2 * max(layer, vocabulary * (first or last))
+                share = 0.0 if kind.endswith("offloaded") else elements / self.data
+                elements = min(elements, share + units)
             own = sum(
                 load.elements * sum(site.layer in layers for site in load.sites) / max(1, len(load.sites))
                 for load in self.loads
