@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench gpu-check gpu-bench clean
+.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench bench-pipeline gpu-check gpu-bench clean
 
 # PY for commands that run in another folder: a path is made absolute, a bare name is found on PATH anyway.
 PY_ANYWHERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
@@ -61,6 +61,11 @@ bench: prepare  ## megatron-mux against Hugging Face PEFT, one task at a time, o
 
 gpu-check: $(VENV_TARGET)  ## the tests that need a GPU
 	$(PY) -m pytest tests -m gpu $(PYTEST_ARGS)
+
+bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Core's 1F1B, policies, batching or interleaving
+	$(PY) benchmarks/pipeline.py
+	$(PY) benchmarks/crossover.py
+	$(PY) benchmarks/policies.py --stages 2
 
 gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: bf16, an 8B-shaped random backbone
 	$(PY) benchmarks/vs_peft.py --device cuda

@@ -143,9 +143,11 @@ class TaskAdapter(ABC):
     Attributes:
         parameters: Local parameters, in the order of layers.
         at: Index of a BaseOp in `host.base_ops` to the method there.
+        acts_after_steps: Whether `after_step` does anything; the device is waited for before it.
     """
 
     peft_type: ClassVar[str]
+    acts_after_steps: ClassVar[bool] = False
 
     def __init__(self, host: Host, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None) -> None:
         self.host = host
@@ -191,7 +193,7 @@ class TaskAdapter(ABC):
         return 0.0
 
     def after_step(self, step: int) -> None:
-        """Called after each optimizer step, on every rank.
+        """Called after each optimizer step, on every rank, where `acts_after_steps`.
 
         Args:
             step: Optimizer steps done, this one included.

@@ -149,6 +149,7 @@ class DiffPruning(TaskAdapter):
     """Diff pruning of one task."""
 
     peft_type = "DIFF_PRUNING"
+    acts_after_steps = True
 
     def build(self) -> None:
         """See `TaskAdapter.build`."""

@@ -31,8 +31,6 @@ class Ends:
         tokens: For each step, tokens of each task's batch.
         parallel: Where this rank stands.
 
-    Attributes:
-        results: For each step, what it gave; filled as optimizers step.
     """
 
     def __init__(
@@ -46,9 +44,14 @@ class Ends:
         self.buckets = buckets
         self.tokens = tokens
         self.parallel = parallel
-        self.results: list[dict[str, StepResult]] = [{} for _ in tokens]
+        self._first = {name: task.step for name, task in running.items()}
         self._order = {name: i for i, name in enumerate(running)}
         self._whole: dict[int, Tensor] = {}
+        # Read on the host once all steps are launched: until then nothing waits for the device.
+        self._tables: list[tuple[int, Tensor]] = []
+        self._failed = torch.zeros(len(running), dtype=torch.bool, device=parallel.device)
+        rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
+        self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -69,11 +72,11 @@ class Ends:
         parameters = [self.running[name].adapter.parameters for name in names]
         reduce_gradients([p for own in parameters for p in own], self.parallel)
         for name in names:
-            self.running[name].adapter.penalty(self.running[name].step)
+            self.running[name].adapter.penalty(self._first[name] + entry // len(self.buckets))
         squares = torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
-            losses = losses[[self._order[name] for name in names]]
+            losses = losses[self._rows[entry % len(self.buckets)]]
             if self.parallel.dp_size > 1:
                 dist.all_reduce(losses, group=self.parallel.dp_group)
             table = torch.stack([losses, squares], dim=1)
@@ -85,7 +88,7 @@ class Ends:
         return table
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
-        """Let the tasks of a bucket step here, or stop those whose loss or gradient is not finite.
+        """Let the tasks of a bucket step here, but those whose loss or gradient was not finite, now or before.
 
         Args:
             entry: The bucket, counted on over steps.
@@ -100,18 +103,43 @@ class Ends:
                 squares = whole[:, _SQUARE].clone()
                 dist.all_reduce(squares, group=self.parallel.tp_group)
                 whole[:, _SQUARE] = squares
-        step = entry // len(self.buckets)
-        for name, (loss, square) in zip(self.bucket(entry).tasks, whole.tolist(), strict=True):
-            result = self._finish(name, loss, math.sqrt(square), self.tokens[step][name])
-            if result is not None:
-                self.results[step][name] = result
+        names = self.bucket(entry).tasks
+        rows = self._rows[entry % len(self.buckets)]
+        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1)
+        self._failed[rows] = failed
+        norms = whole[:, _SQUARE].sqrt()
+        for i, name in enumerate(names):
+            self._step(name, self._first[name] + entry // len(self.buckets), norms[i], failed[i])
+        self._tables.append((entry, whole))
         return whole
 
-    def _finish(self, name: str, loss: float, norm: float, tokens: int) -> StepResult | None:
-        """Let one task's optimizer step, or stop the task; None if it was stopped in a step before."""
+    def _step(self, name: str, step: int, norm: Tensor, failed: Tensor) -> None:
+        """Let one task's optimizer take step `step`, unless the task has failed; the host need not know."""
+        running = self.running[name]
+        running.optimizer.clip(norm)
+        running.optimizer.step(step, failed)
+        # What acts on the adapter besides its optimizer has to know.
+        if running.adapter.acts_after_steps and not failed:
+            running.adapter.after_step(step + 1)
+
+    def finish(self) -> list[dict[str, StepResult]]:
+        """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
+        results: list[dict[str, StepResult]] = [{} for _ in self.tokens]
+        if not self._tables:
+            return results
+        values = iter(torch.cat([table for _, table in self._tables]).tolist())
+        for entry, _ in self._tables:
+            step = entry // len(self.buckets)
+            for name, (loss, square) in zip(self.bucket(entry).tasks, values, strict=False):
+                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name])
+                if result is not None:
+                    results[step][name] = result
+        return results
+
+    def _result(self, name: str, loss: float, norm: float, tokens: int) -> StepResult | None:
+        """What one step gave a task; None if the task was stopped in a step before."""
         running = self.running[name]
         if running.status == "failed":
-            running.optimizer.zero()
             return None
         rate = running.optimizer.learning_rate(running.step)
         reason = ""
@@ -121,12 +149,8 @@ class Ends:
             reason = f"its gradient norm was {norm} at step {running.step + 1}"
         if reason:
             running.status = "failed"
-            running.optimizer.zero()
         else:
-            running.optimizer.clip(norm)
-            running.optimizer.step(running.step)
             running.step += 1
-            running.adapter.after_step(running.step)
             if running.step >= running.total_steps:
                 running.status = "finished"
         return StepResult(

@@ -225,7 +225,7 @@ class Engine:
         ends = Ends(running, plan.buckets, tokens, self.parallel)
         compute = TrainingCompute(self.stages, batches, ends)
         self._execute(template, compute, plan, timer)
-        return ends.results
+        return ends.finish()
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""

@@ -49,22 +49,28 @@ class TaskOptimizer:
         """The rate that optimizer step `step` (from 0) uses."""
         return self.spec.learning_rate * self._factor(step)
 
-    def clip(self, norm: float) -> None:
-        """Scale the gradients so that their norm, `norm` over all ranks, is at most `max_grad_norm`."""
+    def clip(self, norm: Tensor) -> None:
+        """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`."""
         limit = self.spec.max_grad_norm
-        if limit <= 0 or not self.parameters:
-            return
-        # The same expression as torch.nn.utils.clip_grad_norm_.
-        scale = min(1.0, limit / (norm + 1e-6))
-        if scale < 1.0:
-            torch._foreach_mul_([p.value.grad for p in self.parameters if p.value.grad is not None], scale)
+        gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
+        if limit > 0 and gradients:
+            # The same expression as torch.nn.utils.clip_grad_norm_.
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
-    def step(self, step: int) -> None:
-        """Update the parameters with their gradients as optimizer step `step` (from 0), and drop the gradients."""
+    def step(self, step: int, skip: Tensor) -> None:
+        """Update the parameters with their gradients as optimizer step `step` (from 0), and drop the gradients.
+
+        Args:
+            step: Which; the learning rate depends on it.
+            skip: Boolean scalar on the device: leave everything as it is.
+        """
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
+        # torch's fused optimizers look here for what a gradient scaler has found.
+        self._optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self._optimizer.step()
         self.zero()
 

@@ -1,4 +1,4 @@
-"""The benchmark's script runs, and both of its sides train the same."""
+"""The benchmarks' scripts run, and their sides train the same."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _result(command: list[str], directory: Path) -> Any:
+    """What a benchmark leaves, run from the command line; profiles are its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUX_CACHE": str(directory)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((directory / "result.json").read_text())
 
 
 def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
     command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1"]
     command += ["--output", str(tmp_path / "result.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = _result(command, tmp_path)
     for part, tasks in (("all", 4), ("short", 2)):
         found = result[part]
         assert len(found["tasks"]) == tasks
@@ -30,3 +36,14 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
                 assert len(losses) == 3
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["seconds_of_turns"].values())
     assert "its short tasks (2)" in (tmp_path / "result.md").read_text()
+
+
+def test_a_pipeline_against_megatron_on_a_tiny_backbone(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
+    result = _result([*command, "--output", str(tmp_path / "result.json")], tmp_path)
+    for case in result["cases"]:
+        assert case["largest_loss_difference"] < 1e-5
+        assert set(case["seconds"]) == {"megatron", "spatial", "temporal", "auto"}
+        assert all(len(own) == 1 and own[0] > 0 for own in case["seconds"].values())
+        assert all(0 <= share < 1 for shares in case["bubble"].values() for share in shares)
+    assert "over Megatron-Core's 1F1B" in (tmp_path / "result.md").read_text()

@@ -36,7 +36,7 @@ class Watched(Engine):
         for name in (task.spec.name for task in tasks):
             self._running[name].optimizer.clip = partial(self._clip, name)  # type: ignore[method-assign]
 
-    def _clip(self, name: str, norm: float) -> None:
+    def _clip(self, name: str, norm: Tensor) -> None:
         running = self._running[name]
         self.gradients |= {
             f"{name}: {p.key}": p.value.grad.clone()  # type: ignore[union-attr,misc]
