@@ -133,13 +133,13 @@ class Reporter:
         """A line for people, as it is: what users wrote may look like markup."""
         self.console.print(text, markup=False, style=style)
 
-    def schedule(self, actions: Sequence[TimedAction], title: str) -> None:
-        """Leave `schedule.svg` and `schedule.json` of the actions that were timed."""
+    def schedule(self, actions: Sequence[TimedAction], title: str, ranks: int) -> None:
+        """Leave `schedule.svg` and `schedule.json` of the actions that were timed on the ranks of a pipeline."""
         if self.directory is None or not actions:
             return
         try:
-            write_atomically(self.directory / "schedule.svg", to_svg(actions, title))
-            write_atomically(self.directory / "schedule.json", to_trace(actions))
+            write_atomically(self.directory / "schedule.svg", to_svg(actions, title, ranks=ranks))
+            write_atomically(self.directory / "schedule.json", to_trace(actions, ranks=ranks))
         except OSError as error:  # a picture is not worth a run
             self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 

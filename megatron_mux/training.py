@@ -327,7 +327,7 @@ class Loop:
         first, last = self._turns.pictured
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
-        self.reporter.schedule(everything, title)
+        self.reporter.schedule(everything, title, self.parallel.pp_size)
 
     def _follow(self, watched: WatchedDirectory) -> bool:
         """Let tasks of a watched directory join and leave; whether the run may end once its tasks are done."""

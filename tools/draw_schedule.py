@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
     for note in _differences(plan, schedules.get("measured")):
         print(f"note: {trace_file}: {note}", file=sys.stderr)
     title = f"{plan.policy}, {plan.stages} stage(s), {len(plan.buckets)} bucket(s), {steps} step(s)"
-    _write("--output", arguments.output, to_svg(schedules, title))
-    _write("--trace", arguments.trace, to_trace(schedules))
+    _write("--output", arguments.output, to_svg(schedules, title, ranks=plan.ranks))
+    _write("--trace", arguments.trace, to_trace(schedules, ranks=plan.ranks))
     found = figures(plan, schedules, steps)
     if arguments.json:
         print(json.dumps({**found, "output": str(arguments.output), "trace": str(arguments.trace)}))
@@ -196,7 +196,9 @@ def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: i
 
     stages: list[dict[str, Any]] = [{"stage": stage} for stage in range(plan.ranks)]
     for name, actions in schedules.items():
-        for row, seconds, idle in zip(stages, busy(actions), bubble(actions), strict=True):
+        for row, seconds, idle in zip(
+            stages, busy(actions, plan.ranks), bubble(actions, plan.ranks), strict=True
+        ):
             row[name] = {"busy_s": seconds, "bubble": idle}
     seconds_of = {f"{name}_latency_s": latency(actions) for name, actions in schedules.items()}
     return {"stages": stages, "steps": steps, "predicted_latency_s": plan.predicted_latency_s, **seconds_of}

@@ -115,27 +115,39 @@ def latency(actions: Sequence[TimedAction]) -> float:
     return max((t.stop for t in actions), default=0.0) - min((t.start for t in actions), default=0.0)
 
 
-def busy(actions: Sequence[TimedAction]) -> list[float]:
-    """`[S]` seconds that each stage computes."""
-    found = [0.0] * (max((t.action.stage for t in actions), default=0) + 1)
+def stages_of(actions: Iterable[TimedAction]) -> int:
+    """Stages that have an action."""
+    return max((timed.action.stage for timed in actions), default=0) + 1
+
+
+def busy(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
+    """Seconds that each rank computes.
+
+    Args:
+        actions: A schedule.
+        ranks: Of the pipeline; 0: as many as stages.
+    """
+    rows = ranks or stages_of(actions)
+    found = [0.0] * rows
     for timed in actions:
-        found[timed.action.stage] += timed.stop - timed.start
+        found[timed.action.stage % rows] += timed.stop - timed.start
     return found
 
 
-def bubble(actions: Sequence[TimedAction]) -> list[float]:
-    """`[S]` share of the whole latency that each stage idles."""
+def bubble(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
+    """Share of the whole latency that each rank idles; see `busy`."""
     whole = latency(actions)
-    return [1 - seconds / whole if whole else 0.0 for seconds in busy(actions)]
+    return [1 - seconds / whole if whole else 0.0 for seconds in busy(actions, ranks)]
 
 
-def to_svg(actions: Schedules, title: str, labels: Sequence[str] = ()) -> str:
-    """Draw one row per stage, time to the right; several schedules below each other, on one scale.
+def to_svg(actions: Schedules, title: str, labels: Sequence[str] = (), ranks: int = 0) -> str:
+    """Draw one row per rank, time to the right; several schedules below each other, on one scale.
 
     Args:
         actions: One schedule, or several by name.
         title: Written above.
         labels: Which take the first colours, see `styles`.
+        ranks: Of the pipeline; 0: as many as stages.
 
     Returns:
         The SVG document.
@@ -154,8 +166,8 @@ def to_svg(actions: Schedules, title: str, labels: Sequence[str] = ()) -> str:
             parts.append(f'<text x="8" y="{head}" font-weight="bold">{_text(name)}</text>')
         end = _LEFT + _WIDTH
         parts.append(f'<text x="{end}" y="{head}" text-anchor="end">{_seconds(latency(schedule))}</text>')
-        parts += _rows(schedule, y, span, drawn)
-        y += len(busy(schedule)) * _ROW
+        parts += _rows(schedule, y, span, drawn, ranks)
+        y += len(busy(schedule, ranks)) * _ROW
     parts += _axis(y, span)
     foot = _legend([t for schedule in schedules.values() for t in schedule], y + 28, drawn)
     height = y + 28 + _LINE * len(foot)
@@ -183,25 +195,31 @@ def _styles(schedules: Mapping[str, Sequence[TimedAction]], order: Sequence[str]
 
 
 def _rows(
-    schedule: Sequence[TimedAction], top: int, span: float, drawn: Mapping[str, Style]
+    schedule: Sequence[TimedAction], top: int, span: float, drawn: Mapping[str, Style], ranks: int
 ) -> Iterator[str]:
     begin = min((t.start for t in schedule), default=0.0)
-    for stage, idle in enumerate(bubble(schedule)):
-        y = top + stage * _ROW
-        yield f'<text x="8" y="{y + 24}">stage {stage}</text>'
+    shares = bubble(schedule, ranks)
+    for row, idle in enumerate(shares):
+        y = top + row * _ROW
+        yield f'<text x="8" y="{y + 24}">{_row_name(row, len(shares), schedule)}</text>'
         yield f'<rect x="{_LEFT}" y="{y + 4}" width="{_WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
         yield f'<text x="{_LEFT + _WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
     # Ticks lie on top: what they stand for is narrower than they are.
     for timed in sorted(schedule, key=lambda t: (t.action.kind not in _FILL, t.start)):
-        yield _box(timed, top, begin, span, drawn)
+        yield _box(timed, top + timed.action.stage % len(shares) * _ROW, begin, span, drawn)
 
 
-def _box(timed: TimedAction, top: int, begin: float, span: float, drawn: Mapping[str, Style]) -> str:
+def _row_name(row: int, rows: int, schedule: Iterable[TimedAction]) -> str:
+    own = range(row, stages_of(schedule), rows)
+    return f"stage {row}" if len(own) < 2 else f"stages {','.join(map(str, own))}"
+
+
+def _box(timed: TimedAction, row: int, begin: float, span: float, drawn: Mapping[str, Style]) -> str:
     action = timed.action
     tick = action.kind not in _FILL
     x = _LEFT + (timed.start - begin) / span * _WIDTH
     width = max((timed.stop - timed.start) / span * _WIDTH, 2.0 if tick else 1.0)
-    y = top + action.stage * _ROW + 4
+    y = row + 4
     number = str(action.micro_batch) if width > 12 and not tick else ""
     fill = _TICK if tick else drawn[timed.label].fill(action.kind)
     edge = "" if tick else ' stroke="white" stroke-width="0.6"'
@@ -256,14 +274,15 @@ def _shade(colour: str, brightness: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def to_trace(actions: Schedules, labels: Sequence[str] = ()) -> str:
-    """The same as a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per stage.
+def to_trace(actions: Schedules, labels: Sequence[str] = (), ranks: int = 0) -> str:
+    """The same as a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
 
     Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule.
 
     Args:
         actions: One schedule, or several by name.
         labels: Which take the first colours, see `styles`; a slice's arguments tell its colour in the SVG.
+        ranks: Of the pipeline; 0: as many as stages.
 
     Returns:
         JSON text.
@@ -275,9 +294,10 @@ def to_trace(actions: Schedules, labels: Sequence[str] = ()) -> str:
     for pid, (name, schedule) in enumerate(schedules.items()):
         if name:
             names.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
-        for stage in sorted({timed.action.stage for timed in schedule}):
-            told = {"name": f"stage {stage}"}
-            names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": stage, "args": told})
+        rows = ranks or stages_of(schedule)
+        for row in sorted({timed.action.stage % rows for timed in schedule}):
+            told = {"name": _row_name(row, rows, schedule)}
+            names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": row, "args": told})
         begin = min((t.start for t in schedule), default=0.0)
         for timed in schedule:
             told = {"action": str(timed.action)}
@@ -290,7 +310,7 @@ def to_trace(actions: Schedules, labels: Sequence[str] = ()) -> str:
                 "ts": (timed.start - begin) * 1e6,
                 "dur": (timed.stop - timed.start) * 1e6,
                 "pid": pid,
-                "tid": timed.action.stage,
+                "tid": timed.action.stage % rows,
                 "args": told,
             }
             events.append(event)

@@ -11,7 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_mux.pipeline.action import Action, TimedAction
+from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.draw import bubble, busy, from_trace, latency, styles, to_svg, to_trace
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.template import interleaved
 
 ACTIONS = [
     TimedAction(Action(0, "F", 0, 0), 10.0, 10.5, "a+b<&>"),
@@ -188,3 +191,16 @@ EVENT = {"name": "F a", "ph": "X", "ts": 0.0, "dur": 1.0, "pid": 0, "tid": 0, "a
 def test_what_is_no_trace_is_refused(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_trace(json.dumps(value))
+
+
+def test_several_stages_of_a_rank_share_its_row() -> None:
+    buckets = [BucketCost(4, (1.0,) * 4, (1.0,) * 4)]
+    timed = [t for rank in simulate(interleaved(2, 2, [[1] * 4]), buckets).timed for t in rank]
+    assert busy(timed, 2) == [16.0, 16.0] and len(bubble(timed, 2)) == 2
+    root = ElementTree.fromstring(to_svg(timed, "virtual", ranks=2))
+    texts = [text.text for text in root.findall("{*}text")]
+    assert "stages 0,2" in texts and "stages 1,3" in texts
+    assert len({box.attrib["y"] for box in root.findall("{*}g/{*}rect")}) == 2
+    events = json.loads(to_trace(timed, ranks=2))["traceEvents"]
+    assert {event["tid"] for event in events} == {0, 1}
+    assert from_trace(json.dumps({"traceEvents": events}))[""][0].action == timed[0].action
