@@ -84,11 +84,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mid": {
         "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     },
     "llama3-8b": {

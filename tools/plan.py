@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--gpus: chooses --stages, --tensor-parallel and --data-parallel itself: leave them out"
         )
+    if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
+        raise UserError("--virtual-stages: needs --stages of at least 2")
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
     tasks = prepare(specs, info, load_tokenizer(arguments.backbone), _say)
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages)
         meshes = [mesh]
     else:
-        meshes = _meshes(info, arguments.gpus)
+        meshes = _meshes(info, arguments.gpus, arguments.virtual_stages)
     found, refused = _plans(arguments, info, loads, meshes)
     best, seconds = found[0]
     if arguments.output is not None:
@@ -160,7 +162,7 @@ def _plans(
     return sorted(found, key=lambda entry: entry[0].predicted_latency_s or 0.0), refused
 
 
-def _meshes(info: Any, ranks: int) -> list[Mesh]:
+def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
     """Every way to divide the ranks that the backbone allows."""
     from megatron_mux.fusion.desk import Mesh
 
@@ -169,7 +171,8 @@ def _meshes(info: Any, ranks: int) -> list[Mesh]:
         for tensor in range(1, ranks + 1)
         if ranks % tensor == 0
         for pipeline in range(1, ranks // tensor + 1)
-        if (ranks // tensor) % pipeline == 0 and not info.shape.parallel_problems(tensor, pipeline)
+        if (ranks // tensor) % pipeline == 0
+        and not info.shape.parallel_problems(tensor, pipeline * (virtual if pipeline > 1 else 1))
     ]
 
 
