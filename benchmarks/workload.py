@@ -83,7 +83,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     "mid": {
-        "vocab_size": 8192,
+        "vocab_size": 20480,
         "hidden_size": 384,
         "intermediate_size": 1024,
         "num_hidden_layers": 16,
