@@ -128,7 +128,8 @@ class _Bench:
                 seconds[name].append(self._seconds(name, timed))
                 if name in bubbles:
                     everyone = self._gathered(timed)
-                    bubbles[name].append([_bubble(own) for own in everyone])
+                    span = _span(everyone)
+                    bubbles[name].append([1 - sum(t.stop - t.start for t in own) / span for own in everyone])
                     simulated[name].append(self._simulated(name, everyone))
         first = next(iter(losses.values()))
         different = [abs(own[task] / loss - 1) for own in losses.values() for task, loss in first.items()]
@@ -180,14 +181,11 @@ class _Bench:
         costs = []
         for bucket in range(len(plan.buckets)):
             own = [[t for t in rank if t.action.bucket % len(plan.buckets) == bucket] for rank in everyone]
-            forward, backward, update = ([_mean(rank, kind) for rank in own] for kind in ("F", "B", "NU"))
-            costs.append(BucketCost(1, tuple(forward), tuple(backward), update=tuple(update)))
+            forward, backward, norm, update = ([_mean(rank, kind) for rank in own] for kind in "FBNU")
+            ends = tuple(n + u for n, u in zip(norm, update, strict=True))
+            costs.append(BucketCost(1, tuple(forward), tuple(backward), update=ends))
         found = simulate(step_template(plan, sizes), costs, sizes=sizes)
-        # One machine's clock is every process's.
-        measured = max(t.stop for own in everyone for t in own) - min(
-            t.start for own in everyone for t in own
-        )
-        return found.latency / measured
+        return found.latency / _span(everyone)
 
 
 def _sizes(timed: Sequence[TimedAction]) -> list[list[int]]:
@@ -206,6 +204,6 @@ def _mean(timed: Sequence[TimedAction], kinds: str) -> float:
     return statistics.fmean(own) if own else 0.0
 
 
-def _bubble(timed: Sequence[TimedAction]) -> float:
-    """Share of a stage's time, from its first action to its last, in which it waits."""
-    return 1 - sum(t.stop - t.start for t in timed) / (timed[-1].stop - timed[0].start)
+def _span(everyone: Sequence[Sequence[TimedAction]]) -> float:
+    """Seconds from the first process's first action to the last one's last; one machine's clock is every process's."""
+    return max(t.stop for own in everyone for t in own) - min(t.start for own in everyone for t in own)

@@ -39,11 +39,17 @@ def divided(
     if mesh.pipeline == 1:
         return premises
     split = _by_flags(arguments, layers, mesh.pipeline)
+    virtual = _virtual(arguments, layers, mesh.pipeline)
     if split is None and known is not None and known.ranks == mesh.pipeline:
-        split = known.split or even_split(layers, known.stages)
+        own = known.split or even_split(layers, max(known.stages, 1))
+        # Of a file that is for something else, what is wrong is said where it is checked.
+        if sum(own) == layers and len(own) == known.stages and (virtual is None or known.virtual == virtual):
+            split = own
     if split is None:
-        split = share(balanced_split(premises, loads, _virtual(arguments, layers, mesh.pipeline)))
-    return replace(premises, mesh=Mesh(mesh.tensor, mesh.pipeline, mesh.data, split))
+        split = share(balanced_split(premises, loads, virtual or 1))
+    found = Mesh(mesh.tensor, mesh.pipeline, mesh.data, split)
+    _check_schedule(arguments.mux_schedule, found.virtual)
+    return replace(premises, mesh=found)
 
 
 def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
@@ -56,7 +62,7 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
         if len(split) % ranks:
             raise UserError(f"{flag}: has {len(split)} stages, which {ranks} ranks cannot share evenly")
         return split
-    stages = ranks * _virtual(arguments, layers, ranks)
+    stages = ranks * (_virtual(arguments, layers, ranks) or 1)
     first, last = arguments.decoder_first_pipeline_num_layers, arguments.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         return split_between(layers, stages, first, last)
@@ -65,9 +71,19 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
     return None
 
 
-def _virtual(arguments: MuxArguments, layers: int, ranks: int) -> int:
-    """Stages of each rank."""
-    virtual = arguments.num_virtual_stages_per_pipeline_rank or 1
+def _check_schedule(schedule: str, virtual: int) -> None:
+    """Refuse a schedule that knows no order for so many stages to a rank."""
+    if virtual > 1 and schedule in ("1f1b", "gpipe"):
+        raise UserError(f"--mux-schedule {schedule}: knows one stage to a rank, not {virtual}: leave it out")
+    if virtual == 1 and schedule == "interleaved":
+        raise UserError(
+            "--mux-schedule interleaved: needs several stages to a rank: add --num-virtual-stages-per-pipeline-rank"
+        )
+
+
+def _virtual(arguments: MuxArguments, layers: int, ranks: int) -> int | None:
+    """Stages of each rank; None: no flag says."""
+    virtual = arguments.num_virtual_stages_per_pipeline_rank
     flag = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     each = arguments.num_layers_per_virtual_pipeline_stage
     if each is not None:
@@ -75,6 +91,6 @@ def _virtual(arguments: MuxArguments, layers: int, ranks: int) -> int:
         virtual, rest = divmod(layers, each * ranks)
         if rest or not virtual:
             raise UserError(f"{flag}: {ranks} ranks cannot share the backbone's {layers} layers so")
-    if layers < ranks * virtual:
+    if virtual is not None and layers < ranks * virtual:
         raise UserError(f"{flag}: the backbone's {layers} layers cannot fill {ranks * virtual} stages")
     return virtual

@@ -260,7 +260,8 @@ def _known_plan(arguments: MuxArguments, manifest: Manifest | None, say: Progres
         try:
             return Plan.from_json(manifest.plan)
         except UserError:
-            return None  # of an earlier version
+            say("the plan of the run that is continued is of an earlier version: planning anew")
+            return None
     return read_plan(arguments.mux_plan) if arguments.mux_plan is not None else None
 
 
@@ -277,7 +278,9 @@ def _given_plan(
         return None
     if continued:
         is_ours = Mesh.of(known) == planner.mesh and known.policy == "auto" and known.buckets
-        return known if is_ours else None
+        if not is_ours or known.schedule != arguments.mux_schedule:
+            return None
+        return known
     plan = known
     try:
         check_plan(plan, planner.info.fingerprint, planner.mesh, sorted(loads))

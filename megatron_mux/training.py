@@ -142,7 +142,9 @@ class Loop:
             self._entries[entry.name] = entry
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
-        if (before["policy"], before["stages"]) != (now.planning.policy, now.planning.stages):
+        split = tuple(before.get("split", ()))
+        same = (before["policy"], before["stages"]) == (now.planning.policy, now.planning.stages)
+        if not same or (split and split != tuple(now.planning.split)):
             self.reporter.say(
                 f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
                 f"{now.planning.policy} on {now.planning.stages} rounds differently"

@@ -43,6 +43,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data-parallel", type=at_least(1), metavar="N", help="pipelines (1)")
     add("--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism of N ranks")
     add("--memory-limit", type=size, metavar="SIZE", help="what a rank may use, such as 40GiB")
+    add(
+        "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
+        help="where frozen weights live between uses, as the run will have it",
+    )  # fmt: skip
     add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
     add("--recompute-granularity", choices=("full", "selective"), help="as the run will have it")
     add("--micro-batches", type=at_least(1), metavar="N", help="parts of a bucket's step (default: chosen)")
@@ -145,6 +149,7 @@ def _plans(
             chunk,
             arguments.micro_batches,
             rolling=ROLLING_STEPS,
+            residence=arguments.backbone_weights,
         )
         start = time.perf_counter()
         if mesh.pipeline > 1:
@@ -196,6 +201,8 @@ def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
         words.append("--bf16")
     if arguments.recompute_granularity:
         words.append(f"--recompute-granularity {arguments.recompute_granularity}")
+    if arguments.backbone_weights != "resident":
+        words.append(f"--mux-backbone-weights {arguments.backbone_weights}")
     if arguments.memory_limit:
         words.append(f"--mux-memory-limit {arguments.memory_limit}")
     words.append(

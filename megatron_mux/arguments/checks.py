@@ -84,6 +84,7 @@ def _planning(arguments: MuxArguments) -> list[str]:
             "--mux-align": arguments.mux_align != "dense",
             "--mux-chunk-size": arguments.mux_chunk_size != "auto",
             "--mux-micro-batches": arguments.mux_micro_batches is not None,
+            "--mux-schedule": arguments.mux_schedule != "planned",
         }
         problems += [
             f"{flag}: --mux-plan says so itself: leave it out" for flag, given in fixed.items() if given

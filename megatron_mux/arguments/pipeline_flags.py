@@ -38,7 +38,7 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--mux-schedule", choices=("planned", "1f1b", "gpipe", "interleaved"), default="planned",
         help="planned: structured multi-bucket 1F1B where costs are known (default); others to compare with: gpipe and "
-        "interleaved flush the pipeline after each step",
+        "interleaved flush the pipeline after each step, and interleaved plans those that it has no order for",
     )  # fmt: skip
 
 
@@ -55,8 +55,13 @@ def contradictory(arguments: MuxArguments) -> list[str]:
     problems = []
     if arguments.pipeline_model_parallel_size == 1:
         problems += [f"{flag}: needs --pipeline-model-parallel-size of at least 2" for flag in present]
-        if arguments.mux_schedule != "planned":
-            problems.append("--mux-schedule: needs --pipeline-model-parallel-size of at least 2")
+        ours = {"--mux-schedule": arguments.mux_schedule != "planned"}
+        ours["--mux-layer-split"] = arguments.mux_layer_split != "cost"
+        problems += [
+            f"{flag}: needs --pipeline-model-parallel-size of at least 2"
+            for flag, given in ours.items()
+            if given
+        ]
     layout = "--pipeline-model-parallel-layout"
     if layout in present:
         problems += [f"{flag}: {layout} says so itself: leave it out" for flag in present if flag != layout]
@@ -66,12 +71,14 @@ def contradictory(arguments: MuxArguments) -> list[str]:
             for flag in present
             if "virtual" not in flag
         ]
-    each = "--num-layers-per-virtual-pipeline-stage"
-    if each in present:
-        problems += [
-            f"{each}: {flag} says otherwise: leave one out" for flag in present if flag not in (each, layout)
-        ]
+    each, times = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    if each in present and times in present:
+        problems.append(f"{each}: {times} says otherwise: leave one out")
     virtual = (arguments.num_virtual_stages_per_pipeline_rank or 1) > 1 or each in present
-    if arguments.mux_schedule in ("1f1b", "gpipe") and virtual:
-        problems.append(f"--mux-schedule {arguments.mux_schedule}: knows one stage to a rank: leave it out")
+    if virtual:
+        problems += [
+            f"{flag}: counts a rank's layers in Megatron, here there are several stages to a rank: use {layout}"
+            for flag in present
+            if "decoder" in flag
+        ]
     return problems

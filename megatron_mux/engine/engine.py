@@ -6,6 +6,7 @@ clipping, accumulation, data order and fate.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Plan
-from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
@@ -60,7 +61,7 @@ class Engine:
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
         self.last_plan: Plan | None = None
-        self._checked: Plan | None = None
+        self._checked: deque[Plan] = deque(maxlen=8)
         self._running: dict[str, Running] = {}
 
     # -- tasks come and go
@@ -211,9 +212,9 @@ class Engine:
         grids = [self._grid(plan, own) for own in lengths]
         sizes = [bucket for grid in grids for bucket in grid.sizes]
         template = step_template(plan, sizes)
-        if plan != self._checked:  # once a plan: later templates are made by the same rules
+        if plan not in self._checked:  # once a plan: later templates are made by the same rules
             check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
-            self._checked = plan
+            self._checked.append(plan)
         batches = Batches(
             grids,
             [{name: own[name] for name in running} for own in sequences],
@@ -236,7 +237,7 @@ class Engine:
     def _grid(self, plan: Plan, lengths: Mapping[str, Lengths]) -> StepGrid:
         """What this pipeline computes in a step."""
         rank = self.parallel.dp_rank
-        if not self.backbone.residence.in_step:
+        if not (self.backbone.residence.in_step or must_keep_step(plan)):
             return step_grid(plan, lengths, rank)
         return lockstep([step_grid(plan, lengths, other) for other in range(self.parallel.dp_size)])[rank]
 

@@ -152,6 +152,9 @@ def _wrong_template(plan: Plan) -> Iterator[str]:
         yield f"template: {error}"
         return
     for s, (ours, theirs) in enumerate(zip(made, template, strict=True)):
+        if len(ours) != len(theirs):
+            yield f"template[{s}]: has {len(theirs)} actions, the plan's buckets make it {len(ours)}"
+            return
         for i, (wanted, found) in enumerate(zip(ours, theirs, strict=True)):
             if wanted != found:
                 yield (

@@ -15,7 +15,15 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.fusion.step import Lengths, StepGrid, bucket_costs, lockstep, step_grid, step_template
+from megatron_mux.fusion.step import (
+    Lengths,
+    StepGrid,
+    bucket_costs,
+    lockstep,
+    must_keep_step,
+    step_grid,
+    step_template,
+)
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.template import Template
@@ -201,7 +209,7 @@ class Desk:
         """What takes the least memory: one sequence at a time."""
         most = max(len(load.tokens) for load in self.loads)
         accumulation = {load.name: len(load.tokens) for load in self.loads}
-        plan = plan_for("temporal", accumulation, self.premises.mesh.pipeline, most, None, self.alignment)
+        plan = plan_for("temporal", accumulation, self.premises.mesh.stages, most, None, self.alignment)
         return self._here(plan)
 
     def of_policy(
@@ -217,7 +225,7 @@ class Desk:
         plan = plan_for(
             policy,
             accumulation,
-            premises.mesh.pipeline,
+            premises.mesh.stages,
             premises.micro_batches or micro_batches,
             chunk,
             self.alignment,
@@ -263,7 +271,7 @@ class Desk:
 
     def _work_out(self, plan: Plan) -> WorkedOut:
         grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
-        if self.premises.residence.startswith("sharded"):
+        if self.premises.residence.startswith("sharded") or must_keep_step(plan):
             grids = lockstep(grids)
         costs = self._buckets(grids, len(plan.buckets))
         first = [

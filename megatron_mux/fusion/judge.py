@@ -54,6 +54,7 @@ class Judge:
         model: Costs.
         memory_limit: `[S]` bytes between forward and backward passes; None: no limit.
         most_effort: After how much of it, counted from `rest`, the best found so far has to do.
+        virtual: Stages of each rank; what one of them may keep is its share of the rank's.
     """
 
     def __init__(
@@ -61,9 +62,13 @@ class Judge:
         model: CostModel,
         memory_limit: Sequence[float] | None = None,
         most_effort: float = math.inf,
+        virtual: int = 1,
     ) -> None:
         self.model = model
         self.limit = memory_limit
+        self.virtual = virtual
+        ranks = len(memory_limit or ()) // virtual
+        self.rank_limit = [sum(memory_limit[rank::ranks]) for rank in range(ranks)] if memory_limit else None
         self.most_effort = most_effort
         self.effort = 0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
@@ -130,7 +135,7 @@ class Judge:
         if not all(fits(bucket, self.limit) for bucket in buckets) or lower_bound(buckets) >= below:
             return None
         order = descending(buckets)
-        _, latency = schedule([buckets[i] for i in order], self.limit)
+        _, latency = schedule([buckets[i] for i in order], self.rank_limit, virtual=self.virtual)
         self.effort += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
         return Layout(tuple(tuple(grouped[i]) for i in order), micro_batches, latency)
 

@@ -109,7 +109,8 @@ class Planner:
             raise UserError(*self._too_large(desk))
         candidates: list[WorkedOut] = []
         try:
-            layout = search(desk.costs, desk.tokens, self._counts(desk), desk.stage_limit)
+            counts = self._counts(desk)
+            layout = search(desk.costs, desk.tokens, counts, desk.stage_limit, self.mesh.virtual)
             candidates = [found for found in self._variants(desk, layout) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches

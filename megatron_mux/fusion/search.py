@@ -42,6 +42,7 @@ def search(
     tokens: Sequence[float],
     micro_batches: Sequence[int],
     memory_limit: Sequence[float] | None = None,
+    virtual: int = 1,
 ) -> Layout:
     """The best layout found.
 
@@ -50,13 +51,14 @@ def search(
         tokens: Of each task's step; tasks are sorted by them.
         micro_batches: Values of C to try.
         memory_limit: `[S]` bytes that a stage may keep between forward and backward passes.
+        virtual: Stages of each rank.
 
     Raises:
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
     # Where tasks are few a little more finds the best there is; where they are many nothing does in reasonable time.
     effort = _EFFORT if len(tokens) <= _FEW else _EFFORT / len(micro_batches)
-    judge = Judge(model, memory_limit, effort)
+    judge = Judge(model, memory_limit, effort, virtual)
     starts: list[Layout] = []
     for count in micro_batches:
         judge.rest()

@@ -76,6 +76,15 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
     return StepGrid(chunks, tuple(sizes))
 
 
+def must_keep_step(plan: Plan) -> bool:
+    """Whether pipelines whose sizes differ might wait for each other for ever.
+
+    A bucket's gradients are summed over pipelines where it ends. With several stages to a rank a rank's other stages
+    may be in between, and differently so on pipelines with other sizes.
+    """
+    return plan.data > 1 and plan.virtual > 1
+
+
 def lockstep(grids: Sequence[StepGrid]) -> list[StepGrid]:
     """The grids of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
 

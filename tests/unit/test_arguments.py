@@ -18,6 +18,8 @@ from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, PER_TASK, REAS
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.errors import UserError
 
+TWO_STAGES = "--pipeline-model-parallel-size 2"
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -167,8 +169,8 @@ def test_everything_given() -> None:
             "--mux-layer-split even: --decoder-first-pipeline-num-layers says otherwise",
         ),
         (
-            "--pipeline-model-parallel-size 2 --mux-schedule gpipe --num-layers-per-virtual-pipeline-stage 1",
-            "--mux-schedule gpipe: knows one stage to a rank",
+            f"{TWO_STAGES} --decoder-last-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2",
+            "--decoder-last-pipeline-num-layers: counts a rank's layers in Megatron",
         ),
         ("--mux-policy fast", "--mux-policy: must be one of auto, serial, temporal, spatial, got 'fast'"),
         (

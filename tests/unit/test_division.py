@@ -55,6 +55,8 @@ def test_without_flags_costs_say_it_unless_a_plan_is_known(split: Any) -> None:
     assert split(known=replace(plan, split=())) == (2, 2), "a plan without a split is of an even one"
     assert split("--mux-layer-split even", known=plan) == (2, 2), "a flag is stronger"
     assert split(known=plan_for("spatial", {"a": 1}, 4)) == by_cost, "it is for other ranks"
+    assert split("--num-virtual-stages-per-pipeline-rank 2", known=plan) == (1, 1, 1, 1)
+    assert split(known=replace(plan, split=(3, 3))) == by_cost, "it is for another backbone"
     assert split(loads=0) == (2, 2), "no task is known yet"
 
 
@@ -66,6 +68,11 @@ def test_without_flags_costs_say_it_unless_a_plan_is_known(split: Any) -> None:
         ("--num-layers-per-virtual-pipeline-stage 3", "cannot share the backbone's 4 layers so"),
         ("--num-virtual-stages-per-pipeline-rank 3", "4 layers cannot fill 6 stages"),
         ("--decoder-first-pipeline-num-layers 4", "leave 0 of 4 layers for 1 stages"),
+        (
+            "--pipeline-model-parallel-layout Et|t|t|tL --mux-schedule gpipe",
+            "knows one stage to a rank, not 2",
+        ),
+        ("--mux-schedule interleaved", "needs several stages to a rank"),
     ],
 )
 def test_what_does_not_come_out_is_refused(split: Any, flags: str, problem: str) -> None:

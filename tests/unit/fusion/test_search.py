@@ -91,10 +91,10 @@ def test_many_tasks_are_planned_with_bounded_effort(monkeypatch: pytest.MonkeyPa
     # Without a bound this one simulates some five million passes.
     passes = 0
 
-    def counted(buckets: list[BucketCost], limit: None) -> tuple[Template, float]:
+    def counted(buckets: list[BucketCost], limit: None, virtual: int) -> tuple[Template, float]:
         nonlocal passes
         passes += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
-        return schedule(buckets, limit)
+        return schedule(buckets, limit, virtual=virtual)
 
     monkeypatch.setattr(judge_module, "schedule", counted)
     model = synthetic(1, tasks=64, stages=8)
