@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
     tasks = prepare(specs, info, load_tokenizer(arguments.backbone), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks}
     if arguments.gpus is None:
-        mesh = Mesh(*(value or 1 for value in given))
+        tensor, stages, data = (value or 1 for value in given)
+        mesh = Mesh(tensor, stages, data)
         info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages)
         meshes = [mesh]
     else:
