@@ -181,45 +181,30 @@ def prepare_planning(
     Raises:
         UserError: The plan file is not for this run, or a task does not fit into memory.
     """
-    chunk, policy = arguments.mux_chunk_size, arguments.mux_policy
-    done = (
-        {entry.name for entry in manifest.tasks if entry.status != "running"}
-        if manifest is not None
-        else set()
-    )
+    done = {entry.name for entry in manifest.tasks if entry.status != "running"} if manifest else set()
     loads = {
         task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info)
         for task in tasks
         if task.spec.name not in done
     }
     known = _known_plan(arguments, manifest, say)
-    premises = Premises(
-        _profile(arguments, info, parallel, say),
-        info,
-        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
-        arguments.dtype.itemsize,
-        arguments.recompute_granularity == "full",
-        arguments.mux_memory_limit,
-        arguments.mux_align,
-        chunk,
-        arguments.mux_micro_batches,
-        schedule=arguments.mux_schedule,
-        rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
-        residence=arguments.mux_backbone_weights,
-    )
+    premises = _premises(arguments, info, parallel, say)
     premises = divided(premises, arguments, list(loads.values()), known, _from_first)
     mesh = premises.mesh
-    if policy != "auto":
+    stages: dict[str, Any] = {
+        "stages": mesh.stages,
+        "virtual": mesh.virtual,
+        "split": mesh.split,
+        "schedule": arguments.mux_schedule,
+    }
+    if arguments.mux_policy != "auto":
+        chunk = arguments.mux_chunk_size
         return Planning(
-            policy,
-            mesh.stages,
-            None,
-            arguments.mux_micro_batches,
-            chunk if isinstance(chunk, int) else None,
-            arguments.mux_align,
-            virtual=mesh.virtual,
-            split=mesh.split,
-            schedule=arguments.mux_schedule,
+            arguments.mux_policy,
+            micro_batches=arguments.mux_micro_batches,
+            chunk=chunk if isinstance(chunk, int) else None,
+            alignment=arguments.mux_align,
+            **stages,
         )
     planner = Planner(premises)
     planner.check(loads)
@@ -227,16 +212,25 @@ def prepare_planning(
     if given is None and loads:
         given = _from_first(planner.plan(loads))
         say(f"{given}\n  predicted {given.predicted_latency_s:.3g} s a step, by the {given.costs}")
-    return Planning(
-        "auto",
-        mesh.stages,
-        planner,
-        given=given,
-        leads=parallel.rank == 0,
-        share=_from_first,
-        virtual=mesh.virtual,
-        split=mesh.split,
+    leads = parallel.rank == 0
+    return Planning("auto", planner=planner, given=given, leads=leads, share=_from_first, **stages)
+
+
+def _premises(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, say: Progress) -> Premises:
+    """What plans are made on, but for which layers a stage has."""
+    return Premises(
+        _profile(arguments, info, parallel, say),
+        info,
+        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
+        arguments.dtype.itemsize,
+        arguments.recompute_granularity == "full",
+        arguments.mux_memory_limit,
+        arguments.mux_align,
+        arguments.mux_chunk_size,
+        arguments.mux_micro_batches,
         schedule=arguments.mux_schedule,
+        rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
+        residence=arguments.mux_backbone_weights,
     )
 
 

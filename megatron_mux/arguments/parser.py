@@ -222,11 +222,9 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
     )  # fmt: skip
     add(
-        "--mux-micro-batches",
-        type=at_least(1),
-        metavar="N",
+        "--mux-micro-batches", type=at_least(1), metavar="N",
         help="parts a step is computed in (default: planned)",
-    )
+    )  # fmt: skip
     add(
         "--mux-keep-checkpoints", type=at_least(1), metavar="N",
         help="saves to keep, with each task's last good checkpoint (default: all)",

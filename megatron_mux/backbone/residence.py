@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_mux.runtime import Parallel, SideStream
+from megatron_mux.kernels.side_stream import SideStream
+from megatron_mux.runtime import Parallel
 
 Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
 Key = int | Literal["embedding", "head"]
