@@ -1,4 +1,4 @@
-"""A stage that computes whole numbers by which every pass can be told."""
+"""Stages that compute whole numbers by which every pass can be told."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from torch import Tensor
 
 from megatron_mux.pipeline.action import Action, Unit
 
-FACTORS = (2, 3, 5, 7)
+FACTORS = (2, 3, 5, 7, 11, 13, 17, 19)
 """Of the stages."""
 
 
 class Counting:
-    """A stage whose every pass can be told by its numbers: stage `s` makes `x` into `FACTORS[s] x` + steps so far.
+    """A rank whose every pass can be told by its numbers: stage `s` makes `x` into `FACTORS[s] x` + steps so far.
 
     What arrives is compared with what one process would have computed, unit after unit.
 
     Args:
-        stage, stages: Which of how many.
+        rank, ranks: Which of how many.
+        stages: Of all ranks.
         tokens: Of every unit of all steps.
         period: Buckets of a step.
     """
 
-    def __init__(self, stage: int, stages: int, tokens: Mapping[Unit, int], period: int) -> None:
-        self.stage, self.stages, self.tokens, self.period = stage, stages, tokens, period
+    def __init__(self, rank: int, ranks: int, stages: int, tokens: Mapping[Unit, int], period: int) -> None:
+        self.rank, self.ranks, self.stages, self.tokens, self.period = rank, ranks, stages, tokens, period
         self.number = {unit: i + 1 for i, unit in enumerate(tokens)}
         self.steps = [0] * period
         self.adapters = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(period)]
@@ -39,25 +40,25 @@ class Counting:
         return str(action)
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        self._begin(action, hidden is None, self.stage == 0)
+        self._begin(action, hidden is None, action.stage == 0)
         if hidden is None:
             hidden = self._hidden(action.unit, 0)
-        assert torch.equal(hidden, self._hidden(action.unit, self.stage)), f"hidden states of {action}"
+        assert torch.equal(hidden, self._hidden(action.unit, action.stage)), f"hidden states of {action}"
         of = action.bucket % self.period
-        output = FACTORS[self.stage] * hidden + self.steps[of] + self.adapters[of]
-        return (output * self.number[action.unit]).sum() if self.stage == self.stages - 1 else output
+        output = FACTORS[action.stage] * hidden + self.steps[of] + self.adapters[of]
+        return (output * self.number[action.unit]).sum() if action.stage == self.stages - 1 else output
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
-        self._begin(action, gradient is None, self.stage == self.stages - 1)
+        self._begin(action, gradient is None, action.stage == self.stages - 1)
         if gradient is not None:
-            wanted = torch.full_like(gradient, self._gradient(action.unit, self.stage))
+            wanted = torch.full_like(gradient, self._gradient(action.unit, action.stage))
             assert torch.equal(gradient, wanted), f"gradient of {action}"
         output.backward(gradient)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
-        self._begin(action, others is None, self.stage == self.stages - 1)
+        self._begin(action, others is None, self.rank == self.ranks - 1)
         if others is not None:
-            assert others.item() == self._sum(action.bucket, self.stage + 1), f"statistics of {action}"
+            assert others.item() == self._sum(action.bucket, self.rank + 1), f"statistics of {action}"
         grad = self.adapters[action.bucket % self.period].grad
         whole = torch.zeros(1, dtype=torch.float64) if others is None else others.clone()
         if grad is not None:
@@ -66,7 +67,7 @@ class Counting:
         return whole
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
-        self._begin(action, whole is None, self.stage == 0)
+        self._begin(action, whole is None, self.rank == 0)
         own = self.own.pop(action.bucket)
         whole = own if whole is None else whole
         assert whole.item() == self._sum(action.bucket, 0), f"statistics of all stages for {action}"
@@ -93,10 +94,11 @@ class Counting:
         return product
 
     def _sum(self, bucket: int, first: int) -> int:
-        """A bucket's gradients on all stages from `first` on."""
+        """A bucket's gradients on all ranks from `first` on."""
         units = [unit for unit in self.tokens if unit.bucket == bucket]
         return sum(
             self._gradient(unit, stage) * self.tokens[unit]
             for unit in units
-            for stage in range(first, self.stages)
+            for stage in range(self.stages)
+            if stage % self.ranks >= first
         )

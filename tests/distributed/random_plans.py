@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_mux.fusion.alignment import Mode, padded_lengths
 from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.desk import Mesh
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
@@ -65,17 +65,26 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, stages: int, data: int) -> Case:
-    """One to three steps of a plan of any policy, some of them with buckets that have nothing for a pipeline."""
+def cases(draw: st.DrawFn, ranks: int, data: int) -> Case:
+    """One to three steps of a plan of any policy, some of them with buckets that have nothing for a pipeline.
+
+    One plan in three has two stages to each rank; some ask for another schedule.
+    """
+    virtual = draw(st.sampled_from([1, 1, 2]))
+    stages = ranks * virtual
+    schedules: list[Schedule] = ["planned", "planned", "interleaved" if virtual > 1 else "gpipe"]
+    schedule = draw(st.sampled_from([*schedules, "planned" if virtual > 1 else "1f1b"]))
     names = TASKS[: draw(st.integers(1, len(TASKS)))]
     alignment: Mode = draw(st.sampled_from(["dense", "max-length", "longest"]))
     policy = draw(st.sampled_from(["auto", "auto", "spatial", "temporal", "serial"]))
     if policy == "auto":
-        plan = draw(automatic(names, stages))
+        plan = draw(automatic(names, ranks, virtual, schedule))
     else:
         accumulation = {name: draw(st.integers(1, 3)) for name in names}
         count = draw(st.none() | st.integers(1, 4))
         plan = plan_for(policy, accumulation, stages, count, draw(st.none() | st.integers(4, 8)))  # type: ignore[arg-type]
+    split = (1,) * stages if virtual > 1 else ()
+    plan = replace(plan, virtual=virtual, split=split, schedule=schedule)
     plan = replace(plan, data=data, alignment=alignment, backbone=BACKBONE)
     pad_to = padded_lengths(alignment, dict.fromkeys(plan.tasks, LONGEST))
 
@@ -83,17 +92,18 @@ def cases(draw: st.DrawFn, stages: int, data: int) -> Case:
         tokens = tuple(draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=3)))
         return Lengths(tokens, tuple(n // 2 for n in tokens), pad_to.get(name, 0))
 
-    steps = draw(st.integers(1, 3))
+    steps = draw(st.integers(1, 3)) if schedule in ROLLING else 1
     return Case(plan, tuple({name: lengths(name) for name in plan.tasks} for _ in range(steps)))
 
 
 @st.composite
-def automatic(draw: st.DrawFn, names: str, stages: int) -> Plan:
+def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: Schedule) -> Plan:
     """A plan as the planner makes them, with or without its template and a limit of memory."""
 
     def each(count: int, least: float = 0.1) -> tuple[float, ...]:
         return draw(one_each(st.floats(least, 10.0), count))
 
+    stages = ranks * virtual
     buckets = []
     for grouping in draw(groupings(names)):
         count, chunk = draw(st.integers(1, 4)), draw(st.none() | st.integers(4, 8))
@@ -110,10 +120,15 @@ def automatic(draw: st.DrawFn, names: str, stages: int) -> Plan:
         buckets.append(bucket)
     costs = {bucket: bucket_costs(bucket) for bucket in buckets}
     buckets.sort(key=lambda bucket: -costs[bucket].latency)
-    plan = Plan("auto", stages, tuple(buckets))
+    plan = Plan("auto", stages, tuple(buckets), virtual, schedule=schedule)
     if draw(st.booleans()):
         room = draw(st.floats(1.0, 3.0))
-        most = [max(cost.kept(s) * cost.chunks for cost in costs.values()) for s in range(stages)]
+        most = [
+            max(
+                sum(cost.kept(s) for s in range(rank, stages, ranks)) * cost.chunks for cost in costs.values()
+            )
+            for rank in range(ranks)
+        ]
         plan = replace(plan, activation_limit=tuple(room * own for own in most))
     if draw(st.booleans()):
         template = step_template(plan, [bucket.chunks for bucket in plan.buckets])
@@ -166,7 +181,7 @@ def run(case: Case, value: Any, parallel: Parallel, communicator: Communicator) 
         communicator: Its transfers.
     """
     plan = Plan.from_json(value)
-    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
+    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size, case.plan.split)
     check_plan(plan, BACKBONE, mesh, case.plan.tasks)
     run_template(case, step_template(plan, case.sizes(parallel.dp_rank)), parallel, communicator)
 
@@ -177,8 +192,9 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
     Raises:
         TemplateError: Nothing is computed then.
     """
-    period, grids = len(case.plan.buckets), case.grids(parallel.dp_rank)
-    check(template, case.sizes(parallel.dp_rank), parallel.pp_size, period)
+    plan, grids = case.plan, case.grids(parallel.dp_rank)
+    period, stages = len(plan.buckets), parallel.pp_size * plan.virtual
+    check(template, case.sizes(parallel.dp_rank), stages, period, plan.virtual)
     tokens = {
         Unit(step * period + unit.bucket, unit.micro_batch, unit.chunk): sum(
             part.tokens for chunk in chunks for part in chunk
@@ -186,9 +202,9 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
         for step, grid in enumerate(grids)
         for unit, chunks in grid.chunks.items()
     }
-    compute = Counting(parallel.pp_rank, parallel.pp_size, tokens, period)
+    compute = Counting(parallel.pp_rank, parallel.pp_size, stages, tokens, period)
     communicator.expect(most_in_flight(template) + period)
-    execute(template, parallel.pp_rank, compute, communicator, torch.float64)
+    execute(template, parallel.pp_rank, compute, communicator, torch.float64, stages=stages)
     assert compute.done == list(template[parallel.pp_rank]) and not compute.own
     assert compute.steps == [len(grids)] * period
 

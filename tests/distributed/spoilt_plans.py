@@ -75,9 +75,11 @@ def _no_ends(rows: Rows, r: Random) -> None:
 
 
 def _neighbours_disagree(rows: Rows, r: Random) -> None:
-    """Two passes of one kind change places on one rank alone."""
+    """Two passes of one kind of a stage change places, on it alone."""
     row, kind = r.choice(rows), r.choice(["F", "B"])
-    places = [i for i, action in enumerate(row) if action.kind == kind]
+    stages = sorted({action.stage for action in row})
+    stage = r.choice(stages)
+    places = [i for i, action in enumerate(row) if (action.kind, action.stage) == (kind, stage)]
     if len(places) < 2:
         _drop(rows, r)
         return
