@@ -46,7 +46,7 @@ LAYOUTS = [
 ]
 # What templates and families do differently shows on these.
 FEW = [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[8], LAYOUTS[9]]
-EVERYWHERE = ("spatial", "temporal", "chunks", "side by side")
+EVERYWHERE = ("spatial", "side by side")
 STEPS = 3
 PLAIN = ("spatial", "temporal")
 
