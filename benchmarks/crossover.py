@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import one_core_each, run_on
+from processes import add_worker, measured, one_core_each
 from script import add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -33,9 +33,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--points", type=int, default=len(TOKENS), help="only the first so many")
-    parser.add_argument(
-        "--worker", type=Path, help=argparse.SUPPRESS
-    )  # one of two processes: leaves its result there
+    add_worker(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -43,13 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON and the picture."""
     arguments = parse(argv)
-    if arguments.worker is not None:
-        result = measure(arguments)
-        if result:
-            arguments.worker.write_text(json.dumps(result))
+    result = measured(arguments, 2, __file__, ("--device", "--rounds", "--points"), measure)
+    if result is None:
         return 0
-    flags = ("--device", arguments.device, "--rounds", arguments.rounds, "--points", arguments.points)
-    result = run_on(2, __file__, flags)
     publish(result, markdown(result), arguments.output)
     if arguments.output is not None:
         draw(result, arguments.output.with_suffix(".svg"))

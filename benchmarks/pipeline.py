@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_cases import CASES
-from processes import run_on
+from processes import add_worker, measured
 from script import add_output, command_line, measured_on, publish, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,9 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--worker", type=Path, help=argparse.SUPPRESS
-    )  # one of the processes: leaves its result there
+    add_worker(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -45,16 +43,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, print, leave the JSON."""
     arguments = parse(argv)
-    if arguments.worker is not None:
-        from pipeline_worker import work
-
-        work(arguments)
-        return 0
     flags = ("--turns", "--cases", "--device", "--backbone-shape")
-    values = (arguments.turns, arguments.cases, arguments.device, arguments.backbone_shape)
-    result = run_on(2, __file__, [word for pair in zip(flags, values, strict=True) for word in pair])
-    publish(result, markdown(result), arguments.output)
+    result = measured(arguments, 2, __file__, flags, _measure)
+    if result is not None:
+        publish(result, markdown(result), arguments.output)
     return 0
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    from pipeline_worker import measure  # it imports torch
+
+    return measure(arguments)
 
 
 def ratio(case: dict[str, Any], side: str, over: str) -> float:

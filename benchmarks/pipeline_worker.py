@@ -35,8 +35,8 @@ from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """Measure all cases; the first process leaves the result."""
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All cases; what the first process found, nothing elsewhere."""
     rank = one_core_each()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
@@ -66,9 +66,7 @@ def work(arguments: argparse.Namespace) -> None:
         if rank == 0:
             print(json.dumps(case), file=sys.stderr, flush=True)
     result |= {"cases": cases, "turns": arguments.turns, "lengths": LENGTHS, "tokens": TOKENS}
-    if rank == 0:
-        arguments.worker.write_text(json.dumps(result))
-    dist.barrier()
+    return result if rank == 0 else {}
 
 
 def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Records]]:

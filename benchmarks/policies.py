@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import one_core_each, run_on
+from processes import add_worker, measured, one_core_each
 from script import add_machine, add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -54,9 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     parser.add_argument("--measure", action="store_true", help="measure the profile anew")
-    parser.add_argument(
-        "--worker", type=Path, help=argparse.SUPPRESS
-    )  # one of two processes: leaves its result there
+    add_worker(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -64,26 +62,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
-    if arguments.stages == 1 or arguments.worker is not None:
-        result = measure(arguments)
-        if arguments.worker is not None:
-            if result:
-                arguments.worker.write_text(json.dumps(result))
-            return 0
-    else:
-        flags = [
-            "--stages",
-            2,
-            "--rounds",
-            arguments.rounds,
-            "--sets",
-            arguments.sets,
-            "--device",
-            arguments.device,
-        ]
-        flags += ["--backbone", arguments.backbone.resolve()] if arguments.backbone is not None else []
-        result = run_on(2, __file__, flags + ["--measure"] * arguments.measure)
-    publish(result, markdown(result), arguments.output)
+    flags = ("--stages", "--rounds", "--sets", "--device", "--backbone", "--measure")
+    alone = arguments.stages == 1
+    result = measure(arguments) if alone else measured(arguments, 2, __file__, flags, measure)
+    if result is not None:
+        publish(result, markdown(result), arguments.output)
     return 0
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -221,15 +221,7 @@ def pack(
     starts = [0, *accumulate(stop - first for _, (first, stop) in parts)]
     index = [torch.arange(first, stop) for _, (first, stop) in parts]
     padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
-
-    def join(pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
-
-    # A row's label is the token after it, also where that lies in the next chunk.
-    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
-    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
-    weights = torch.tensor([s[4] for s, _ in parts], dtype=torch.float32)
-    tasks = torch.tensor([order[name] for name in names], dtype=torch.int64)
+    join = partial(_join, device)
     return MicroBatch(
         segments=tuple(
             Segment(s[0], start, stop - first, s[1], first, stop < int(s[2].shape[0]))
@@ -242,16 +234,39 @@ def pack(
         sequence_ids=join(
             (torch.full_like(i, s[1]) for (s, _), i in zip(parts, index, strict=True)), padding
         ),
-        label_rows=join(t + start for t, start in zip(targets, starts, strict=False)),
-        labels=join(s[2][t + first + 1] for (s, (first, _)), t in zip(parts, targets, strict=True)),
-        label_weights=weights.repeat_interleave(counts).to(device),
-        label_tasks=tasks.repeat_interleave(counts).to(device),
-        label_task_rows=_ranges(zip(names, counts.tolist(), strict=True)),
         task_names=task_names,
         task_steps=dict(task_steps),
         training=training,
         carry=carry,
+        **_labels(parts, starts, order, device),
     )
+
+
+def _labels(
+    parts: Sequence[tuple[PackedSequence, Span]],
+    starts: Sequence[int],
+    order: Mapping[str, int],
+    device: torch.device | str,
+) -> dict[str, Any]:
+    """The fields of a micro-batch that are of labels: a row's label is the token after it, also in the next chunk."""
+    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
+    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
+    weights = torch.tensor([s[4] for s, _ in parts], dtype=torch.float32)
+    tasks = torch.tensor([order[s[0]] for s, _ in parts], dtype=torch.int64)
+    return {
+        "label_rows": _join(device, (t + start for t, start in zip(targets, starts, strict=False))),
+        "labels": _join(
+            device, (s[2][t + first + 1] for (s, (first, _)), t in zip(parts, targets, strict=True))
+        ),
+        "label_weights": weights.repeat_interleave(counts).to(device),
+        "label_tasks": tasks.repeat_interleave(counts).to(device),
+        "label_task_rows": _ranges((s[0], t.shape[0]) for (s, _), t in zip(parts, targets, strict=True)),
+    }
+
+
+def _join(device: torch.device | str, pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
+    """Whole numbers end to end, there may be none."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
 
 
 def _ranges(lengths: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:

@@ -24,7 +24,7 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, planning_of
 from tests.end_to_end.harness import Case, random_records, relative
-from tests.end_to_end.held_out import COUNT, Watched, classified, evaluated, make_case, plain
+from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain, uneven
 
 LAYOUTS: dict[str, Layout] = {
     "DP4": Layout(1, 1),
@@ -157,16 +157,6 @@ def test_tasks_come_out_as_from_one_process(
     _none_on_any_rank(problems)
 
 
-def _uneven(records: Watched) -> Watched:
-    """Short records for all data-parallel ranks but the first: they have fewer passes."""
-    records.pairs = [
-        pair if i % 4 == 0 else (pair[0][:4], pair[1][:4]) for i, pair in enumerate(records.pairs)
-    ]
-    for _, labelled in records.pairs:
-        labelled[-1] = True
-    return records
-
-
 @pytest.mark.parametrize("choices", [0, 3])
 @pytest.mark.parametrize("layout", ["DP4", "PP2xDP2"])
 def test_an_evaluation_finds_the_same(
@@ -181,7 +171,7 @@ def test_an_evaluation_finds_the_same(
 
     def result(parallel: Parallel, kind: Kind) -> EvalResult:
         backbone = Backbone.load(path, parallel, torch.float64, residence=kind)
-        records = classified(choices) if choices else _uneven(plain())
+        records = classified(choices) if choices else uneven(plain(), 4)
         return evaluated(backbone, parallel, make_case("lora", path), records)
 
     wanted = result(_alone(joined), "resident")

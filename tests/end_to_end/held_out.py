@@ -83,6 +83,16 @@ def make_case(name: str, path: Path) -> Case:
     return Case("task", section, training, random_records(4, VOCABULARY, 4, 8, seed=5), initial)
 
 
+def uneven(records: Watched, ranks: int) -> Watched:
+    """Short records for all data-parallel ranks but the first, so that they have fewer passes and groups."""
+    records.pairs = [
+        pair if i % ranks == 0 else (pair[0][:4], pair[1][:4]) for i, pair in enumerate(records.pairs)
+    ]
+    for _, labelled in records.pairs:
+        labelled[-1] = True
+    return records
+
+
 def evaluated(
     backbone: Backbone | Sequence[Backbone], parallel: Parallel, case: Case, records: Records
 ) -> EvalResult:

@@ -14,7 +14,7 @@ from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
-from tests.end_to_end.held_out import COUNT, Watched, classified, evaluated, make_case, plain
+from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain
 
 DATA, TENSOR, SEQUENCE, PIPELINE = (1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)
 
@@ -28,16 +28,6 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
     monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
-
-
-def _uneven(records: Watched) -> Watched:
-    """Short records for the second data-parallel rank, so that it has fewer groups than the first."""
-    records.pairs = [
-        pair if i % 2 == 0 else (pair[0][:4], pair[1][:4]) for i, pair in enumerate(records.pairs)
-    ]
-    for _, labelled in records.pairs:
-        labelled[-1] = True
-    return records
 
 
 @pytest.mark.parametrize("choices", [0, 3])
@@ -55,7 +45,7 @@ def test_every_layout_finds_the_same(choices: int, path: Path, joined: Callable[
     for layout, split in divided:
         parallel = joined(*layout)
         stages = load_stages(path, parallel, torch.float64, split=split)
-        records = classified(choices) if choices else _uneven(plain())
+        records = classified(choices) if choices else uneven(plain(), 2)
         found.append(evaluated(stages, parallel, make_case("lora", path), records))
     for result in found[1:]:
         assert result.loss == pytest.approx(found[0].loss, rel=1e-9)

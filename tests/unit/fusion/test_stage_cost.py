@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mux.backbone.shape import BASE_OPS
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.load import Site, TaskLoad
@@ -93,6 +94,20 @@ def test_memory_is_equation_5() -> None:
     one, half = model.hybrid((0,), 1), model.hybrid((0,), 2)
     assert half.memory == pytest.approx([m / 2 for m in one.memory])
     assert costs([load], recompute=True).hybrid((0,), 1).memory[0] < sum(one.memory)
+
+
+def test_weights_that_live_elsewhere_leave_room() -> None:
+    load = backbone.load("a", [64] * 4)
+    shape = backbone.shape(LAYERS)
+    one = costs([load], stages=1, data=4)
+    whole, sharded, offloaded = (one.resident(kind)[0] for kind in ("resident", "sharded", "offloaded"))
+    frozen = sum(shape.in_features(op) * shape.out_features(op) for op in BASE_OPS) * LAYERS
+    frozen += shape.vocab * shape.hidden
+    layer = sum(shape.in_features(op) * shape.out_features(op) for op in BASE_OPS)
+    units = 2 * max(layer, shape.vocab * shape.hidden)
+    assert whole - offloaded == pytest.approx(4 * (frozen - units))
+    assert sharded - offloaded == pytest.approx(4 * frozen / 4)
+    assert one.resident("sharded-offloaded") == one.resident("offloaded")
 
 
 def test_tensor_ranks_leave_communication_to_hide() -> None:
