@@ -14,7 +14,7 @@ from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
-from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain
+from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain, uneven
 
 DATA, TENSOR, SEQUENCE, PIPELINE = (1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)
 
@@ -33,13 +33,13 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("choices", [0, 3])
 def test_every_layout_finds_the_same(choices: int, path: Path, joined: Callable[..., Parallel]) -> None:
     found = []
-    uneven, virtual = (3, 1), (1, 1, 1, 1)
+    lopsided, virtual = (3, 1), (1, 1, 1, 1)
     divided = (
         (DATA, None),
         (TENSOR, None),
         (SEQUENCE, None),
         (PIPELINE, None),
-        (PIPELINE, uneven),
+        (PIPELINE, lopsided),
         (PIPELINE, virtual),
     )
     for layout, split in divided:
