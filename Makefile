@@ -48,6 +48,7 @@ lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy megatron_mux $(PYTHON_FILES)
+	$(PY) -m mypy --explicit-package-bases tests
 	cd examples && $(PY_ANYWHERE) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache *.py
 	cd examples/quickstart && $(PY_ANYWHERE) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"

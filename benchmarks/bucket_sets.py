@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.structured import descending
 
@@ -120,6 +121,15 @@ def longest_in_the_middle(buckets: Buckets) -> Buckets:
     """Figure 22(e): up to the longest, then down again."""
     down = sorted_down(buckets)
     return down[1::2][::-1] + down[::2]
+
+
+def varying(spread: float, seed: int) -> Callable[[Action], float]:
+    """How many times as long as predicted each action takes: log-normal with this deviation, the same for a seed."""
+
+    def factor(action: Action) -> float:
+        return random.Random(f"{seed} {action}").lognormvariate(0.0, spread)
+
+    return factor
 
 
 def halved_stages(buckets: Buckets) -> Buckets:

@@ -28,6 +28,7 @@ from bucket_sets import (
     longest_in_the_middle,
     random_set,
     sorted_down,
+    varying,
 )
 
 from megatron_mux.pipeline.bucket import sizes_of
@@ -38,6 +39,8 @@ from megatron_mux.pipeline.template import interleaved, one_f_one_b
 
 ROUNDING = 1e-9
 """What two sums of the same seconds may differ by."""
+SPREADS = (0.1, 0.2)
+"""Deviations of what passes really take from what they are predicted to take."""
 COMPARED = ("the paper's", "memory limited")
 """Premises under which orders are compared."""
 
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {
         "sets": arguments.sets,
         "premises": {name: bubbles(name, arguments.sets) for name in PREMISES},
+        "varied": {str(deviation): varied(deviation, arguments.sets) for deviation in SPREADS},
         "orders": {name: slowdowns(name, arguments.sets) for name in COMPARED},
     }
     publish(result, markdown(result), arguments.output)
@@ -97,6 +101,27 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": statistics.median(ordered), "95%": most, "max": ordered[-1]}
+
+
+# -- passes that do not take what they should
+
+
+def varied(deviation: float, count: int) -> dict[str, Any]:
+    """What passes that vary cost three rolling steps: latency over that of the same template without variation."""
+    found: dict[str, list[float]] = {"structured": [], "1F1B": []}
+    for seed in range(count):
+        case = random_set(seed, PREMISES["three steps rolled"])
+        buckets = sorted_down(case.buckets)
+        sizes = sizes_of(buckets) * case.steps
+        for name, passes in (
+            ("structured", structured(buckets, None, sizes)),
+            ("1F1B", one_f_one_b(case.stages, sizes, len(buckets))),
+        ):
+            template = with_updates(passes, sizes, len(buckets))
+            usual = simulate(template, buckets, sizes=sizes)
+            really = simulate(template, buckets, sizes=sizes, vary=varying(deviation, seed))
+            found[name].append(really.latency / usual.latency)
+    return {name: spread(ratios) for name, ratios in found.items()}
 
 
 # -- other orders
@@ -194,6 +219,18 @@ def markdown(result: Mapping[str, Any]) -> str:
             "premises | sets with an internal bubble on the last stage | that bubble | bubble of a stage | "
             "the least by the bound | latency / bound",
             rows,
+        ),
+    ]
+    lines += [
+        "",
+        "Three steps rolled, passes that take longer or shorter than predicted: latency over that without variation.",
+        "",
+        *table(
+            "deviation | structured | 1F1B",
+            [
+                (deviation, *(_three(own, ".3f") for own in found.values()))
+                for deviation, found in result["varied"].items()
+            ],
         ),
     ]
     for premise, found in result["orders"].items():

@@ -14,7 +14,7 @@ from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
 from megatron_mux.pipeline.rolling import with_updates
-from megatron_mux.pipeline.structured import structured
+from megatron_mux.pipeline.structured import lead, structured
 from megatron_mux.pipeline.template import Template, fits_interleaved, gpipe, interleaved, one_f_one_b
 
 
@@ -120,8 +120,8 @@ def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> 
 def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     """The actions of one or several steps on every rank, those that end the buckets' steps included.
 
-    The planner's plans know what passes take: theirs is the structured multi-bucket template. Others take turns, 1F1B;
-    with several stages to a rank, structured too, as if all passes took the same. A plan may ask for another schedule:
+    The planner's plans know what passes take, and what they keep: theirs is the structured multi-bucket template. So is
+    that of others, as if all passes took the same, with a `lead` and no more. A plan may ask for another schedule:
     `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
@@ -140,15 +140,20 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
     if plan.schedule == "interleaved" and fits_interleaved(plan.ranks, sizes):
         return interleaved(plan.ranks, plan.virtual, sizes)
     planned = plan.policy == "auto" and all(bucket.forward for bucket in plan.buckets)
-    if single and (plan.schedule == "1f1b" or not planned):
+    if single and plan.schedule == "1f1b":
         return one_f_one_b(plan.stages, sizes, period)
     if planned:
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         return structured(costs, plan.activation_limit or None, sizes, plan.virtual)
+    # As if all passes took the same; about as many in flight as interleaved 1F1B has.
     one = (1.0,) * plan.stages
-    alike = [BucketCost(bucket.micro_batches, one, one, memory=one) for bucket in plan.buckets]
-    # About as many in flight as interleaved 1F1B has.
-    return structured(alike, [2.0 * plan.stages] * plan.ranks, sizes, plan.virtual)
+    alike = []
+    for entry, bucket in enumerate(plan.buckets):
+        chunks = max((max(own, default=1) for own in sizes[entry::period]), default=1)
+        alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
+    behind = range(plan.stages - 1, -1, -1)
+    limit = [float(lead(count)) for count in behind] if single else [2.0 * plan.stages] * plan.ranks
+    return structured(alike, limit, sizes, plan.virtual)
 
 
 def bucket_costs(bucket: Bucket) -> BucketCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ class Communicator:
         self._least = self._most
 
     @classmethod
-    def between_stages(cls, parallel: Parallel) -> Communicator:
+    def between_stages(cls, parallel: Parallel) -> Self:
         """The transfers of this rank. Every rank calls it (NCCL needs groups for its links)."""
         ring = dist.get_process_group_ranks(parallel.pp_group)
         rank, ranks = parallel.pp_rank, parallel.pp_size

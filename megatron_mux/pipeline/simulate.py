@@ -7,7 +7,7 @@ arithmetic: no process, no device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_mux.pipeline.action import Action, TimedAction
@@ -60,6 +60,7 @@ def simulate(
     labels: Sequence[str] | None = None,
     memory_limit: Sequence[float] | None = None,
     sizes: Sizes | None = None,
+    vary: Callable[[Action], float] = lambda action: 1.0,
 ) -> Simulation:
     """Run a template on paper.
 
@@ -70,6 +71,7 @@ def simulate(
         memory_limit: Bytes that each rank may keep; None: no limit.
         sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
             several steps, one after the other.
+        vary: How many times as long as it costs an action really takes.
 
     Raises:
         TemplateError: It is not complete, breaks an order, keeps too much, or comes to a deadlock: the offending cell
@@ -93,7 +95,7 @@ def simulate(
                     break
                 start = max(arrival, mine[-1].stop if mine else 0.0)
                 bucket = action.bucket % len(buckets)
-                stop = start + buckets[bucket].seconds(action)
+                stop = start + buckets[bucket].seconds(action) * vary(action)
                 mine.append(TimedAction(action, start, stop, names[bucket]))
                 done[action] = stop
         waiting = [rank for rank in waiting if len(timed[rank]) < len(template[rank])]

@@ -108,9 +108,9 @@ class Stages:
                 assert loss is not None
                 loss.backward()
             else:
-                gradient = torch.empty_like(self.output)
-                dist.recv(gradient, self.parallel.next_rank)
-                self.output.backward(gradient)
+                given = torch.empty_like(self.output)
+                dist.recv(given, self.parallel.next_rank)
+                self.output.backward(given)
         gradient = None if self.received is None else self.received.grad
         if not self.parallel.is_first_stage:
             assert gradient is not None

@@ -73,7 +73,8 @@ def cases(draw: st.DrawFn, ranks: int, data: int) -> Case:
     virtual = draw(st.sampled_from([1, 1, 2]))
     stages = ranks * virtual
     schedules: list[Schedule] = ["planned", "planned", "interleaved" if virtual > 1 else "gpipe"]
-    schedule = draw(st.sampled_from([*schedules, "planned" if virtual > 1 else "1f1b"]))
+    schedules.append("planned" if virtual > 1 else "1f1b")
+    schedule = draw(st.sampled_from(schedules))
     names = TASKS[: draw(st.integers(1, len(TASKS)))]
     alignment: Mode = draw(st.sampled_from(["dense", "max-length", "longest"]))
     policy = draw(st.sampled_from(["auto", "auto", "spatial", "temporal", "serial"]))

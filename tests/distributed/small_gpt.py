@@ -119,20 +119,24 @@ def megatrons(model: Any, loss: Callable[..., Any], bucket: Bucket, **more: Any)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     given = {"data_iterator": iter(batches_of(bucket)), "num_microbatches": bucket.micro_batches, **more}
-    return get_forward_backward_func()(
+    losses: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(step, loss),
         model=model,
         seq_length=bucket.seq_length,
         micro_batch_size=bucket.micro_batch_size,
         **given,
     )
+    return losses
 
 
 def ours(
     schedule: Callable[..., Any], model: Any, loss: Callable[..., Any], data: Any, **more: Any
 ) -> list[Any]:
     given = {"num_microbatches": TOTAL, "seq_length": 1, "micro_batch_size": 1, **more}
-    return schedule(forward_step_func=partial(step, loss), data_iterator=data, model=model, **given)
+    losses: list[Any] = schedule(
+        forward_step_func=partial(step, loss), data_iterator=data, model=model, **given
+    )
+    return losses
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

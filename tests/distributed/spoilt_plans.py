@@ -54,7 +54,8 @@ def _unknown_unit(rows: Rows, r: Random) -> None:
     row = r.choice(rows)
     i = r.randrange(len(row))
     field = r.choice(["bucket", "micro_batch", "chunk", "stage"])
-    row[i] = replace(row[i], **{field: 99})
+    other: dict[str, Any] = {field: 99}
+    row[i] = replace(row[i], **other)
 
 
 def _backward_first(rows: Rows, r: Random) -> None:

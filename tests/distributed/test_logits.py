@@ -170,7 +170,7 @@ def test_loading_takes_little_more_than_the_shard(
     name: str, dtype: torch.dtype, split: tuple[int, int, bool], joined: Joined, once: Any, checkpoints: Any
 ) -> None:
     """Peak host memory while loading, against the bytes of the rank's own parameters."""
-    sizes: dict[str, dict[str, int]] = {
+    sizes: dict[str, dict[str, Any]] = {
         "llama": {"vocab_size": 12000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
         "gpt2": {"vocab_size": 12001, "n_embd": 512, "n_layer": 6},
     }

@@ -39,7 +39,7 @@ class Watched(Engine):
     def _clip(self, name: str, norm: Tensor) -> None:
         running = self._running[name]
         self.gradients |= {
-            f"{name}: {p.key}": p.value.grad.clone()  # type: ignore[union-attr,misc]
+            f"{name}: {p.key}": p.value.grad.clone()  # type: ignore[union-attr]
             for p in running.adapter.parameters
         }
         TaskOptimizer.clip(running.optimizer, norm)

@@ -108,7 +108,8 @@ def test_a_run_is_drawn_below_its_plan(
     draw: Call, tool: ModuleType, plan_file: Path, tmp_path: Path, steps: int
 ) -> None:
     (tmp_path / "schedule.json").write_text(to_trace(slower(tool, 2.0, steps)))
-    files = ["--output", tmp_path / "out" / "both.svg", "--trace", tmp_path / "out" / "both.json"]
+    files: list[str | Path] = ["--output", tmp_path / "out" / "both.svg"]
+    files += ["--trace", tmp_path / "out" / "both.json"]
     status, output, errors = draw("--run", tmp_path, *files, "--json")
     found = json.loads(output)
     assert status == 0 and not errors

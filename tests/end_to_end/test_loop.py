@@ -65,7 +65,7 @@ def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
         (staged / f"{name}.yaml").write_text(json.dumps({"tasks": [task]}))
     tasks = workplace.write_tasks("one.yaml", {"lora": TASKS["lora"]})
     # Turns of one step each: else a task joins after those that are under way.
-    flags = ["--no-mux-rolling", "--mux-watch", watched, "--save", workplace.root / "run"]
+    flags: list[str | Path] = ["--no-mux-rolling", "--mux-watch", watched, "--save", workplace.root / "run"]
     arguments = workplace.arguments(*flags, tasks=tasks)
     return _python("-c", DRIVER, watched, staged, *arguments)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,11 @@ def cases_of(spoilt: bool = False) -> list[Case]:
     cases = []
     for i, (name, (adapter, steps)) in enumerate(adapters.items()):
         rate = 1e30 if spoilt and name == "wild" else 1e-2
-        training = {"per_device_train_batch_size": 3, "learning_rate": rate, "max_steps": steps}
+        training: dict[str, Any] = {
+            "per_device_train_batch_size": 3,
+            "learning_rate": rate,
+            "max_steps": steps,
+        }
         training |= {"optim": "sgd", "max_grad_norm": 0.0} if name == "wild" else {}
         cases.append(Case(name, adapter, training, random_records(10, 96, 4, 12, seed=i)))
     return cases

@@ -44,12 +44,15 @@ def test_variable_length_attention_is_the_exact_one(
     exact = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     prefix = (torch.randn(5, 2, 64, dtype=torch.float64), torch.randn(5, 2, 64, dtype=torch.float64))
     given = {"a": prefix} if prefixed else None
-    wanted = segment_attention(*exact, segments, scale=0.125, window=window, prefix=given)
+    query, key, value = exact
+    wanted = segment_attention(query, key, value, segments, scale=0.125, window=window, prefix=given)
     seed = torch.randn_like(wanted)
     wanted.backward(seed)
     rough = [t.detach().to("cuda", torch.bfloat16).requires_grad_(True) for t in exact]
-    on_gpu = {"a": tuple(t.to("cuda", torch.bfloat16) for t in prefix)} if prefixed else None
-    found = segment_attention(*rough, segments, scale=0.125, window=window, prefix=on_gpu)  # type: ignore[arg-type]
+    keys_on_gpu, values_on_gpu = (t.to("cuda", torch.bfloat16) for t in prefix)
+    on_gpu = {"a": (keys_on_gpu, values_on_gpu)} if prefixed else None
+    query, key, value = rough
+    found = segment_attention(query, key, value, segments, scale=0.125, window=window, prefix=on_gpu)
     found.backward(seed.to("cuda", torch.bfloat16))
     pairs = [(found, wanted), *((r.grad, e.grad) for r, e in zip(rough, exact, strict=True))]
     for ours, theirs in pairs:
@@ -114,7 +117,7 @@ def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path)
     for kind in ("resident", "offloaded"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        backbone = Backbone.load(path, parallel, torch.bfloat16, residence=kind)  # type: ignore[arg-type]
+        backbone = Backbone.load(path, parallel, torch.bfloat16, residence=kind)
         losses[kind] = train(backbone, parallel, [case], 3).losses("task")
         most[kind] = torch.cuda.max_memory_allocated() - before
         del backbone

@@ -169,7 +169,7 @@ def test_forward_alone(make: Callable[..., Any]) -> None:
     assert not any(event[0] in ("sync", "finalize") for event in log.events)
 
 
-REFUSALS = {
+REFUSALS: dict[str, dict[str, Any]] = {
     "model is a list of 2": {"model": 2},
     "virtual_pipeline_model_parallel_size=2": {"config": {"virtual_pipeline_model_parallel_size": 2}},
     "num_moe_experts=4": {"config": {"num_moe_experts": 4}},

@@ -34,7 +34,8 @@ def reference(path: Path, dtype: torch.dtype) -> Any:
     """transformers' model; in fp64 without the detour of its norms over fp32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(dtype).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = model.to(dtype).eval()
     if dtype == torch.float64:
         for name, module in list(model.named_modules()):
             if "RMSNorm" in type(module).__name__:
@@ -126,7 +127,7 @@ def test_padding_rows_change_nothing(name: str, checkpoints: Made, parallel: Par
         found.append(backbone.loss(hidden, batch)[1])
         assert hidden.isfinite().all()
     assert batch.rows == 64
-    assert torch.allclose(*found, atol=1e-12)
+    assert torch.allclose(found[0], found[1], atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "gpt_neo", "opt"])
@@ -153,7 +154,8 @@ def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made
         if segment.task == "second":
             cache = DynamicCache()
             for i, pair in enumerate(pairs):
-                cache.update(*(x.transpose(0, 1).unsqueeze(0) for x in pair), i)
+                key, value = (x.transpose(0, 1).unsqueeze(0) for x in pair)
+                cache.update(key, value, i)
         positions = {} if name == "opt" else {"position_ids": batch.positions[rows].unsqueeze(0)}
         mask = torch.ones(1, segment.length + (count if cache is not None else 0), dtype=torch.int64)
         with torch.no_grad():

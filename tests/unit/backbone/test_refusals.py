@@ -163,7 +163,7 @@ def test_an_index_that_names_a_missing_file(copied: Made) -> None:
     refused(path, str(file), "cannot be read")
 
 
-def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     tensors = load_file(path / "model.safetensors")
     edit(tensors)
     save_file(tensors, path / "model.safetensors")

@@ -17,6 +17,7 @@ from benchmarks.bucket_sets import (
     longest_in_the_middle,
     random_set,
     sorted_down,
+    varying,
 )
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
@@ -128,6 +129,23 @@ def test_other_orders_are_slower_on_average() -> None:
     assert 0.95 < found.pop("longest in the middle") < 1
     assert all(ratio > 1.005 for ratio in found.values()), found
     assert found["1F1B"] > 1.03 and found["each bucket by itself"] > 1.3
+
+
+@pytest.mark.parametrize(
+    ("stages", "idle", "idle_1f1b"), [([1.0, 1.0], 0.04, 0.06), ([1.03, 1.0], 0.06, 0.08)]
+)
+def test_a_lead_makes_up_for_passes_that_take_longer_than_usual(
+    stages: list[float], idle: float, idle_1f1b: float
+) -> None:
+    costs = tuple(stages)
+    buckets = [BucketCost(8, costs, costs), BucketCost(8, costs, costs)]
+    sizes = sizes_of(buckets) * 6
+    found = []
+    for passes in (schedule(buckets, None, sizes)[0], one_f_one_b(2, sizes, 2)):
+        template = with_updates(passes, sizes, 2)
+        runs = [simulate(template, buckets, sizes=sizes, vary=varying(0.2, seed)) for seed in range(5)]
+        found.append(mean(max(run.bubble(0), run.bubble(1)) for run in runs))
+    assert found[0] < idle < idle_1f1b < found[1]
 
 
 def test_the_longest_in_the_middle() -> None:
