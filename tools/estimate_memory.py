@@ -1,0 +1,142 @@
+"""Predict the peak memory of full fine-tuning, what fits on which parallel method, and which to choose.
+
+    python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
+    python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
+
+Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al. 2024)
+with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that knows the
+model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import at_least, path, size
+from megatron_mux.errors import UserError, tell
+from megatron_mux.memory.sizes import show_size
+
+if TYPE_CHECKING:
+    from megatron_mux.memory.estimators import Answer, Question
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", type=path, required=True, metavar="CONFIG_OR_DIR", help="config.json, or its directory")
+    add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
+    add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
+    add("--sequence-length", type=at_least(2), required=True, metavar="L", help="tokens of a sequence")
+    add("--batch-size", type=at_least(1), metavar="B", help="sequences on each GPU (default: what fits)")
+    add("--method", default="all", metavar="NAME", help="how to predict: llmem, dnnmem, or all that know the model (default)")
+    add("--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict and print; 2 when the input was wrong."""
+    try:
+        run(parse(argv))
+    except UserError as error:
+        tell(error, "estimate_memory.py")
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The work, once the command line is good."""
+    start = time.perf_counter()
+    from megatron_mux.memory.estimators import Question, estimate
+    from megatron_mux.memory.tensors import Skeleton
+
+    question = Question(
+        Skeleton(arguments.model),
+        arguments.gpus,
+        arguments.gpu_memory,
+        arguments.sequence_length,
+        arguments.batch_size,
+        arguments.llmem_base_memory,
+    )
+    answer = estimate(question, arguments.method)
+    seconds = time.perf_counter() - start
+    if arguments.json:
+        print(json.dumps(_json(question, answer, seconds)))
+    else:
+        _print(question, answer)
+    for refusal in answer.refusals:
+        print(refusal, file=sys.stderr)
+
+
+def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:
+    """What programs read."""
+    tensors = question.skeleton.tensors
+    return {
+        "selected": answer.selected,
+        "selected_kind": answer.chosen.layout.kind if answer.chosen else None,
+        "batch_size": answer.chosen.batch if answer.chosen else 0,
+        "methods": [entry.to_json() for entry in answer.entries],
+        "model": {"model_type": tensors.model_type, "parameters": tensors.total, "layers": tensors.layers},
+        "gpus": question.gpus,
+        "gpu_memory_bytes": question.gpu_memory,
+        "sequence_length": question.length,
+        "seconds": seconds,
+    }
+
+
+_KINDS = {
+    "CDP": "a whole model on each GPU",
+    "ADP": "ZeRO-3",
+    "TP": "tensor parallel",
+    "DP+TP": "ZeRO-3 and tensor parallel",
+}
+
+
+def _print(question: Question, answer: Answer) -> None:
+    """What people read."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    tensors = question.skeleton.tensors
+    table = Table(
+        title=f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.gpus} x "
+        f"{show_size(question.gpu_memory)}, {question.length} tokens"
+    )
+    columns = ("estimator", "method", "fits", "largest batch", "batch", "peak of a GPU", "of which")
+    for column in columns:
+        table.add_column(column, justify="right" if column in columns[3:6] else "left")
+    for entry in answer.entries:
+        parts = [f"{name} {show_size(count)}" for name, count in entry.breakdown.items() if count]
+        table.add_row(
+            entry.estimator,
+            f"{entry.layout.name} ({_KINDS[entry.layout.kind]})",
+            "yes" if entry.fits else "no",
+            str(entry.largest_batch or "-"),
+            str(entry.batch),
+            show_size(entry.peak_process) if entry.peak_process is not None else "-",
+            entry.why or ", ".join(parts),
+        )
+    console.print(table)
+    if answer.chosen:
+        chosen = answer.chosen
+        kind = _KINDS[chosen.layout.kind]
+        console.print(f"selected: {answer.selected} ({kind}), {chosen.batch} sequence(s) on each GPU")
+    elif answer.selected:
+        console.print(f"selected: {answer.selected}: nothing fits, keep optimizer states in host memory")
+    else:
+        console.print("selected: nothing: one model does not fit on a GPU, and this method knows no other way")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
