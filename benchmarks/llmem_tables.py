@@ -118,24 +118,26 @@ def _table_3(result: Mapping[str, Any]) -> list[str]:
         same = "yes" if row["selected"] == TABLE_3[name] else "**no**"
         chunk = f"{row['chunk_size'] / 2**20:.1f}"
         rows.append((name, _shown(TABLE_3[name]), _shown(row["selected"]), same, *batches, chunk))
-    return [
+    head = (
         f"**Table 3**: the method selected on {GPUS} GPUs of 16,384 MiB, sequences of {LENGTH} tokens, base memory "
-        f"{result['base_memory']:.0f} MiB; the largest batch of a GPU by each method.",
+        f"{result['base_memory']:.0f} MiB; the largest batch of a GPU by each method."
+    )
+    return [
+        head,
         "",
         *table("model | LLMem | ours | the same | CDP | ADP | 4TP | 2DP+2TP | chunk (2^20 values)", rows),
     ]
 
 
 def _ranges(result: Mapping[str, Any]) -> list[str]:
-    lines = [
+    head = (
         "Base memory (MiB) for which the published choice comes out, model by model, and for all nine at once. "
-        "*Counted*: with an output layer that is tied to the embedding taking memory of its own in `m_lm`.",
-        "",
-    ]
+        "*Counted*: with an output layer that is tied to the embedding taking memory of its own in `m_lm`."
+    )
     default, counted = result["base_ranges"].values()
     rows = [(name, _spans(default["models"][name]), _spans(counted["models"][name])) for name in TABLE_3]
     rows.append(("**all nine**", f"**{_spans(default['all'])}**", f"**{_spans(counted['all'])}**"))
-    return [*lines, *table("model | default | counted", rows)]
+    return [head, "", *table("model | default | counted", rows)]
 
 
 def _table_2(result: Mapping[str, Any]) -> list[str]:
@@ -150,15 +152,21 @@ def _table_2(result: Mapping[str, Any]) -> list[str]:
             (name, wanted, row["batch"], f"{found:.0f}", _off(found, wanted), _off(found, measured))
             + (row["dnnmem_batch"], f"{nearest:.0f}", _off(nearest, wanted))
         )
-    return [
+    head = (
         "**Table 2**: peak on one GPU in MiB. The paper does not say for which batch: it is the one whose estimate is "
-        "nearest to LLMem's, so that agreement within half a sequence's memory says little.",
+        "nearest to LLMem's, so that agreement within half a sequence's memory says little."
+    )
+    return [
+        head,
         "",
         *table("model | measured | LLMem | batch | ours | to LLMem | to measured", rows),
         "",
         "DNNMem's estimates for the same batch, and for the batch whose estimate is nearest:",
         "",
-        *table("model | DNNMem | batch | ours | to DNNMem | to measured | nearest: batch | ours | to DNNMem", others),
+        *table(
+            "model | DNNMem | batch | ours | to DNNMem | to measured | nearest: batch | ours | to DNNMem",
+            others,
+        ),
     ]
 
 

@@ -3,9 +3,9 @@
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
 
-Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al. 2024)
-with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that knows the
-model.
+Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al.
+2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that
+knows the model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
 from megatron_mux.errors import UserError, tell
-from megatron_mux.memory.sizes import show_size
+from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megatron_mux.memory.estimators import Answer, Question
 
 
@@ -38,8 +40,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
     add("--sequence-length", type=at_least(2), required=True, metavar="L", help="tokens of a sequence")
     add("--batch-size", type=at_least(1), metavar="B", help="sequences on each GPU (default: what fits)")
-    add("--method", default="all", metavar="NAME", help="how to predict: llmem, dnnmem, or all that know the model (default)")
-    add("--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)")
+    add(
+        "--method",
+        default="all",
+        metavar="NAME",
+        help="how to predict: llmem, dnnmem, or all that know the model (default)",
+    )
+    add(
+        "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
+    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(argv)
 
@@ -57,9 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     start = time.perf_counter()
+    from transformers.utils import logging
+
     from megatron_mux.memory.estimators import Question, estimate
     from megatron_mux.memory.tensors import Skeleton
 
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # token ids and the like change no size
     question = Question(
         Skeleton(arguments.model),
         arguments.gpus,
@@ -95,11 +107,26 @@ def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:
 
 
 _KINDS = {
-    "CDP": "a whole model on each GPU",
+    "CDP": "replicated",
     "ADP": "ZeRO-3",
-    "TP": "tensor parallel",
-    "DP+TP": "ZeRO-3 and tensor parallel",
+    "TP": "sharded",
+    "DP+TP": "ZeRO-3, sharded",
 }
+
+
+def _breakdown(answer: Answer) -> Table:
+    """What each peak is made of, a column each."""
+    from rich.table import Table
+
+    entries = [entry for entry in answer.entries if entry.breakdown]
+    table = Table(title="GiB of one GPU at that peak")
+    table.add_column("")
+    for entry in entries:
+        table.add_column(f"{entry.layout.name}\n{entry.layout.kind}\n{entry.estimator}", justify="right")
+    for part in dict.fromkeys(part for entry in entries for part in entry.breakdown):
+        sizes = (entry.breakdown.get(part, 0) / GIB for entry in entries)
+        table.add_row(part.replace("_", "-"), *(f"{size:.2f}" if size else "-" for size in sizes))
+    return table
 
 
 def _print(question: Question, answer: Answer) -> None:
@@ -113,21 +140,24 @@ def _print(question: Question, answer: Answer) -> None:
         title=f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.gpus} x "
         f"{show_size(question.gpu_memory)}, {question.length} tokens"
     )
-    columns = ("estimator", "method", "fits", "largest batch", "batch", "peak of a GPU", "of which")
+    columns = ("method", "", "by", "fits", "largest batch", "peak", "at batch")
     for column in columns:
-        table.add_column(column, justify="right" if column in columns[3:6] else "left")
+        table.add_column(column, justify="right" if column in columns[4:] else "left")
     for entry in answer.entries:
-        parts = [f"{name} {show_size(count)}" for name, count in entry.breakdown.items() if count]
         table.add_row(
+            entry.layout.name,
+            _KINDS[entry.layout.kind],
             entry.estimator,
-            f"{entry.layout.name} ({_KINDS[entry.layout.kind]})",
             "yes" if entry.fits else "no",
             str(entry.largest_batch or "-"),
-            str(entry.batch),
             show_size(entry.peak_process) if entry.peak_process is not None else "-",
-            entry.why or ", ".join(parts),
+            str(entry.batch),
         )
     console.print(table)
+    console.print(_breakdown(answer))
+    for entry in answer.entries:
+        if entry.why:
+            console.print(f"{entry.layout.name}: {entry.why}")
     if answer.chosen:
         chosen = answer.chosen
         kind = _KINDS[chosen.layout.kind]
@@ -135,7 +165,9 @@ def _print(question: Question, answer: Answer) -> None:
     elif answer.selected:
         console.print(f"selected: {answer.selected}: nothing fits, keep optimizer states in host memory")
     else:
-        console.print("selected: nothing: one model does not fit on a GPU, and this method knows no other way")
+        console.print(
+            "selected: nothing: one model does not fit on a GPU, and this method knows no other way"
+        )
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ class Planner:
                 advice = "do not pad to the longest of all tasks (--mux-align dense), "
             more = "" if self.premises.recompute else "recompute layers (--recompute-granularity full), "
             said.append(
-                f"task {load.name!r}: one sequence of {longest} tokens needs {show_size(needed)} on a rank, the limit is "
-                f"{show_size(self.memory_limit)}: {advice}{more}or give more memory, stages or tensor ranks"
+                f"task {load.name!r}: one sequence of {longest} tokens needs {show_size(needed)} on a rank, the limit "
+                f"is {show_size(self.memory_limit)}: {advice}{more}or give more memory, stages or tensor ranks"
             )
         return said

@@ -10,8 +10,8 @@ Readings taken:
 - Everything is fp32, since DNNMem "does not handle mixed precision". Gradients have memory of their own, since it does
   not know that they "share the same GPU memory space" with parameters (section 3.2). Optimizer states are left out,
   as there.
-- Gradient checkpointing (section 7.2): what a layer computes dies with its last reader in the layer, its output is kept.
-  What is computed outside layers is kept: the backward pass reads it.
+- Gradient checkpointing (section 7.2): what a layer computes dies with its last reader in the layer; what another layer
+  reads, its output, is kept. What is computed outside layers is kept: the backward pass reads it.
 - Attention is computed as plain operators, scores and all: fused kernels came after the paper's PyTorch 2.0 models.
 """
 
@@ -45,6 +45,10 @@ class Constants:
     """Bytes of a weight and of its gradient."""
 
 
+_FOREVER = 1 << 60
+"""After every operator."""
+
+
 @dataclass
 class _Tensor:
     """A tensor of the graph."""
@@ -55,6 +59,8 @@ class _Tensor:
     """The operator that makes it, by its place in the graph."""
     read: int
     """The last operator that reads it; beyond the graph if it is kept."""
+    layer: int | None
+    """The layer that makes it, None outside layers."""
 
 
 class DNNMem:
@@ -119,11 +125,11 @@ class DNNMem:
 
 def _graph(skeleton: Skeleton, batch: int, length: int) -> list[_Tensor]:
     """The tensors that a forward pass makes, its input included, in the order in which it does."""
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    with _Recorder(skeleton.module, tokens) as recorder:
+    tokens, mask = (torch.ones(batch, length, dtype=torch.long, device="meta") for _ in range(2))
+    with _Recorder(skeleton.module, tokens, mask) as recorder:
         try:
             with torch.no_grad(), torch.device("meta"):
-                skeleton.module(input_ids=tokens, use_cache=False)
+                skeleton.module(input_ids=tokens, attention_mask=mask, use_cache=False)
         except Exception as error:  # models raise whatever they do without values
             said = f"dnnmem: {skeleton.path}: its forward pass cannot be followed: {one_line(error)}"
             raise UserError(said) from None
@@ -133,18 +139,20 @@ def _graph(skeleton: Skeleton, batch: int, length: int) -> list[_Tensor]:
 class _Recorder(TorchDispatchMode):
     """Notes which operator makes and which last reads each storage."""
 
-    def __init__(self, module: nn.Module, tokens: torch.Tensor) -> None:
+    def __init__(self, module: nn.Module, *inputs: torch.Tensor) -> None:
         super().__init__()
         self.tensors: list[_Tensor] = []
         self._places: dict[int, _Tensor] = {}
         self._held: list[torch.UntypedStorage] = []  # so that no two have the same address
         self._operators = 0
-        self._inside = False
-        self._forever = 1 << 60
+        self._layer: int | None = None
         for weight in (*module.parameters(), *module.buffers()):
-            self._places[self._key(weight)] = _Tensor(0, 0, 0)
-        self._note(tokens)
-        self._hooks = [hook for layer in _layers(module) for hook in self._watch(layer)]
+            self._places[self._key(weight)] = _Tensor(0, 0, 0, None)
+        for tensor in inputs:
+            self._note(tensor)
+        self._hooks = [
+            hook for place, layer in enumerate(_layers(module)) for hook in self._watch(place, layer)
+        ]
 
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
@@ -167,25 +175,24 @@ class _Recorder(TorchDispatchMode):
         key = self._key(tensor)
         found = self._places.get(key)
         if found is None:
-            last = self._operators if self._inside else self._forever
-            found = _Tensor(tensor.untyped_storage().nbytes(), self._operators, last)
+            size = tensor.untyped_storage().nbytes()
+            found = _Tensor(size, self._operators, self._operators, self._layer)
             self._places[key] = found
             self.tensors.append(found)
-        found.read = max(found.read, self._operators)
+        inside = self._layer is not None and found.layer == self._layer
+        found.read = max(found.read, self._operators if inside else _FOREVER)
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         self._held.append(storage)
         return storage._cdata
 
-    def _watch(self, layer: nn.Module) -> tuple[Any, Any]:
+    def _watch(self, place: int, layer: nn.Module) -> tuple[Any, Any]:
         def enter(*_: Any) -> None:
-            self._inside = True
+            self._layer = place
 
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            self._inside = False
-            for tensor in _tensors(output):
-                self._places[self._key(tensor)].read = self._forever
+        def leave(*_: Any) -> None:
+            self._layer = None
 
         return layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)
 

@@ -1,14 +1,14 @@
-"""LLMem's closed forms (Kim et al., IJCAI 2024): peak memory of full fine-tuning in mixed precision, by parallel method.
+"""LLMem's closed forms (Kim et al., IJCAI 2024): peak memory of mixed-precision full fine-tuning, by parallel method.
 
 Sections 4 and 5 leave some things open. The readings taken here:
 
-- Brackets around a quotient by the page size are ceilings: memory is taken in whole pages. Where a term is then divided
-  by the number of GPUs, no page is rounded to again.
+- Brackets around a quotient by the page size are ceilings: memory is taken in whole pages. Where a term is then
+  divided by the number of GPUs, no page is rounded to again.
 - `embed_p` is the token embedding, "large dictionary" and all; position embeddings are among `other_p`.
-- A tied output layer *is* the token embedding: its `lm_p` counts 0 in `m_lm`, for `embed_p` has it. (`lm_p` is a term of
-  its own beside `embed_p` in Table 1, and the authors' program adds it for tied models too: `count_tied_head` does so.
-  With it no base memory gives all nine choices of Table 3: bloom-3b fits 4TP up to 4.2 GiB of it, while OPT-2.7b prefers
-  4TP to 2DP+2TP from 4.5 GiB on.)
+- A tied output layer *is* the token embedding: its `lm_p` counts 0 in `m_lm`, for `embed_p` has it. (Table 1 has `lm_p`
+  beside `embed_p`, and the authors' program adds it for tied models too: `count_tied_head` does so. With it no base
+  memory gives all nine choices of Table 3: bloom-3b fits 4TP up to 4.2 GiB of it, while OPT-2.7b prefers 4TP to
+  2DP+2TP from 4.5 GiB on.)
 - An output layer that is not tied counts `lm_p` in fp16, once, in `m_lm`; it is in neither `m_p` nor `m_os`, whose
   sums are over "the given transformer model".
 - `m_os` counts weights of Embedding and Linear modules, not their biases, which "can use space with other memory
@@ -66,7 +66,7 @@ class Constants:
     """`B_32`, bytes."""
     logits: Mapping[str, int] = field(default_factory=lambda: dict(LOGITS_BYTES))
     """`B` of `m_lm` by model_type, bytes."""
-    chunks: ChunkSearch = ChunkSearch()
+    chunks: ChunkSearch = field(default_factory=ChunkSearch)
     count_tied_head: bool = False
     """Whether an output layer tied to the embedding takes memory of its own."""
 
@@ -149,7 +149,9 @@ class LLMem:
         return sum(
             self._paged(tensor.count * 2 * self.constants.full)
             for tensor in self.model.tensors
-            if tensor.operator in ("Embedding", "Linear") and len(tensor.shape) > 1 and tensor.name not in apart
+            if tensor.operator in ("Embedding", "Linear")
+            and len(tensor.shape) > 1
+            and tensor.name not in apart
         )
 
     def outputs(self, batch: int) -> int:

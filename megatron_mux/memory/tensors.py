@@ -115,7 +115,9 @@ class Skeleton:
                     self.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
                 )
         except Exception as error:  # models raise whatever their assertions happen to raise
-            raise UserError(f"{self.path}: no causal language model can be built from it: {one_line(error)}") from None
+            raise UserError(
+                f"{self.path}: no causal language model can be built from it: {one_line(error)}"
+            ) from None
         assert isinstance(built, nn.Module)
         return built
 
@@ -172,7 +174,9 @@ def _config(path: Path) -> Any:
     if not isinstance(kind, str):
         raise UserError(f"{path} has no model_type: it is not the config.json of a model.")
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{path}: model_type {kind!r} is not a causal language model that transformers knows.")
+        raise UserError(
+            f"{path}: model_type {kind!r} is not a causal language model that transformers knows."
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(raw)
         sizes = config.get_text_config()

@@ -130,12 +130,18 @@ def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
         (OPT, ["--plot"], "--plot"),
         (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
         ({"model_type": "lama"}, [], "model_type 'lama' is not a causal language model"),
-        ({"model_type": "gpt2", "n_layer": 1}, ["--method", "llmem"], "llmem: has no forms for model_type 'gpt2'"),
+        (
+            {"model_type": "gpt2", "n_layer": 1},
+            ["--method", "llmem"],
+            "llmem: has no forms for model_type 'gpt2'",
+        ),
         ({**OPT, "num_hidden_layers": 0}, [], "num_hidden_layers = 0: must be a whole number"),
         ([1], [], "must hold a JSON object"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(estimate: Call, config: object, more: list[str], said: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    estimate: Call, config: object, more: list[str], said: str
+) -> None:
     status, output, errors = estimate(config, *more)
     assert status == 2 and not output
     (line,) = errors.splitlines()
@@ -143,7 +149,7 @@ def test_what_is_wrong_is_said_in_one_line(estimate: Call, config: object, more:
 
 
 def test_cold_answer_for_70b(tmp_path: Path) -> None:
-    """From the start of the process to its end, on whatever runs the tests; the goal is ten seconds on a quiet machine."""
+    """From the start of the process to its end, beside other tests; the goal is ten seconds on a quiet machine."""
     write(tmp_path, LLAMA_70B)
     command = [sys.executable, str(ROOT / "tools" / "estimate_memory.py"), "--model", str(tmp_path), "--json"]
     command += ["--gpus", "8", "--gpu-memory", "80GB", "--sequence-length", "2048"]

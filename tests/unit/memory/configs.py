@@ -44,7 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bigcode/gpt_bigcode-santacoder": {
         "model_type": "gpt_bigcode", "vocab_size": 49280, "n_embd": 2048, "n_layer": 24, "n_head": 16,
-        "n_inner": 8192, "n_positions": 2048, "multi_query": True,
+        "n_inner": 8192, "n_positions": 2048, "multi_query": True, "bos_token_id": 49152,
+        "eos_token_id": 49152,
     },
     "EleutherAI/gpt-neo-1.3B": {
         "model_type": "gpt_neo", "vocab_size": 50257, "hidden_size": 2048, "num_layers": 24, "num_heads": 16,

@@ -53,7 +53,9 @@ def test_long_sequences_peak_in_attention(tmp_path: Path) -> None:
     assert 2 * scores <= found < 4 * scores
 
 
-@pytest.mark.parametrize("name", sorted({config["model_type"]: name for name, config in CONFIGS.items()}.values()))
+@pytest.mark.parametrize(
+    "name", sorted({config["model_type"]: name for name, config in CONFIGS.items()}.values())
+)
 def test_every_family_can_be_followed(tmp_path: Path, name: str) -> None:
     config = dict(CONFIGS[name])
     for field in ("num_hidden_layers", "n_layer", "num_layers"):
@@ -66,9 +68,7 @@ def test_every_family_can_be_followed(tmp_path: Path, name: str) -> None:
     assert four - two == pytest.approx(2 * (two - one), rel=1e-3)
 
 
-def test_a_model_that_cannot_be_followed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = small(tmp_path, 1)
 
     def forward(**_: object) -> None:

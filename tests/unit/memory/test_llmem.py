@@ -17,7 +17,7 @@ from tests.unit.memory.configs import CONFIGS, TABLE_2, TABLE_3, write
 
 Models = Callable[[str], Skeleton]
 CDP, ADP, TP, BOTH = layouts(4)
-RANGE_MIB = (0.0, 0.0)
+RANGE_MIB = (4840.0, 5489.5)
 """What the docstring of `Constants.base_memory` and the benchmark say."""
 
 
@@ -76,7 +76,8 @@ def test_logits_by_family(model: Models, name: str, width: int) -> None:
     forms = LLMem(model(name).tensors, 512)
     tensors = forms.model
     own = tensors.vocabulary * tensors.hidden * 2
-    assert forms.head(16) - own == pytest.approx(3 * 16 * 511.33 * tensors.vocabulary * width, rel=1e-3)
+    exact = 16 * (512 + 2 * 511) * tensors.vocabulary * width
+    assert 0 <= forms.head(16) - own - exact < 3 * 2 * MIB
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
@@ -107,6 +108,8 @@ def test_no_base_memory_serves_if_tied_heads_are_counted(model: Models) -> None:
 @pytest.mark.parametrize("name", TABLE_2)
 def test_table_2_is_approached(model: Models, name: str) -> None:
     forms, wanted = LLMem(model(name).tensors, LENGTH), TABLE_2[name][0]
-    nearest = min((forms.peak(layouts(1)[0], batch) / MIB for batch in range(1, 200)), key=lambda m: abs(m - wanted))
+    nearest = min(
+        (forms.peak(layouts(1)[0], batch) / MIB for batch in range(1, 200)), key=lambda m: abs(m - wanted)
+    )
     assert nearest == pytest.approx(wanted, rel=0.03)
     assert GPUS == 4

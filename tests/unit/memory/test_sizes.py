@@ -27,7 +27,8 @@ def test_what_is_a_size(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "16 gigs", "16GBs", "1,6GB", "16,38 MB", "-1GB", "1e9", "0x10", "nan", "16  GB", "9" * 400]
+    "text",
+    ["", "GB", "16 gigs", "16GBs", "1,6GB", "16,38 MB", "-1GB", "1e9", "0x10", "nan", "16  GB", "9" * 400],
 )
 def test_what_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size such as"):

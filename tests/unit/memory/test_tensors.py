@@ -83,7 +83,7 @@ def test_a_directory_or_its_file(tmp_path: Path) -> None:
         ({**LLAMA, "intermediate_size": 0}, "intermediate_size = 0: must be"),
         ({**LLAMA, "hidden_size": "wide"}, "hidden_size"),
         ({**LLAMA, "num_attention_heads": 7}, "llama"),
-        ({**CONFIGS["EleutherAI/gpt-neo-1.3B"], "num_layers": 7}, "attention_types"),
+        ({**CONFIGS["EleutherAI/gpt-neo-1.3B"], "num_layers": 7}, "attention_layers"),
     ],
 )
 def test_what_no_model_has(tmp_path: Path, config: Any, said: str) -> None:
