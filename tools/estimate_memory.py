@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.memory.estimators import Question, estimate
     from megatron_mux.memory.tensors import Skeleton
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # token ids and the like change no size
+    logging.set_verbosity_error()  # token ids and the like change no size
     question = Question(
         Skeleton(arguments.model),
         arguments.gpus,

@@ -126,7 +126,8 @@ class DNNMem:
 def _graph(skeleton: Skeleton, batch: int, length: int) -> list[_Tensor]:
     """The tensors that a forward pass makes, its input included, in the order in which it does."""
     tokens, mask = (torch.ones(batch, length, dtype=torch.long, device="meta") for _ in range(2))
-    with _Recorder(skeleton.module, tokens, mask) as recorder:
+    recorder = _Recorder(skeleton.module, tokens, mask)
+    with recorder:
         try:
             with torch.no_grad(), torch.device("meta"):
                 skeleton.module(input_ids=tokens, attention_mask=mask, use_cache=False)
@@ -140,7 +141,7 @@ class _Recorder(TorchDispatchMode):
     """Notes which operator makes and which last reads each storage."""
 
     def __init__(self, module: nn.Module, *inputs: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[_Tensor] = []
         self._places: dict[int, _Tensor] = {}
         self._held: list[torch.UntypedStorage] = []  # so that no two have the same address
@@ -157,7 +158,7 @@ class _Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -185,7 +186,7 @@ class _Recorder(TorchDispatchMode):
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         self._held.append(storage)
-        return storage._cdata
+        return int(storage._cdata)
 
     def _watch(self, place: int, layer: nn.Module) -> tuple[Any, Any]:
         def enter(*_: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory import dnnmem, llmem
@@ -118,7 +119,7 @@ def _llmem(question: Question) -> list[Entry]:
         constants = replace(constants, base_memory=question.base_memory)
     forms = llmem.LLMem(question.skeleton.tensors, question.length, constants)
     return [
-        _entry("llmem", question, layout, lambda batch, layout=layout: forms.breakdown(layout, batch))
+        _entry("llmem", question, layout, partial(forms.breakdown, layout))
         for layout in layouts(question.gpus)
     ]
 
