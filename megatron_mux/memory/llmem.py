@@ -20,8 +20,8 @@ Sections 4 and 5 leave some things open. The readings taken here:
   GPT-Neo), else 2.
 - `m_p,16 * tp_n / gpu_n` of DP+TP is taken as printed. It leaves the share `1 - tp_n / gpu_n` of the fp16 parameters,
   which is `1 / tp_n` for 2DP+2TP on four GPUs but for hardly any other combination.
-- Table 3's `4DP` is conventional or advanced data parallelism, whichever scores higher. All of its models but
-  bloom-1b1 are beyond conventional data parallelism on 16 GB, whatever the base.
+- Table 3's `4DP` is conventional or advanced data parallelism, whichever scores higher. With the default base memory
+  it is the advanced kind throughout: none of the models fits as a whole.
 - Algorithm 1's text is followed: offload if every score is 0 (its last line looks at that of TP only), and a batch
   of 1 must fit (its loops, read to the letter, begin checking at 2).
 """
@@ -56,8 +56,9 @@ class Constants:
 
     base_memory: int = 5120 * MIB
     """`m_base`: what is in use before parameters are. The paper measures it on the GPU and does not say what it found.
-    This is a round value within the range, some 0.6 GiB wide, for which all nine choices of Table 3 come out
-    (benchmarks/llmem_tables.py finds it). It is far more than a CUDA context takes."""
+    This is a round value in the range for which all nine choices of Table 3 come out: above 4840 up to 5489.5 MiB
+    (benchmarks/llmem_tables.py finds it). It is far more than a CUDA context takes: on other GPUs and programs, give
+    what is measured there."""
     page: int = 2 * MIB
     """`cu_p`, bytes."""
     half: int = 2
