@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
+
+from megatron_mux.memory.sizes import parse_size
 
 POLICIES = ("auto", "serial", "temporal", "spatial")
 """Values of `--mux-policy`."""
@@ -72,21 +73,12 @@ def policy(text: str) -> str:
     return text
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
 def size(text: str) -> int:
-    """A number of bytes, with or without a unit: `16GiB`, `16384 MiB`, `16GB` (a thousand to a step), `16G` (1,024)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 16GiB or 24000MB, got {text!r}")
-    number, unit, binary = match.groups()
-    decimal = not binary and text.strip()[-1:] in "bB"
-    step = 1000 if decimal else 1024
-    found = int(float(number) * step ** " KMGT".index(unit.upper() or " "))
-    if found <= 0:
-        raise argparse.ArgumentTypeError(f"must be more than nothing, got {text!r}")
-    return found
+    """A number of bytes, see `parse_size`."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def chunk_size(text: str) -> int | str | None:

@@ -19,6 +19,7 @@ from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.search import DoesNotFitError, search
+from megatron_mux.memory.sizes import show_size
 
 _WORTH = 0.02
 """How much better than a plain policy another layout must be predicted to be: predictions are no better than that."""
@@ -209,9 +210,9 @@ class Planner:
         resident = desk.resident()
         if max(resident) > self.memory_limit:
             rank = max(range(len(resident)), key=lambda r: resident[r])
-            held = f"{_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
+            held = f"{show_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
             more = "give more memory, more stages or tensor ranks, or bf16"
-            return [f"the memory limit of {_size(self.memory_limit)} is less than the {held}: {more}"]
+            return [f"the memory limit of {show_size(self.memory_limit)} is less than the {held}: {more}"]
         said = []
         for task in desk.too_large:
             load, ranks = desk.loads[task], self.mesh.pipeline
@@ -225,16 +226,7 @@ class Planner:
                 advice = "do not pad to the longest of all tasks (--mux-align dense), "
             more = "" if self.premises.recompute else "recompute layers (--recompute-granularity full), "
             said.append(
-                f"task {load.name!r}: one sequence of {longest} tokens needs {_size(needed)} on a rank, the limit is "
-                f"{_size(self.memory_limit)}: {advice}{more}or give more memory, stages or tensor ranks"
+                f"task {load.name!r}: one sequence of {longest} tokens needs {show_size(needed)} on a rank, the limit "
+                f"is {show_size(self.memory_limit)}: {advice}{more}or give more memory, stages or tensor ranks"
             )
         return said
-
-
-def _size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

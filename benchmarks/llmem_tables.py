@@ -1,0 +1,186 @@
+"""LLMem's Tables 2 and 3 next to what our closed forms give, with deviations; and DNNMem's.
+
+python benchmarks/llmem_tables.py                                         # half a minute
+python benchmarks/llmem_tables.py --output benchmarks/results/llmem.json  # the JSON, and the tables as llmem.md
+
+Nothing is measured: the result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from script import add_output, command_line, publish, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.memory.decision import OFFLOAD, layouts
+from megatron_mux.memory.dnnmem import DNNMem
+from megatron_mux.memory.llmem import Constants, LLMem
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.tensors import Skeleton
+from tests.unit.memory.base_range import GPUS, LENGTH, Choices, Range, published
+from tests.unit.memory.configs import TABLE_2, TABLE_3, skeleton
+
+MOST_SEQUENCES = 200
+"""Batches that are tried for Table 2, far more than any of its models can have."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calculate, print, leave the JSON."""
+    arguments = parse(argv)
+    with tempfile.TemporaryDirectory() as directory:
+        result = calculate({name: skeleton(name, Path(directory)) for name in (*TABLE_3, *TABLE_2)})
+    publish(result, markdown(result), arguments.output)
+    return 0
+
+
+def calculate(models: Mapping[str, Skeleton]) -> dict[str, Any]:
+    """All figures, sizes in MiB."""
+    readings = {}
+    for name, counted in (("default", False), ("tied output layers counted", True)):
+        constants = Constants(base_memory=0, count_tied_head=counted)
+        choices = {m: Choices(LLMem(models[m].tensors, LENGTH, constants)) for m in TABLE_3}
+        readings[name] = {
+            "all": _mib(published(choices, TABLE_3)),
+            "models": {m: _mib(choices[m].ranges(wanted)) for m, wanted in TABLE_3.items()},
+        }
+    return {
+        "base_memory": Constants().base_memory / MIB,
+        "table_3": {name: _row_3(models[name]) for name in TABLE_3},
+        "base_ranges": readings,
+        "table_2": {name: _row_2(models[name], TABLE_2[name]) for name in TABLE_2},
+    }
+
+
+def _row_3(model: Skeleton) -> dict[str, Any]:
+    forms = LLMem(model.tensors, LENGTH)
+    choices = Choices(LLMem(model.tensors, LENGTH, Constants(base_memory=0)))
+    base = forms.constants.base_memory
+    return {
+        "selected": choices.at(base),
+        "chunk_size": forms.chunk_size,
+        "layouts": [
+            {**asdict(layout), "name": layout.name, "largest_batch": choices.largest(layout, base)}
+            for layout in layouts(GPUS)
+        ],
+    }
+
+
+def _row_2(model: Skeleton, figures: tuple[int, int, int]) -> dict[str, Any]:
+    """One GPU, at the batch whose estimate is nearest to LLMem's; DNNMem's at that batch and at its own nearest."""
+    theirs, dnnmem, measured = figures
+    forms, graph = LLMem(model.tensors, LENGTH), DNNMem(model, LENGTH)
+    batch = _nearest(lambda batch: forms.peak(layouts(1)[0], batch), theirs)
+    own = _nearest(graph.peak, dnnmem)
+    return {
+        "published": theirs,
+        "measured": measured,
+        "batch": batch,
+        "estimate": forms.peak(layouts(1)[0], batch) / MIB,
+        "dnnmem_published": dnnmem,
+        "dnnmem_estimate": graph.peak(batch) / MIB,
+        "dnnmem_batch": own,
+        "dnnmem_nearest": graph.peak(own) / MIB,
+    }
+
+
+def _nearest(peak: Callable[[int], int], wanted: float) -> int:
+    return min(range(1, MOST_SEQUENCES), key=lambda batch: abs(peak(batch) / MIB - wanted))
+
+
+def _mib(ranges: Sequence[Range]) -> list[tuple[float, float]]:
+    return [(low / MIB, high / MIB) for low, high in ranges]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The tables."""
+    return "\n".join([*_table_3(result), "", *_ranges(result), "", *_table_2(result)])
+
+
+def _table_3(result: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, row in result["table_3"].items():
+        batches = [str(layout["largest_batch"] or "-") for layout in row["layouts"]]
+        same = "yes" if row["selected"] == TABLE_3[name] else "**no**"
+        chunk = f"{row['chunk_size'] / 2**20:.1f}"
+        rows.append((name, _shown(TABLE_3[name]), _shown(row["selected"]), same, *batches, chunk))
+    head = (
+        f"**Table 3**: the method selected on {GPUS} GPUs of 16,384 MiB, sequences of {LENGTH} tokens, base memory "
+        f"{result['base_memory']:.0f} MiB; the largest batch of a GPU by each method."
+    )
+    return [
+        head,
+        "",
+        *table("model | LLMem | ours | the same | CDP | ADP | 4TP | 2DP+2TP | chunk (2^20 values)", rows),
+    ]
+
+
+def _ranges(result: Mapping[str, Any]) -> list[str]:
+    head = (
+        "Base memory (MiB) for which the published choice comes out, model by model, and for all nine at once. "
+        "*Counted*: with an output layer that is tied to the embedding taking memory of its own in `m_lm`."
+    )
+    default, counted = result["base_ranges"].values()
+    rows = [(name, _spans(default["models"][name]), _spans(counted["models"][name])) for name in TABLE_3]
+    rows.append(("**all nine**", f"**{_spans(default['all'])}**", f"**{_spans(counted['all'])}**"))
+    return [head, "", *table("model | default | counted", rows)]
+
+
+def _table_2(result: Mapping[str, Any]) -> list[str]:
+    rows, others = [], []
+    for name, row in result["table_2"].items():
+        ours, theirs, measured = row["estimate"], row["published"], row["measured"]
+        rows.append(
+            (name, measured, theirs, row["batch"], f"{ours:.0f}", _off(ours, theirs), _off(ours, measured))
+        )
+        found, nearest, wanted = row["dnnmem_estimate"], row["dnnmem_nearest"], row["dnnmem_published"]
+        others.append(
+            (name, wanted, row["batch"], f"{found:.0f}", _off(found, wanted), _off(found, measured))
+            + (row["dnnmem_batch"], f"{nearest:.0f}", _off(nearest, wanted))
+        )
+    head = (
+        "**Table 2**: peak on one GPU in MiB. The paper does not say for which batch: it is the one whose estimate is "
+        "nearest to LLMem's, so that agreement within half a sequence's memory says little."
+    )
+    return [
+        head,
+        "",
+        *table("model | measured | LLMem | batch | ours | to LLMem | to measured", rows),
+        "",
+        "DNNMem's estimates for the same batch, and for the batch whose estimate is nearest:",
+        "",
+        *table(
+            "model | DNNMem | batch | ours | to DNNMem | to measured | nearest: batch | ours | to DNNMem",
+            others,
+        ),
+    ]
+
+
+def _off(found: float, wanted: float) -> str:
+    return f"{found / wanted - 1:+.1%}"
+
+
+def _shown(name: str) -> str:
+    return "CPU offloading" if name == OFFLOAD else name
+
+
+def _spans(ranges: Sequence[tuple[float, float]]) -> str:
+    return ", ".join(f"{low:.1f} to {high:.1f}" for low, high in ranges) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Peak memory of training, predicted without a GPU: closed forms, traces, the allocator, and what fits."""

@@ -1,0 +1,42 @@
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+MIB = 1 << 20
+GIB = 1 << 30
+MOST = 1 << 50
+"""No machine has more (a pebibyte): what is beyond is a slip."""
+
+_SIZE = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,30}(?:\.\d{1,30})?) ?([KMGT]?)i?B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `16GiB`, `16,384 MB`, `80GB`, `0.5g` or a plain number.
+
+    Units go in steps of 1,024 in every spelling: so are GPUs sold (a "16 GB" one has 16,384 MiB), and so do nvidia-smi
+    and the papers count.
+
+    Raises:
+        ValueError: It is not a size, nothing, or more than `MOST`; the message continues `--flag: `.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"must be a size such as 16GiB or 24000MB, got {text!r}")
+    number, unit = match.groups()
+    found = int(float(number.replace(",", "")) * 1024 ** " KMGT".index(unit.upper() or " "))
+    if found <= 0:
+        raise ValueError(f"must be more than nothing, got {text!r}")
+    if found > MOST:
+        raise ValueError(f"must be at most {show_size(MOST)}, got {text!r}")
+    return found
+
+
+def show_size(count: float) -> str:
+    """Bytes for people, such as `16.0 GiB`."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,197 @@
+"""The parameters of a causal language model from its config.json alone: no weight is read, no memory taken for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_mux.backbone.config import read_json
+from megatron_mux.errors import UserError
+
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "num_attention_heads": 1 << 16,
+    "vocab_size": 1 << 26,
+    "intermediate_size": 1 << 24,
+    "ffn_dim": 1 << 24,
+    "n_inner": 1 << 24,
+    "head_dim": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "word_embed_proj_dim": 1 << 20,
+    "max_position_embeddings": 1 << 28,
+}
+"""Sizes of a config and what is absurd beyond, ten times and more what any model has."""
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class ParameterTensor:
+    """One parameter."""
+
+    name: str
+    """As in `named_parameters()`."""
+    shape: tuple[int, ...]
+    operator: str
+    """Of the module that has it: `Embedding`, `Linear` (`Conv1D` too), or its class's name."""
+
+    @property
+    def count(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What memory depends on: the parameters, each once however often it is used, and the model's sizes."""
+
+    model_type: str
+    tensors: tuple[ParameterTensor, ...]
+    """In the order of the modules."""
+    embedding: str
+    """The name of the token embedding's weight."""
+    head: str
+    """The name of the output layer's weight; the embedding's where they are tied."""
+    embeddings: int
+    """Embedding modules (of tokens, of positions)."""
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int | None
+    """The longest sequence, where the config limits it."""
+
+    @property
+    def total(self) -> int:
+        """How many values all parameters have."""
+        return sum(tensor.count for tensor in self.tensors)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer is the token embedding."""
+        return self.head == self.embedding
+
+    def tensor(self, name: str) -> ParameterTensor:
+        """The parameter of a name."""
+        return next(tensor for tensor in self.tensors if tensor.name == name)
+
+    @property
+    def head_tensors(self) -> tuple[ParameterTensor, ...]:
+        """What the output layer has of its own: weight and bias, or only a bias, or nothing."""
+        module = _parent(self.head)
+        own = () if self.is_tied else (self.tensor(self.head),)
+        biases = (t for t in self.tensors if _parent(t.name) == module and t.name != self.head)
+        return (*own, *(() if self.is_tied else biases))
+
+
+class Skeleton:
+    """A model of `transformers` on the meta device: modules and shapes, no values.
+
+    Args:
+        path: config.json, or a directory that has one.
+
+    Raises:
+        UserError: There is none, or it is not the config of a causal language model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / "config.json" if path.is_dir() else path
+        self.config = _config(self.path)
+        self.module = self._build()
+
+    def _build(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.device("meta"):
+                built = AutoModelForCausalLM.from_config(
+                    self.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+                )
+        except Exception as error:  # models raise whatever their assertions happen to raise
+            raise UserError(
+                f"{self.path}: no causal language model can be built from it: {one_line(error)}"
+            ) from None
+        assert isinstance(built, nn.Module)
+        return built
+
+    @cached_property
+    def tensors(self) -> ModelTensors:
+        """The model's parameters and sizes."""
+        sizes = self.config.get_text_config()
+        module: Any = self.module
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        head = module.get_output_embeddings()
+        if head is None:
+            raise UserError(f"{self.path}: model_type {self.config.model_type!r} has no output layer.")
+        return ModelTensors(
+            self.config.model_type,
+            tuple(self._parameters()),
+            embedding=names[id(module.get_input_embeddings().weight)],
+            head=names[id(head.weight)],
+            embeddings=sum(isinstance(m, nn.Embedding) for m in self.module.modules()),
+            layers=sizes.num_hidden_layers,
+            hidden=sizes.hidden_size,
+            heads=sizes.num_attention_heads,
+            vocabulary=sizes.vocab_size,
+            positions=getattr(sizes, "max_position_embeddings", None),
+        )
+
+    def _parameters(self) -> Iterator[ParameterTensor]:
+        seen: set[int] = set()
+        for name, module in self.module.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = f"{name}.{own}" if name else own
+                    yield ParameterTensor(full, tuple(parameter.shape), _operator(module))
+
+
+def _operator(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding):
+        return "Embedding"
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":  # GPT-2's, a transposed Linear
+        return "Linear"
+    return type(module).__name__
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _config(path: Path) -> Any:
+    """A config.json as `transformers` understands it, its sizes checked."""
+    raw = read_json(path)
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{path} has no model_type: it is not the config.json of a model.")
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{path}: model_type {kind!r} is not a causal language model that transformers knows."
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(raw)
+        sizes = config.get_text_config()
+    except Exception as error:  # its validators raise whatever they happen to raise
+        raise UserError(f"{path} is not a valid {kind} config: {one_line(error)}") from None
+    for name, most in _MOST.items():
+        value = getattr(sizes, name, None)
+        if value is None and name not in _REQUIRED:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise UserError(f"{path}: {name} = {value!r}: must be a whole number from 1 to {most:,}.")
+    return config
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line of a bearable length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

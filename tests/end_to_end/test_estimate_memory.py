@@ -1,0 +1,162 @@
+"""`tools/estimate_memory.py`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.forked import ROOT
+from tests.end_to_end.test_plans import tool
+from tests.unit.memory.configs import CONFIGS, TABLE_3, write
+
+Call = Callable[..., tuple[int, str, str]]
+
+OPT = CONFIGS["facebook/opt-1.3b"]
+LLAMA_70B = {
+    **CONFIGS["llama-7b"],
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+}
+
+
+@pytest.fixture
+def estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Runs the tool on a config with flags, the last of which win: status, output, errors."""
+    usual = ["--gpus", "4", "--gpu-memory", "16,384 MB", "--sequence-length", "512"]
+
+    def call(config: object, *more: str) -> tuple[int, str, str]:
+        write(tmp_path, config)
+        capsys.readouterr()
+        status = tool("estimate_memory").main(["--model", str(tmp_path), *usual, *more])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-1.3b", "bigscience/bloom-3b", "llama-7b"])
+def test_what_programs_read(estimate: Call, name: str) -> None:
+    status, output, errors = estimate(CONFIGS[name], "--method", "llmem", "--json")
+    found = json.loads(output)
+    assert status == 0 and not errors
+    assert found["selected"] == TABLE_3[name] and found["gpu_memory_bytes"] == 16 << 30
+    assert [(m["name"], m["kind"]) for m in found["methods"]] == [
+        ("4DP", "CDP"),
+        ("4DP", "ADP"),
+        ("4TP", "TP"),
+        ("2DP+2TP", "DP+TP"),
+    ]
+    for method in found["methods"]:
+        assert method["estimator"] == "llmem" and method["peak_allocated_bytes"] is None
+        assert method["peak_process_bytes"] == sum(method["breakdown"].values())
+        assert method["fits"] == (method["largest_batch"] > 0) == (method["peak_process_bytes"] <= 16 << 30)
+    chosen = [m for m in found["methods"] if m["kind"] == found["selected_kind"]]
+    assert found["batch_size"] == (chosen[0]["largest_batch"] if chosen else 0)
+
+
+def test_what_people_read(estimate: Call) -> None:
+    status, output, errors = estimate(OPT)
+    assert status == 0 and not errors
+    for word in ("opt, 1,316M parameters, 4 x 16.0 GiB", "llmem", "dnnmem", "selected: 4DP (ZeRO-3), "):
+        assert word in output, word
+    assert "selected: offload: nothing fits" in estimate(CONFIGS["llama-7b"])[1]
+
+
+def test_a_batch_of_ones_own(estimate: Call) -> None:
+    found = json.loads(estimate(OPT, "--json", "--method", "llmem")[1])
+    most = found["batch_size"]
+    small = json.loads(estimate(OPT, "--json", "--method", "llmem", "--batch-size", "2")[1])
+    assert small["selected"] == "4DP" and small["batch_size"] == 2
+    assert {m["batch_size"] for m in small["methods"]} == {2}
+    assert [m["largest_batch"] for m in small["methods"]] == [m["largest_batch"] for m in found["methods"]]
+    much = json.loads(estimate(OPT, "--json", "--method", "llmem", "--batch-size", "10000")[1])
+    assert most < 10000 and much["selected"] == "offload"
+
+
+def test_the_base_memory_is_an_input(estimate: Call) -> None:
+    flags = ["--json", "--method", "llmem", "--batch-size", "1", "--llmem-base-memory"]
+    one, two = (json.loads(estimate(OPT, *flags, size)[1])["methods"][0] for size in ("1GiB", "2GiB"))
+    assert two["peak_process_bytes"] - one["peak_process_bytes"] == 1 << 30
+    assert two["peak_reserved_bytes"] == one["peak_reserved_bytes"]
+
+
+def test_methods_that_cannot_be(estimate: Call) -> None:
+    found = json.loads(estimate(OPT, "--json", "--method", "llmem", "--gpus", "6")[1])
+    refused = {m["name"]: m["why"] for m in found["methods"] if m["why"]}
+    assert refused["6TP"] == "32 attention heads cannot be divided among 6 GPUs"
+    assert set(refused) == {"6TP", "2DP+3TP"} and found["selected"] == "6DP"
+
+
+def test_one_that_knows_a_single_gpu(estimate: Call) -> None:
+    found = json.loads(estimate(OPT, "--json", "--method", "dnnmem")[1])
+    assert [(m["name"], m["kind"]) for m in found["methods"]] == [("4DP", "CDP")]
+    assert found["selected"] in ("4DP", None)
+    none = json.loads(estimate(OPT, "--json", "--method", "dnnmem", "--gpu-memory", "1GiB")[1])
+    assert none["selected"] is None and none["batch_size"] == 0
+
+
+def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
+    status, output, errors = estimate(config, "--json")
+    assert status == 0 and {m["estimator"] for m in json.loads(output)["methods"]} == {"dnnmem"}
+    assert "llmem: has no forms for model_type 'gpt2'" in errors
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        (OPT, ["--gpus", "0"], "--gpus: must be a whole number of at least 1"),
+        (OPT, ["--gpus", "four"], "--gpus: must be a whole number of at least 1"),
+        (OPT, ["--gpus", "100000000"], "--gpus 100000000: must be at most"),
+        (OPT, ["--gpu-memory", "16 gigs"], "--gpu-memory: must be a size such as 16GiB"),
+        (OPT, ["--gpu-memory", "0"], "--gpu-memory: must be more than nothing"),
+        (OPT, ["--gpu-memory", "5000TB"], "--gpu-memory: must be at most"),
+        (OPT, ["--sequence-length", "1"], "--sequence-length: must be a whole number of at least 2"),
+        (OPT, ["--sequence-length", "4096"], "--sequence-length 4096: is more than the 2048 positions"),
+        (CONFIGS["bigscience/bloom-560m"], ["--sequence-length", "99999999"], "must be at most"),
+        (OPT, ["--batch-size", "-1"], "--batch-size: must be a whole number of at least 1"),
+        (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
+        (OPT, ["--llmem-base-memory", "0.5kg"], "--llmem-base-memory: must be a size"),
+        (OPT, ["--method", "guess"], "--method guess: must be one of all, llmem, dnnmem"),
+        (OPT, ["--plot"], "--plot"),
+        (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
+        ({"model_type": "lama"}, [], "model_type 'lama' is not a causal language model"),
+        (
+            {"model_type": "gpt2", "n_layer": 1},
+            ["--method", "llmem"],
+            "llmem: has no forms for model_type 'gpt2'",
+        ),
+        ({**OPT, "num_hidden_layers": 0}, [], "num_hidden_layers = 0: must be a whole number"),
+        ([1], [], "must hold a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    estimate: Call, config: object, more: list[str], said: str
+) -> None:
+    status, output, errors = estimate(config, *more)
+    assert status == 2 and not output
+    (line,) = errors.splitlines()
+    assert line.startswith("estimate_memory.py: ") and said in line
+
+
+def test_cold_answer_for_70b(tmp_path: Path) -> None:
+    """From the start of the process to its end, beside other tests; the goal is ten seconds on a quiet machine."""
+    write(tmp_path, LLAMA_70B)
+    command = [sys.executable, str(ROOT / "tools" / "estimate_memory.py"), "--model", str(tmp_path), "--json"]
+    command += ["--gpus", "8", "--gpu-memory", "80GB", "--sequence-length", "2048"]
+    start = time.monotonic()
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    seconds = time.monotonic() - start
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    found = json.loads(run.stdout)
+    assert found["model"]["parameters"] > 68e9 and found["selected"] == "offload"
+    assert seconds < 60

@@ -1,0 +1,174 @@
+"""Predict the peak memory of full fine-tuning, what fits on which parallel method, and which to choose.
+
+    python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
+    python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
+
+Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al.
+2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that
+knows the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import at_least, path, size
+from megatron_mux.errors import UserError, tell
+from megatron_mux.memory.sizes import GIB, show_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_mux.memory.estimators import Answer, Question
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", type=path, required=True, metavar="CONFIG_OR_DIR", help="config.json, or its directory")
+    add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
+    add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
+    add("--sequence-length", type=at_least(2), required=True, metavar="L", help="tokens of a sequence")
+    add("--batch-size", type=at_least(1), metavar="B", help="sequences on each GPU (default: what fits)")
+    add(
+        "--method",
+        default="all",
+        metavar="NAME",
+        help="how to predict: llmem, dnnmem, or all that know the model (default)",
+    )
+    add(
+        "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
+    )
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict and print; 2 when the input was wrong."""
+    try:
+        run(parse(argv))
+    except UserError as error:
+        tell(error, "estimate_memory.py")
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The work, once the command line is good."""
+    start = time.perf_counter()
+    from transformers.utils import logging
+
+    from megatron_mux.memory.estimators import Question, estimate
+    from megatron_mux.memory.tensors import Skeleton
+
+    logging.set_verbosity_error()  # token ids and the like change no size
+    question = Question(
+        Skeleton(arguments.model),
+        arguments.gpus,
+        arguments.gpu_memory,
+        arguments.sequence_length,
+        arguments.batch_size,
+        arguments.llmem_base_memory,
+    )
+    answer = estimate(question, arguments.method)
+    seconds = time.perf_counter() - start
+    if arguments.json:
+        print(json.dumps(_json(question, answer, seconds)))
+    else:
+        _print(question, answer)
+    for refusal in answer.refusals:
+        print(refusal, file=sys.stderr)
+
+
+def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:
+    """What programs read."""
+    tensors = question.skeleton.tensors
+    return {
+        "selected": answer.selected,
+        "selected_kind": answer.chosen.layout.kind if answer.chosen else None,
+        "batch_size": answer.chosen.batch if answer.chosen else 0,
+        "methods": [entry.to_json() for entry in answer.entries],
+        "model": {"model_type": tensors.model_type, "parameters": tensors.total, "layers": tensors.layers},
+        "gpus": question.gpus,
+        "gpu_memory_bytes": question.gpu_memory,
+        "sequence_length": question.length,
+        "seconds": seconds,
+    }
+
+
+_KINDS = {
+    "CDP": "replicated",
+    "ADP": "ZeRO-3",
+    "TP": "sharded",
+    "DP+TP": "ZeRO-3, sharded",
+}
+
+
+def _breakdown(answer: Answer) -> Table:
+    """What each peak is made of, a column each."""
+    from rich.table import Table
+
+    entries = [entry for entry in answer.entries if entry.breakdown]
+    table = Table(title="GiB of one GPU at that peak")
+    table.add_column("")
+    for entry in entries:
+        table.add_column(f"{entry.layout.name}\n{entry.layout.kind}\n{entry.estimator}", justify="right")
+    for part in dict.fromkeys(part for entry in entries for part in entry.breakdown):
+        sizes = (entry.breakdown.get(part, 0) / GIB for entry in entries)
+        table.add_row(part.replace("_", "-"), *(f"{size:.2f}" if size else "-" for size in sizes))
+    return table
+
+
+def _print(question: Question, answer: Answer) -> None:
+    """What people read."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    tensors = question.skeleton.tensors
+    table = Table(
+        title=f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.gpus} x "
+        f"{show_size(question.gpu_memory)}, {question.length} tokens"
+    )
+    columns = ("method", "", "by", "fits", "largest batch", "peak", "at batch")
+    for column in columns:
+        table.add_column(column, justify="right" if column in columns[4:] else "left")
+    for entry in answer.entries:
+        table.add_row(
+            entry.layout.name,
+            _KINDS[entry.layout.kind],
+            entry.estimator,
+            "yes" if entry.fits else "no",
+            str(entry.largest_batch or "-"),
+            show_size(entry.peak_process) if entry.peak_process is not None else "-",
+            str(entry.batch),
+        )
+    console.print(table)
+    console.print(_breakdown(answer))
+    for entry in answer.entries:
+        if entry.why:
+            console.print(f"{entry.layout.name}: {entry.why}")
+    if answer.chosen:
+        chosen = answer.chosen
+        kind = _KINDS[chosen.layout.kind]
+        console.print(f"selected: {answer.selected} ({kind}), {chosen.batch} sequence(s) on each GPU")
+    elif answer.selected:
+        console.print(f"selected: {answer.selected}: nothing fits, keep optimizer states in host memory")
+    else:
+        console.print(
+            "selected: nothing: one model does not fit on a GPU, and this method knows no other way"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
