@@ -37,7 +37,7 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--mux-schedule", choices=("planned", "1f1b", "gpipe", "interleaved"), default="planned",
-        help="planned: structured multi-bucket 1F1B where costs are known (default); others to compare with: gpipe and "
+        help="planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
         "interleaved flush the pipeline after each step, and interleaved plans those that it has no order for",
     )  # fmt: skip
 

@@ -174,7 +174,7 @@ class Plan:
         new = tuple(sorted(set(names) - set(self.tasks)))
         if not new:
             return self
-        # Nothing is predicted of it, so its template is 1F1B: few of its micro-batches are alive at once.
+        # Nothing is predicted of it, so the template takes all passes to be alike: few micro-batches are alive at once.
         bucket = Bucket((HybridTask(new),), micro_batches)
         return replace(self, buckets=(*self.buckets, bucket), **_UNKNOWN)
 
