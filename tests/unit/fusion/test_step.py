@@ -273,7 +273,7 @@ def has_a_lead_and_no_more(template: Template, stages: int, sizes: list[list[int
     check(template, sizes, stages)
     longest = max((chunks for own in sizes for chunks in own), default=1)
     return all(
-        most_in_flight([actions]) <= lead(stages - 1 - stage) * longest
+        most_in_flight((actions,)) <= lead(stages - 1 - stage) * longest
         for stage, actions in enumerate(template)
     )
 

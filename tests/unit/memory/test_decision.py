@@ -36,8 +36,13 @@ def test_the_largest_batch_is_that_of_counting(fixed: int, each: int, limit: int
 
 
 def test_few_questions_are_asked() -> None:
-    asked = []
-    assert largest_batch(lambda batch: asked.append(batch) or batch, 10**9) == 10**9
+    asked: list[int] = []
+
+    def peak(batch: int) -> int:
+        asked.append(batch)
+        return batch
+
+    assert largest_batch(peak, 10**9) == 10**9
     assert len(asked) < 80
 
 
