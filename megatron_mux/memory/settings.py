@@ -1,0 +1,109 @@
+"""What users can set about PyTorch's caching allocator, as `PYTORCH_ALLOC_CONF` spells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+SMALLEST = 512
+"""All sizes are rounded up to multiples of this."""
+SMALL_LIMIT = MIB
+"""The largest request that is served from the small pool."""
+SMALL_SEGMENT = 2 * MIB
+MIDDLE_LIMIT = 10 * MIB
+"""Requests from here on have segments of their own, in multiples of `LARGE_STEP`."""
+LARGE_STEP = 2 * MIB
+_IN_MIB = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")
+_KEYS = (*_IN_MIB, "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The allocator's options, and how much memory there is.
+
+    Attributes:
+        expandable_segments: One growing segment for each stream and pool, instead of one for each miss.
+        max_split_size: Bytes from which on blocks are neither split nor used for smaller requests; None: no limit.
+        max_non_split_rounding: A block of that kind is larger by less than this than what it is used for; None:
+            `large_segment`.
+        roundup_power2_divisions: Round requests up to one of so many equal steps between powers of two; a power of two
+            itself, 1 for none. (One number for all sizes: a list by size is not done.)
+        garbage_collection_threshold: Share of `limit` above which a miss first frees cached segments that have not
+            been used for long; 0: never. Has no effect without a `limit`.
+        large_segment: Bytes of a segment for requests of 1 to 10 MiB, and of a page of large expandable segments.
+            (It cannot be set in torch 2.10.)
+        limit: Bytes that the process allows itself to reserve (`set_per_process_memory_fraction`); None: no limit.
+        capacity: Bytes that the device has for the process; None: no limit.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    max_non_split_rounding: int | None = None
+    roundup_power2_divisions: int = 1
+    garbage_collection_threshold: float = 0.0
+    large_segment: int = 20 * MIB
+    limit: int | None = None
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that torch would refuse."""
+        divisions = self.roundup_power2_divisions
+        if divisions < 1 or divisions & (divisions - 1):
+            raise ValueError(f"roundup_power2_divisions is a power of two, not {divisions}")
+        if self.large_segment < MIDDLE_LIMIT:
+            raise ValueError(f"large_segment_size_mb is at least 10, not {self.large_segment / MIB:g}")
+        if self.max_split_size is not None and self.max_split_size <= self.large_segment:
+            raise ValueError(
+                f"max_split_size_mb is more than {self.large_segment / MIB:g}, not {self.max_split_size / MIB:g}"
+            )
+        if not 0 <= self.garbage_collection_threshold < 1:
+            raise ValueError(
+                f"garbage_collection_threshold is at least 0 and below 1, not {self.garbage_collection_threshold}"
+            )
+
+    @classmethod
+    def parse(cls, text: str, limit: int | None = None, capacity: int | None = None) -> Settings:
+        """Read what `PYTORCH_ALLOC_CONF` holds: `expandable_segments:True,max_split_size_mb:128`.
+
+        Options of pinned host memory and of how `cudaMalloc` is called make no difference here and are passed over.
+
+        Raises:
+            ValueError: An option is unknown, or its value is none.
+        """
+        if "[" in text:
+            raise ValueError(
+                "a list of roundup_power2_divisions by size is not replayed, only one number for all"
+            )
+        found: dict[str, float] = {}
+        for option in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = (part.strip() for part in option.partition(":"))
+            if key.startswith("pinned_") or key == "release_lock_on_cudamalloc":
+                continue
+            if key not in _KEYS:
+                raise ValueError(f"the replayed allocator has no option {key!r}: it knows {', '.join(_KEYS)}")
+            if key == "expandable_segments":
+                if value not in ("True", "False"):
+                    raise ValueError(f"{key} is True or False, not {value!r}")
+                found[key] = value == "True"
+            else:
+                number = float(value) if key == "garbage_collection_threshold" else int(value)
+                found[key.removesuffix("_mb").replace("_segment_size", "_segment")] = (
+                    number * MIB if key in _IN_MIB else number
+                )
+        return cls(**found, limit=limit, capacity=capacity)  # type: ignore[arg-type]
+
+    def rounded(self, size: int) -> int:
+        """Bytes of the block that serves a request: a multiple of 512."""
+        divisions = self.roundup_power2_divisions
+        if divisions > 1 and size > SMALLEST * divisions:
+            step = (1 << (size.bit_length() - 1)) // divisions
+            return -(-size // step) * step
+        return max(SMALLEST, (size + SMALLEST - 1) & -SMALLEST)
+
+    def segment(self, rounded: int) -> int:
+        """Bytes of the segment that a miss asks the device for."""
+        if rounded <= SMALL_LIMIT:
+            return SMALL_SEGMENT
+        if rounded < MIDDLE_LIMIT:
+            return self.large_segment
+        return -(-rounded // LARGE_STEP) * LARGE_STEP
