@@ -129,6 +129,21 @@ class Allocator:
                 elif block.is_whole:
                     self._release(block)
 
+    def segments(self, used: Iterable[Block]) -> list[Segment]:
+        """All memory from the device, by address.
+
+        Args:
+            used: The blocks in use: the allocator itself knows only those that are free.
+        """
+        free = (block for pool in self._pools() for block in pool.blocks)
+        found = []
+        for block in sorted((*used, *free), key=lambda block: block.address):
+            if block.before is None or block.before.state == UNMAPPED:
+                pieces = tuple((piece.size, piece.state == USED) for piece in block.mapped())
+                size = sum(size for size, _ in pieces)
+                found.append(Segment(block.address, size, block.pool.stream, block.pool.small, pieces))
+        return found
+
     def _pools(self) -> Iterator[Pool]:
         yield from self._large.values()
         yield from self._small.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 
 USED, FREE, UNMAPPED = 0, 1, 2
 """What a block is. Addresses of an expandable segment that have no memory are a block, too."""
@@ -38,6 +39,13 @@ class Block:
     def is_whole(self) -> bool:
         """Whether it is all of its segment."""
         return self.before is None and self.after is None
+
+    def mapped(self) -> Iterator[Block]:
+        """It and the blocks after it, as far as there is memory."""
+        block: Block | None = self
+        while block is not None and block.state != UNMAPPED:
+            yield block
+            block = block.after
 
     @property
     def size_to_be(self) -> int:

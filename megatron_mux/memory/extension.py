@@ -189,8 +189,8 @@ def _line_up(small: _Outline, large: _Outline) -> None:
         parts[1].extend(opened)
     small.settle(parts[0])
     large.settle(parts[1])
-    for mine, other in _blocks_of_both(small, large):
-        _check_as_many(small, mine, len(other))
+    for block, same in _blocks_of_both(small, large):
+        _check_as_many(small, block, len(same))
 
 
 def _blocks_of_both(small: _Outline, large: _Outline) -> Iterator[tuple[range, range]]:

@@ -75,7 +75,8 @@ class Replay:
     def segments(self, index: int | None = None) -> list[Segment]:
         """Memory from the device after an event, by address; by default when first most is reserved."""
         last = self.peak_reserved_at if index is None else index
-        return _run(self.stream, last + 1, self.settings, self.addresses, self.emptied)[0].segments()
+        allocator, held, _, _ = _run(self.stream, last + 1, self.settings, self.addresses, self.emptied)
+        return allocator.segments(held.values())
 
 
 def replay(
@@ -93,15 +94,19 @@ def replay(
         emptied: Indices of the events before which `torch.cuda.empty_cache` is called.
     """
     chosen, places, before = settings or Settings(), tuple(addresses), frozenset(emptied)
-    allocator, allocated, reserved = _run(stream, len(stream), chosen, places, before)
+    allocator, _, allocated, reserved = _run(stream, len(stream), chosen, places, before)
     failed = len(reserved) if len(reserved) < len(stream) else None
     return Replay(stream, allocated, reserved, failed, allocator.retries, chosen, places, before)
 
 
 def _run(
     stream: Stream, count: int, settings: Settings, addresses: tuple[int, ...], emptied: frozenset[int]
-) -> tuple[Allocator, array[int], array[int]]:
-    """The first events of a stream, up to one there is no memory for: bytes in use and reserved after each."""
+) -> tuple[Allocator, dict[int, Block], array[int], array[int]]:
+    """The first events of a stream, up to one there is no memory for.
+
+    Returns:
+        The allocator, the blocks in use, and bytes allocated and reserved after each event.
+    """
     allocator = Allocator(settings, addresses)
     allocated, reserved = array("q"), array("q")
     held: dict[int, Block] = {}
@@ -121,4 +126,4 @@ def _run(
                 break
         allocated.append(allocator.allocated)
         reserved.append(allocator.reserved)
-    return allocator, allocated, reserved
+    return allocator, held, allocated, reserved

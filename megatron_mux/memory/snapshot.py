@@ -72,7 +72,7 @@ def from_snapshot(trace: Sequence[Mapping[str, Any]]) -> Recording:
             elif _GROWTH[action] < 0:
                 emptied.add(len(reserved))
             continue
-        address = entry.get("addr")
+        address: int = entry["addr"]
         if action == "alloc":
             if address in live:
                 raise StreamError(

@@ -35,7 +35,7 @@ def streams(draw: st.DrawFn) -> Stream:
     return builder.done()
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(streams())
 def test_json_round_trip(stream: Stream) -> None:
     again = Stream.from_json(stream.to_json())
@@ -43,7 +43,7 @@ def test_json_round_trip(stream: Stream) -> None:
     assert list(again) == list(stream)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(streams())
 def test_peak_and_breakdown_by_hand(stream: Stream) -> None:
     live: dict[int, Event] = {}

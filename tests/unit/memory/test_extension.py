@@ -180,7 +180,7 @@ def draw_free(draw: st.DrawFn, program: list[Part], number: int, op: Op) -> None
         insert(at, Op("free", "from outside", part=number, whose="first", of=op.name, only=only))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(programs(), st.integers(2, 7))
 def test_any_depth_equals_the_step_of_that_depth(program: list[Part], layers: int) -> None:
     full = run(program, layers)
