@@ -47,9 +47,9 @@ class _Place:
 def extended(two: Stream, three: Stream, layers: int) -> Stream:
     """The stream of a step with any number of layers.
 
-    Outside layers, sizes may depend on the depth linearly (a buffer for all gradient norms). Events that belong to
-    each layer in turn carry its number, wherever they are; frees outside layers may go without it, in the order of the
-    layers.
+    Events that belong to each layer in turn carry its number, wherever they are; those between two layers carry that of
+    one of them. Frees outside layers may go without it if they go through the layers in order. Outside layers, sizes
+    may depend on the depth linearly (a buffer for all gradient norms).
 
     Args:
         two: The step with two layers.
