@@ -301,6 +301,36 @@ def test_a_free_that_belongs_to_no_layer_in_particular() -> None:
         extended(step(2, 1), step(3, 0), 4)
 
 
+def test_the_first_layer_makes_its_output_in_another_way() -> None:
+    """What the layer after it frees is known by who frees it, not by how it was made."""
+
+    def step(layers: int) -> Stream:
+        builder = StreamBuilder()
+        before: int | None = None
+        for layer in range(layers):
+            if layer == 0:
+                builder.allocate(1, Moment("forward", layer, "embed"))
+            made = builder.allocate(9, Moment("forward", layer, "mm" if layer else "gather"))
+            if before is not None:
+                builder.free(before, Moment("forward", layer, "done"))
+            before = made
+        return builder.done()
+
+    assert extended(step(2), step(3), 6) == step(6)
+
+
+def test_another_of_two_blocks_that_are_alike() -> None:
+    def step(layers: int, which: int) -> Stream:
+        builder = StreamBuilder()
+        made = [builder.allocate(1, Moment("forward", layer, "mm")) for layer in range(layers) for _ in "ab"]
+        builder.free(made[which], Moment("loss", None, "free"))
+        return builder.done()
+
+    assert extended(step(2, 1), step(3, 1), 4) == step(4, 1)
+    with pytest.raises(StreamError, match="allocated elsewhere"):
+        extended(step(2, 1), step(3, 0), 4)
+
+
 def test_fewer_than_two_layers() -> None:
     program = forward_and_backward()
     with pytest.raises(StreamError, match="cut to 1 layers"):
