@@ -111,8 +111,7 @@ def _run(
     allocated, reserved = array("q"), array("q")
     held: dict[int, Block] = {}
     sizes, streams = stream.sizes, stream.streams
-    for index in range(count):
-        code = stream.codes[index]
+    for index, code in enumerate(stream.codes[:count]):
         if index in emptied:
             allocator.empty_cache()
         if code < 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 2**20
+from megatron_mux.memory.sizes import MIB
+
 SMALLEST = 512
 """All sizes are rounded up to multiples of this."""
 SMALL_LIMIT = MIB

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_mux.memory.allocator import Allocator, OutOfMemory
 from megatron_mux.memory.blocks import Block
-from megatron_mux.memory.settings import MIB, Settings
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
 
 KIB = 1024
 EXPANDABLE = Settings(expandable_segments=True)
@@ -108,9 +109,9 @@ def test_of_equal_blocks_the_lowest_address() -> None:
     assert allocator.allocate(30 * MIB).address == 1 << 30
 
 
-@pytest.mark.parametrize("bound", ["limit", "capacity"])
-def test_free_segments_are_returned_before_memory_runs_out(bound: str) -> None:
-    allocator = Allocator(Settings(**{bound: 36 * MIB}))
+@pytest.mark.parametrize("bound", [Settings(limit=36 * MIB), Settings(capacity=36 * MIB)])
+def test_free_segments_are_returned_before_memory_runs_out(bound: Settings) -> None:
+    allocator = Allocator(bound)
     kept = allocator.allocate(10 * MIB)
     allocator.free(allocator.allocate(12 * MIB))
     allocator.allocate(100)

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_mux.memory.allocator import Allocator, OutOfMemory
 from megatron_mux.memory.blocks import Block
-from megatron_mux.memory.settings import MIB, Settings
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
 
 SIZES = st.one_of(
     st.integers(1, MIB),

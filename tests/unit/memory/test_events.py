@@ -24,9 +24,10 @@ def moments() -> st.SearchStrategy[Moment]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> Stream:
-    builder, live = StreamBuilder(), []
-    for _ in range(draw(st.integers(0, 30))):
-        if live and draw(st.booleans()):
+    builder = StreamBuilder()
+    live: list[int] = []
+    for may_free in draw(st.lists(st.booleans(), max_size=30)):
+        if live and may_free:
             builder.free(live.pop(draw(st.integers(0, len(live) - 1))), draw(moments()))
         else:
             category = draw(st.sampled_from(CATEGORIES))

@@ -163,7 +163,7 @@ def draw_free(draw: st.DrawFn, program: list[Part], number: int, op: Op) -> None
         whose = -own.order if at == number else draw(st.sampled_from([-1, 1]))
         insert(at, Op("free", "neighbour", part=number, whose=whose, of=op.name))
         after = [section for section in sections if section > at]
-        if after and draw(st.booleans()):
+        if draw(st.booleans()) and after:
             left = "first" if whose > 0 else "last"
             insert(draw(st.sampled_from(after)), Op("free", "left over", part=number, whose=left, of=op.name))
     elif way == "at the end" and op.only == "all":

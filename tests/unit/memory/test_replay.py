@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from megatron_mux.memory.events import Moment, Stream, StreamBuilder
 from megatron_mux.memory.replay import Replay, replay
-from megatron_mux.memory.settings import MIB, Settings
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
 
 EXPANDABLE = Settings(expandable_segments=True)
 
 
 def stream(*steps: str) -> Stream:
     """Blocks by name: "a 30" allocates 30 MiB, "-a" frees them. The moment's operator is the step itself."""
-    builder, made = StreamBuilder(), {}
+    builder = StreamBuilder()
+    made: dict[str, int] = {}
     for step in steps:
         moment = Moment("forward", None, step)
         if step.startswith("-"):

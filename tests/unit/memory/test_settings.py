@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.memory.settings import MIB, Settings
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
 
 
 @pytest.mark.parametrize(

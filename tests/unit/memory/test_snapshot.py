@@ -8,7 +8,8 @@ import pytest
 
 from megatron_mux.memory.events import StreamError
 from megatron_mux.memory.replay import replay
-from megatron_mux.memory.settings import MIB, Settings
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.snapshot import from_snapshot
 
 SMALL, FIRST, SECOND, THIRD = 0x7F00_0000_0000, 0x7F20_0000_0000, 0x7F10_0000_0000, 0x7F30_0000_0000
