@@ -23,6 +23,7 @@ from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.running import Running, Status, StepResult, Task
+from megatron_mux.engine.shortage import Shortage
 from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
@@ -112,6 +113,8 @@ class Engine:
         """
         del self._running[name]
         self.adapters.remove(name)
+        for running in self._running.values():
+            running.parked = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -120,8 +123,9 @@ class Engine:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Tasks that still have steps to do."""
-        return tuple(name for name, running in self._running.items() if running.status == "running")
+        """Tasks that still have steps to do and take part; parked ones one by one, once nobody else is left."""
+        going = [name for name, running in self._running.items() if running.status == "running"]
+        return tuple(name for name in going if not self._running[name].parked) or tuple(going[:1])
 
     def task(self, name: str) -> Task:
         """A registered task."""
@@ -178,7 +182,8 @@ class Engine:
             timer: See `step`.
 
         Returns:
-            A result per task for each step, at least one; a task that fails is in those up to its failure.
+            A result per task for each step, at least one; a task that fails is in those up to its failure. A task
+            that found no memory for a step is in those before it: it takes the step again the next time.
         """
         plan = self._for_this_mesh(self.planning.begin(self._loads()))
         most = most if plan.schedule in ROLLING else 1
@@ -223,10 +228,43 @@ class Engine:
             self.parallel,
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
-        ends = Ends(running, plan.buckets, tokens, self.parallel)
+        together = self.parallel.tp_size > 1 or self.backbone.residence.in_step
+        ends = Ends(
+            running, plan.buckets, tokens, self.parallel, Shortage(len(plan.buckets), self.parallel, together)
+        )
         compute = TrainingCompute(self.stages, batches, ends)
         self._execute(template, compute, plan, timer)
-        return ends.finish()
+        results = ends.finish()
+        if ends.lacking:
+            results[-1] |= self._relieve(plan, ends)
+        return results
+
+    def _relieve(self, plan: Plan, ends: Ends) -> dict[str, StepResult]:
+        """Have buckets that lacked memory computed in smaller parts from now on, or their task parked.
+
+        Returns:
+            Results of tasks that cannot be trained in the memory there is.
+        """
+        said = ends.shortage.everywhere()
+        failed: dict[str, StepResult] = {}
+        sequences = {name: len(load.tokens) for name, load in self._loads().items()}
+        relieved = plan
+        for index in sorted(ends.lacking, reverse=True):  # from behind: the others keep their places
+            names = plan.buckets[index].label
+            smaller = relieved.smaller(index, sequences)
+            if smaller is not None:
+                relieved = smaller
+                then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
+            elif len(plan.tasks) > 1:
+                then = "once another task has left"
+                self._running[names].parked = True
+            else:
+                then = ""
+                failed[names] = self._fails(names, f"one sequence of it alone ran out of memory ({said[index]})")
+            if then:
+                self.planning.news.append(f"{names}: out of memory ({said[index]}): the step is repeated {then}")
+        self.planning.relieve(relieved)
+        return failed
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""
@@ -263,15 +301,13 @@ class Engine:
             return weighted(name, running.task.data, records, pad_to.get(name, 0))
 
         sequences, problems = read_together(names, read, steps, self.parallel)
-        failed: dict[str, StepResult] = {}
-        nothing = float("nan")
-        for name, reason in problems.items():
-            running = self._running[name]
-            running.status = "failed"
-            failed[name] = StepResult(
-                running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
-            )
-        return sequences, failed
+        return sequences, {name: self._fails(name, reason) for name, reason in problems.items()}
+
+    def _fails(self, name: str, reason: str) -> StepResult:
+        """A task that cannot go on, its adapter as it was before the step."""
+        running, nothing = self._running[name], float("nan")
+        running.status = "failed"
+        return StepResult(running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
 
     # -- reading it out
 

@@ -117,7 +117,7 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel) -> None:
+def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor) -> None:
     """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
 
     One collective each for all tasks together. A sum never mixes elements, so a task's NaN stays its own.
@@ -125,6 +125,7 @@ def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel)
     Args:
         parameters: Local parameters of every task of the step; a missing gradient counts as zero.
         parallel: Where this rank stands.
+        flags: Summed over data-parallel ranks along with them.
     """
     parameters = list(parameters)
     for p in parameters:
@@ -135,7 +136,8 @@ def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel)
             [p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group
         )
     if parallel.dp_size > 1:
-        _all_reduce([p.value.grad for p in parameters if p.value.grad is not None], parallel.dp_group)
+        gradients = [p.value.grad for p in parameters if p.value.grad is not None]
+        _all_reduce([*gradients, flags], parallel.dp_group)
 
 
 def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -> Tensor:
