@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_mux import checkpoint
+from megatron_mux.admission import Admission
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
@@ -120,10 +121,12 @@ class Loop:
     stopping: bool = False
     _entries: dict[str, SavedTask] = field(default_factory=dict)
     _turns: Turns = field(init=False)
+    _admission: Admission = field(init=False)
     _plan: Plan | None = None
     _files: dict[Path, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._admission = Admission(self.engine, self.parallel)
         self._turns = Turns(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
@@ -151,7 +154,7 @@ class Loop:
             )
 
     def register(self, tasks: Sequence[Task]) -> None:
-        """Take tasks in, each from its checkpoint if the continued run has one.
+        """Take tasks in as memory allows, each from its checkpoint if the continued run has one; others wait.
 
         Raises:
             UserError: A checkpoint is unreadable, or a task does not fit.
@@ -173,15 +176,36 @@ class Loop:
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.arguments.load or Path(), entry)
             joining.append(task)
+        # Those that trained when the run was saved come before those that waited.
+        self._take_in(self._admission.offer(sorted(joining, key=lambda task: task.resume is None)))
+        for task in self._admission.waiting:
+            name, kind = task.spec.name, task.spec.adapter.peft_type
+            if name not in self.reporter.history:
+                self.reporter.add(name, kind, 0, task.spec.total_steps(len(task.data)), "waiting")
+                self.reporter.say(f"{name} waits until there is room for it in memory")
+
+    def _take_in(self, joining: Sequence[Task]) -> None:
+        """Register tasks that there is room for."""
         self.engine.register_tasks(joining)
         for task in joining:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             step, total, status = self.engine.progress(name)
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             self._entries.setdefault(name, fresh).status = status
+            if name in self.reporter.history:  # it waited
+                self.reporter.history[name].status = status
+                self.reporter.say(f"{name} trains from here on")
             self.reporter.add(name, kind, step, total, status)
             if step == 0 and task.resume is None:
                 self._evaluate(name)
+
+    def _take_in_later(self, task: Task) -> None:
+        """Register a task that has waited; a mistake in it stops nobody."""
+        try:
+            self._take_in([task])
+        except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
+            self.reporter.history[task.spec.name].status = "refused"
+            self.reporter.say(f"{task.spec.name} refused: {error}")
 
     def run(self) -> None:
         """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
@@ -191,6 +215,8 @@ class Loop:
             stop_when_done = True
             if watched is not None:
                 stop_when_done = self._follow(watched)
+            for task in self._admission.next():
+                self._take_in_later(task)
             if not self.engine.active:
                 if stop_when_done:
                     break
@@ -335,7 +361,12 @@ class Loop:
         """Let tasks of a watched directory join and leave; whether the run may end once its tasks are done."""
         changes = watched.look()
         for path in changes.removed:
-            names = [name for name in self._files.pop(path, []) if name in self.engine.tasks]
+            named = self._files.pop(path, [])
+            names = [name for name in named if name in self.engine.tasks]
+            for name in named:
+                if self._admission.withdraw(name):
+                    self.reporter.history[name].status = "removed"
+                    self.reporter.say(f"{name} left before there was room for it")
             if names:
                 self._save(leaving=names)
             for name in names:
@@ -356,9 +387,11 @@ class Loop:
             if path in self._files:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = load_task_file(path, data_later=True)
-            joinable(specs, self._entries, self.engine.tasks, self.manifest is not None)
+            waiting = [task.spec.name for task in self._admission.waiting]
+            joinable(specs, self._entries, self.engine.tasks, waiting, self.manifest is not None)
             tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
-            self.engine.check_fits(tasks)
+            for task in tasks:
+                self.engine.check_alone(task)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)

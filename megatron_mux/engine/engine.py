@@ -95,7 +95,7 @@ class Engine:
         initial = task.resume.adapter if task.resume is not None else task.initial
         adapter = self.adapters.add(spec, total, initial)
         try:
-            load = TaskLoad.of(spec, task.data.lengths, task.data.label_counts, self.backbone.info)
+            load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
             running = Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
@@ -145,16 +145,22 @@ class Engine:
         """
         return self.planning.next(self._loads())
 
-    def check_fits(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that the memory limit has no room for beside those that run.
+    def check_alone(self, task: Task) -> None:
+        """Refuse a task that the memory limit has no room for even if no other trains.
 
         Raises:
-            UserError: Says which, and what would make it fit.
+            UserError: Says what would make it fit.
         """
         if self.planning.planner is not None:
-            info = self.backbone.info
-            new = [TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks]
-            self.planning.planner.check({**self._loads(), **{load.name: load for load in new}})
+            self.planning.planner.check({task.spec.name: self._load_of(task)})
+
+    def has_room(self, tasks: Sequence[Task]) -> bool:
+        """Whether the memory limit has room for these tasks beside those that train."""
+        new = {task.spec.name: self._load_of(task) for task in tasks}
+        return self.planning.planner is None or self.planning.planner.has_room({**self._loads(), **new})
+
+    def _load_of(self, task: Task) -> TaskLoad:
+        return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.info)
 
     def _loads(self) -> dict[str, TaskLoad]:
         return {name: self._running[name].load for name in self.active}

@@ -198,9 +198,10 @@ class Plan:
             parts = [Bucket((HybridTask((name,)),), most([name]), bucket.chunk) for name in bucket.tasks]
         else:
             return None
-        # Nothing is predicted of them, so the template is 1F1B: see `with_tasks`.
         buckets = (*self.buckets[:index], *parts, *self.buckets[index + 1 :])
-        return replace(self, buckets=buckets, **_UNKNOWN)
+        # The fewest in flight that fill the pipeline; GPipe's and interleaved ones have more.
+        schedule: Schedule = "1f1b" if self.virtual == 1 else "planned"
+        return replace(self, buckets=buckets, schedule=schedule, **_UNKNOWN)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for `plan.json`."""
