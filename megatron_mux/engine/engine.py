@@ -266,9 +266,13 @@ class Engine:
                 self._running[names].parked = True
             else:
                 then = ""
-                failed[names] = self._fails(names, f"one sequence of it alone ran out of memory ({said[index]})")
+                failed[names] = self._fails(
+                    names, f"one sequence of it alone ran out of memory ({said[index]})"
+                )
             if then:
-                self.planning.news.append(f"{names}: out of memory ({said[index]}): the step is repeated {then}")
+                self.planning.news.append(
+                    f"{names}: out of memory ({said[index]}): the step is repeated {then}"
+                )
         self.planning.relieve(relieved)
         return failed
 

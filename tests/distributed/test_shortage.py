@@ -58,7 +58,9 @@ def trained(
 
 @pytest.mark.parametrize("policy", ["temporal", "spatial"])
 @pytest.mark.parametrize(
-    ("pipeline", "split"), [(1, ()), (2, ()), (2, (1, 1, 1, 1)), (4, ())], ids=["DP4", "PP2", "virtual", "PP4"]
+    ("pipeline", "split"),
+    [(1, ()), (2, ()), (2, (1, 1, 1, 1)), (4, ())],
+    ids=["DP4", "PP2", "virtual", "PP4"],
 )
 def test_one_rank_that_lacks_memory_costs_nobody_a_step(
     pipeline: int, split: Split, policy: str, path: Path, joined: Callable[..., Parallel]

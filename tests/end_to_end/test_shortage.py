@@ -31,7 +31,11 @@ def cases_of() -> list[Case]:
     }
     cases = []
     for i, (name, adapter) in enumerate(adapters.items()):
-        training = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": STEPS + (name == "big")}
+        training = {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "max_steps": STEPS + (name == "big"),
+        }
         cases.append(Case(name, adapter, training, random_records(10, 96, 4, 24, seed=i)))
     return cases
 
@@ -114,7 +118,10 @@ def test_a_task_that_fits_alone_only_waits_for_the_others(run: Callable[..., Run
 def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run]) -> None:
     found = run("spatial", lambda batch: "big" in batch.task_rows, turn=3)
     (last,) = found.results["big"]
-    assert (last.status, last.step) == ("failed", 0) and "one sequence of it alone ran out of memory" in last.reason
+    assert (last.status, last.step) == (
+        "failed",
+        0,
+    ) and "one sequence of it alone ran out of memory" in last.reason
     assert all(found.results[name][-1].status == "finished" for name in ("lora", "pruned"))
 
 
