@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_mux.backbone.model import Backbone
@@ -35,6 +35,10 @@ class Budget(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)  # from before: the backbone, the records
+                weakref.finalize(storage, self._free, storage._cdata, 0)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -56,6 +60,11 @@ class Budget(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.held -= size
+
+
+def on_the_host() -> AbstractContextManager[None]:
+    """What is made here would not be on a GPU: a budget does not count it."""
+    return _disable_current_modes()
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class TrainingCompute:
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
-        return self.ends.norm(action.bucket, self.losses[action.bucket], others)
+        return self.ends.norm(action, self.losses[action.bucket], others)
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
         """Let the bucket's tasks step."""

@@ -19,6 +19,7 @@ from megatron_mux.engine.optimize import reduce_gradients, squared_norm
 from megatron_mux.engine.running import Running, StepResult
 from megatron_mux.engine.shortage import Shortage
 from megatron_mux.fusion.plan import Bucket
+from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 _SQUARE, _LACK, LOSS_SQUARE_LACK = 1, 2, 3
@@ -65,25 +66,26 @@ class Ends:
         """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
-    def norm(self, entry: int, losses: Tensor, others: Tensor | None) -> Tensor:
+    def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
         """Make a bucket's gradients whole here, and add up.
 
         Args:
-            entry: The bucket, counted on over steps.
+            action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
             others: The table of the stages after this one; None on the last.
 
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        names = self.bucket(entry).tasks
-        parameters = [self.running[name].adapter.parameters for name in names]
+        entry = action.bucket
+        names, device = self.bucket(entry).tasks, self.parallel.device
+        squares = torch.zeros(len(names), dtype=torch.float64, device=device)
         # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
-        lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=self.parallel.device)
-        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks)
-        for name in names:
-            self.running[name].adapter.penalty(self._first[name] + entry // len(self.buckets))
-        squares = torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
+        lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
+        with self.shortage.noticed(action):
+            squares = self._gradients(names, entry // len(self.buckets), lacks)
+        if self.shortage.concerns(entry):
+            lacks = lacks.clamp(min=1.0)
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             losses = losses[self._rows[entry % len(self.buckets)]]
@@ -97,6 +99,14 @@ class Ends:
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
+
+    def _gradients(self, names: Sequence[str], step: int, lacks: Tensor) -> Tensor:
+        """Make gradients whole; `[tasks]` fp64 squares of this rank's parts of their norms."""
+        parameters = [self.running[name].adapter.parameters for name in names]
+        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks)
+        for name in names:
+            self.running[name].adapter.penalty(self._first[name] + step)
+        return torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
         """Let the tasks of a bucket step here, but those that failed or lacked memory, now or before.

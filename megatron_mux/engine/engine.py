@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet
@@ -23,8 +24,9 @@ from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.running import Running, Status, StepResult, Task
-from megatron_mux.engine.shortage import Shortage
+from megatron_mux.engine.shortage import Shortage, first_sentence
 from megatron_mux.engine.snapshot import Snapshot, take
+from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
@@ -73,37 +75,48 @@ class Engine:
         Every rank calls it with the same tasks in the same order.
 
         Raises:
-            UserError: A name is taken, or an initial adapter does not match the task or the backbone. Nothing of
-                `tasks` is registered then.
+            UserError: A name is taken, an initial adapter does not match the task or the backbone, or some rank has no
+                memory for an adapter and its optimizer. Nothing of `tasks` is registered then.
         """
         done: list[str] = []
+        problem = ""
         try:
             for task in tasks:
-                self._register(task)
-                done.append(task.spec.name)
+                problem = problem or self._register(task)
+                done += [task.spec.name] * (not problem)
+            if tasks and (problem := first_problem(problem, self.parallel)):
+                raise UserError(problem)
         except BaseException:
             for name in done:
                 self.remove_task(name)
             raise
 
-    def _register(self, task: Task) -> None:
+    def _register(self, task: Task) -> str:
+        """Returns what is wrong on this rank alone, if anything: then the task is not registered."""
         spec = task.spec
         if spec.name in self._running:
             raise UserError(f"task {spec.name!r} is registered already: give the new task another name")
         sampler = Sampler(len(task.data), spec.sequences_per_step, spec.training.seed, spec.data.shuffle)
         total = spec.total_steps(len(task.data))
         initial = task.resume.adapter if task.resume is not None else task.initial
-        adapter = self.adapters.add(spec, total, initial)
+        try:
+            adapter = self.adapters.add(spec, total, initial)
+        except torch.OutOfMemoryError as error:
+            return f"task {spec.name!r}: there is no memory for its adapter ({first_sentence(error)})"
         try:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
             running = Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
+        except torch.OutOfMemoryError as error:
+            self.adapters.remove(spec.name)
+            return f"task {spec.name!r}: there is no memory for its optimizer ({first_sentence(error)})"
         except BaseException:
             self.adapters.remove(spec.name)
             raise
         self._running[spec.name] = running
+        return ""
 
     def remove_task(self, name: str) -> None:
         """Detach a task's adapter; the others and the backbone are untouched.
@@ -155,9 +168,10 @@ class Engine:
             self.planning.planner.check({task.spec.name: self._load_of(task)})
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
-        """Whether the memory limit has room for these tasks beside those that train."""
-        new = {task.spec.name: self._load_of(task) for task in tasks}
-        return self.planning.planner is None or self.planning.planner.has_room({**self._loads(), **new})
+        """Whether the memory limit has room for these tasks beside those that train or are parked."""
+        loads = {name: running.load for name, running in self._running.items() if running.status == "running"}
+        loads |= {task.spec.name: self._load_of(task) for task in tasks}
+        return self.planning.planner is None or self.planning.planner.has_room(loads)
 
     def _load_of(self, task: Task) -> TaskLoad:
         return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.info)

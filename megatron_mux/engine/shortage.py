@@ -17,6 +17,11 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 
+def first_sentence(error: torch.OutOfMemoryError) -> str:
+    """What was asked for; the rest is advice on PyTorch's allocator."""
+    return str(error).split(". ")[0].strip()
+
+
 class Shortage:
     """What lacked memory on this rank in a turn.
 
@@ -24,7 +29,7 @@ class Shortage:
         period: Buckets of a step.
         parallel: Where this rank stands.
         together: Whether a pass takes part in collectives: one that ends early would leave other ranks waiting, so
-            its error is not caught.
+            its error is not caught. Nor is that of the end of a bucket's step with data parallelism.
     """
 
     def __init__(self, period: int, parallel: Parallel, together: bool) -> None:
@@ -39,14 +44,14 @@ class Shortage:
 
     @contextmanager
     def noticed(self, action: Action) -> Iterator[None]:
-        """Catch what a pass raises if it finds no memory, and give back what was kept for reuse."""
+        """Catch what an action raises if it finds no memory, and give back what was kept for reuse."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self._together:
+            if self._together or (not action.is_pass and self._parallel.dp_size > 1):
                 raise
-            said = str(error).split(". ")[0].strip()
-            self._said[action.bucket % self._period] = f"rank {self._parallel.rank} at {action}: {said}"
+            what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
+            self._said[action.bucket % self._period] = what
         else:
             return
         # Outside the handler, where nothing refers to the pass's tensors any more.

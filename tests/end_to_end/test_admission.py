@@ -15,7 +15,7 @@ from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from tests.budget import Budget, failing
+from tests.budget import Budget, failing, on_the_host
 from tests.end_to_end.conftest import BackboneOf
 from tests.end_to_end.families import FAMILIES, lora
 from tests.end_to_end.forked import Server
@@ -35,8 +35,12 @@ def random_case(i: int, r: Random) -> Case:
         "max_steps": r.randint(1, 4),
         "seed": i,
     }
-    adapter = lora(FAMILIES["llama"].query_value, r=r.choice([2, 4, 8, 64]), lora_dropout=r.choice([0.0, 0.1]))
-    return Case(f"task-{i}", adapter, training, random_records(r.randint(2, 9), 96, 4, r.randint(6, 40), seed=i))
+    adapter = lora(
+        FAMILIES["llama"].query_value, r=r.choice([2, 4, 8, 64]), lora_dropout=r.choice([0.0, 0.1])
+    )
+    return Case(
+        f"task-{i}", adapter, training, random_records(r.randint(2, 9), 96, 4, r.randint(6, 40), seed=i)
+    )
 
 
 def alone(case: Case, engine: Engine) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -74,7 +78,7 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
     with Budget(ROOM) as budget, failing([backbone], fails):
         while coming or admission.waiting or engine.tasks:
             now, coming = coming[: (count := r.randint(0, 5))], coming[count:]
-            engine.register_tasks([*admission.offer(now), *admission.next()])
+            engine.register_tasks(admission.offer(now))
             waited = max(waited, len(admission.waiting))
             for step in engine.steps(r.randint(1, 3)):
                 for name, result in step.items():
@@ -82,7 +86,8 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
                     losses[name].append(result.loss)
                     assert result.step == len(losses[name]), "no step is lost, none taken twice"
                     if result.status == "finished":
-                        finished[name] = engine.adapter_tensors(name) or {}
+                        with on_the_host():
+                            finished[name] = engine.adapter_tensors(name) or {}
                         engine.remove_task(name)
             if engine.active and r.random() < 0.1:
                 left.add(name := r.choice(engine.active))
@@ -98,7 +103,7 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
 
 
 def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workplace, tmp_path: Path) -> None:
-    tasks = {name: TASKS["lora"] for name in ("first", "second", "third")}
+    tasks = dict.fromkeys(("first", "second", "third"), TASKS["lora"])
     large = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
     path = workplace.write_tasks("large.yaml", dict.fromkeys(tasks, large))
     run = server.run(
@@ -108,8 +113,12 @@ def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workpl
     assert "second waits until there is room for it in memory" in run.output
     assert run.output.index("second trains from here on") < run.output.index("third trains from here on")
     for name in tasks:
-        lines = [json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines if "loss" in line] == list(range(1, 1 + lines[-1]["step"]))
-    path = workplace.write_tasks("larger.yaml", {"much": {**large, "adapter": {**large["adapter"], "r": 1 << 18}}})
+    path = workplace.write_tasks(
+        "larger.yaml", {"much": {**large, "adapter": {**large["adapter"], "r": 1 << 18}}}
+    )
     run = server.run(workplace.arguments("--mux-memory-limit", "160MiB", tasks=path))
     assert run.status == 2 and "task 'much'" in run.errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from tests.budget import Budget, failing
+from tests.budget import Budget, failing, on_the_host
 from tests.end_to_end.conftest import BackboneOf
 from tests.end_to_end.families import FAMILIES, diff_pruning, lora
 from tests.end_to_end.harness import Case, assert_close, assert_same, random_records
 
 Results = dict[str, list[StepResult]]
 Tensors = dict[str, dict[str, torch.Tensor]]
+When = Callable[[MicroBatch, Engine], bool]
 STEPS = 5
 
 
@@ -55,7 +55,8 @@ class Run:
                 for name, result in step.items():
                     self.results[name].append(result)
                     if result.status != "running":
-                        self.tensors[name] = engine.adapter_tensors(name) or {}
+                        with on_the_host():
+                            self.tensors[name] = engine.adapter_tensors(name) or {}
                         self.finished.append(name)
             for name in set(self.finished) & set(engine.tasks):
                 engine.remove_task(name)
@@ -67,10 +68,10 @@ class Run:
 
 @pytest.fixture
 def run(backbone_of: BackboneOf, parallel: Parallel) -> Callable[..., Run]:
-    def go(policy: Any, when: Callable[[MicroBatch], bool] | None = None, turn: int = 100) -> Run:
+    def go(policy: Any, when: When = lambda batch, engine: False, turn: int = 100) -> Run:
         backbone = backbone_of("llama", torch.float64)
         engine = Engine(backbone, parallel, Planning(policy, 1))
-        with failing([backbone], when or (lambda batch: False)):
+        with failing([backbone], lambda batch: when(batch, engine)):
             return Run(engine, turn)
 
     return go
@@ -79,8 +80,8 @@ def run(backbone_of: BackboneOf, parallel: Parallel) -> Callable[..., Run]:
 @pytest.mark.parametrize("turn", [1, 100])
 def test_what_finds_no_memory_is_cut_and_nobody_else_loses_a_step(run: Callable[..., Run], turn: int) -> None:
     undisturbed = run("temporal", turn=turn)
-    disturbed = run("temporal", lambda batch: batch.task_rows.keys() == {"big"} and batch.rows > 20, turn)
-    assert any("big: out of memory (rank 0 at F" in said for said in disturbed.news)
+    disturbed = run("temporal", lambda batch, _: batch.task_rows.keys() == {"big"} and batch.rows > 20, turn)
+    assert any("big: out of memory (rank 0 at 0F" in said for said in disturbed.news)
     for name, wanted in undisturbed.results.items():
         assert disturbed.steps(name) == list(range(1, wanted[-1].total_steps + 1)), "each step once"
         if name == "big":
@@ -92,7 +93,7 @@ def test_what_finds_no_memory_is_cut_and_nobody_else_loses_a_step(run: Callable[
 
 def test_a_batch_of_all_tasks_is_cut_until_it_fits(run: Callable[..., Run]) -> None:
     undisturbed = run("spatial")
-    disturbed = run("spatial", lambda batch: batch.rows > 26)
+    disturbed = run("spatial", lambda batch, _: batch.rows > 26)
     assert "2 micro-batch" in disturbed.news[0] and len(disturbed.news) > 2
     for name, wanted in undisturbed.results.items():
         assert disturbed.steps(name) == [result.step for result in wanted]
@@ -102,11 +103,8 @@ def test_a_batch_of_all_tasks_is_cut_until_it_fits(run: Callable[..., Run]) -> N
 
 @pytest.mark.parametrize("policy", ["temporal", "spatial", "serial"])
 def test_a_task_that_fits_alone_only_waits_for_the_others(run: Callable[..., Run], policy: str) -> None:
-    met: Counter[str] = Counter()
-
-    def others_are_there(batch: MicroBatch) -> bool:
-        met.update(batch.task_rows.keys())
-        return "big" in batch.task_rows and met["lora"] < STEPS
+    def others_are_there(batch: MicroBatch, engine: Engine) -> bool:
+        return "big" in batch.task_rows and policy != "serial" and len(engine.tasks) == len(cases_of())
 
     found = run(policy, others_are_there, turn=1)
     assert found.finished[-1] == "big" and [r.status for r in found.results["big"]][-1] == "finished"
@@ -116,7 +114,7 @@ def test_a_task_that_fits_alone_only_waits_for_the_others(run: Callable[..., Run
 
 
 def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run]) -> None:
-    found = run("spatial", lambda batch: "big" in batch.task_rows, turn=3)
+    found = run("spatial", lambda batch, _: "big" in batch.task_rows, turn=3)
     (last,) = found.results["big"]
     assert (last.status, last.step) == (
         "failed",
@@ -125,8 +123,7 @@ def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run]) -> None:
     assert all(found.results[name][-1].status == "finished" for name in ("lora", "pruned"))
 
 
-@pytest.mark.parametrize("policy", ["temporal", "spatial"])
-@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize(("policy", "share"), [("temporal", 0.8), ("spatial", 0.8), ("spatial", 0.5)])
 def test_within_a_budget_of_bytes_every_task_finishes_all_the_same(
     policy: Any, share: float, backbone_of: BackboneOf, parallel: Parallel
 ) -> None:

@@ -115,4 +115,4 @@ def test_the_first_tasks_are_those_that_will_be_taken_in() -> None:
     assert list(taken) == ["a", "b"]
     with pytest.raises(UserError) as raised:
         first_tasks(Planner(), {"a": 11, "b": 5, "c": 12})  # type: ignore[arg-type, dict-item]
-    assert raised.value.problems == ("task 'a' is too large", "task 'c' is too large")
+    assert raised.value.problems == ["task 'a' is too large", "task 'c' is too large"]
