@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
+from megatron_mux.admission import first_tasks
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
@@ -53,7 +54,11 @@ def with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[Tas
 
 
 def joinable(
-    specs: Sequence[TaskSpec], entries: Mapping[str, SavedTask], registered: Collection[str], continued: bool
+    specs: Sequence[TaskSpec],
+    entries: Mapping[str, SavedTask],
+    registered: Collection[str],
+    waiting: Collection[str],
+    continued: bool,
 ) -> None:
     """Refuse tasks that would join a run under names that it has used for something else.
 
@@ -61,6 +66,7 @@ def joinable(
         specs: The tasks that would join.
         entries: Every task the run has had.
         registered: Those it trains now.
+        waiting: Those that it will train.
         continued: Whether the run continues a save; it may have left out tasks of it so far.
 
     Raises:
@@ -69,9 +75,9 @@ def joinable(
     problems: list[str] = []
     for spec in specs:
         entry = entries.get(spec.name)
-        if entry is None:
+        if entry is None and spec.name not in waiting:
             continue
-        if spec.name in registered or entry.status == "removed" or not continued:
+        if entry is None or spec.name in registered or entry.status == "removed" or not continued:
             problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
         elif changed := _changed(entry, spec):
             problems.append(changed)
@@ -207,7 +213,8 @@ def prepare_planning(
             **stages,
         )
     planner = Planner(premises)
-    planner.check(loads)
+    if known is None or manifest is not None:  # a plan file says by itself who trains
+        loads = first_tasks(planner, loads)
     given = _given_plan(arguments, planner, loads, known, continued=manifest is not None, say=say)
     if given is None and loads:
         given = _from_first(planner.plan(loads))

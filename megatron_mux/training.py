@@ -7,8 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -18,14 +17,15 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
-from megatron_mux.checkpoint import Manifest, SavedTask, TaskState
+from megatron_mux.checkpoint import Manifest, TaskState
 from megatron_mux.data.tokenizer import load_tokenizer
-from megatron_mux.engine import Engine, StepResult, Task
-from megatron_mux.engine.together import first_problem, raise_together
+from megatron_mux.engine import Engine, StepResult
+from megatron_mux.engine.together import raise_together
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.members import Members
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.preparation import joinable, prepare, prepare_planning, watched, with_saved
+from megatron_mux.preparation import prepare, prepare_planning, watched, with_saved
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
@@ -88,7 +88,7 @@ def run(arguments: MuxArguments) -> None:
             )
             engine = Engine(stages, parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
-            loop.register(tasks)
+            loop.members.register(tasks)
             with _stop_on_signals(loop):
                 loop.run()
         reporter.close()
@@ -105,7 +105,7 @@ class Loop:
         engine: Trains.
         parallel: Where this rank stands.
         reporter: Tells.
-        info, tokenizer: For tasks that join later.
+        members: The tasks; made from the backbone and its tokenizer, for those that join later.
         manifest: The save to continue from, if any.
         stopping: Set by a signal: leave after the step.
     """
@@ -114,16 +114,19 @@ class Loop:
     engine: Engine
     parallel: Parallel
     reporter: Reporter
-    info: BackboneInfo
-    tokenizer: Any
+    info: InitVar[BackboneInfo]
+    tokenizer: InitVar[Any]
     manifest: Manifest | None = None
     stopping: bool = False
-    _entries: dict[str, SavedTask] = field(default_factory=dict)
+    members: Members = field(init=False)
     _turns: Turns = field(init=False)
     _plan: Plan | None = None
-    _files: dict[Path, list[str]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, info: BackboneInfo, tokenizer: Any) -> None:
+        continued = self.arguments.load if self.manifest is not None else None
+        self.members = Members(
+            self.engine, self.parallel, self.reporter, info, tokenizer, self._evaluate, self._save, continued
+        )
         self._turns = Turns(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
@@ -132,14 +135,7 @@ class Loop:
             cut_metrics(directory, self.manifest)
         if self.manifest is None:
             return
-        for entry in self.manifest.tasks:
-            if directory != self.arguments.save:
-                # A run continued into another directory goes on naming the old one's checkpoints until it saves.
-                theirs = [
-                    path and str((directory / path).resolve()) for path in (entry.checkpoint, entry.good)
-                ]
-                entry = replace(entry, checkpoint=theirs[0], good=theirs[1])
-            self._entries[entry.name] = entry
+        self.members.continue_from(self.manifest, directory, self.arguments.save)
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
         split = tuple(before.get("split", ()))
@@ -150,39 +146,6 @@ class Loop:
                 f"{now.planning.policy} on {now.planning.stages} rounds differently"
             )
 
-    def register(self, tasks: Sequence[Task]) -> None:
-        """Take tasks in, each from its checkpoint if the continued run has one.
-
-        Raises:
-            UserError: A checkpoint is unreadable, or a task does not fit.
-        """
-        self.parallel.presence.at("taking tasks in", long=True)
-        joining: list[Task] = []
-        for task in tasks:
-            name, kind = task.spec.name, task.spec.adapter.peft_type
-            entry = self._entries.get(name)
-            if entry is not None and entry.status in ("finished", "failed"):
-                self.reporter.add(name, kind, entry.step, entry.step, entry.status)
-                self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
-                continue
-            if entry is not None and entry.data != task.data.fingerprint:
-                raise UserError(
-                    f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give "
-                    "the task a new name"
-                )
-            if entry is not None and entry.checkpoint:
-                task.resume = checkpoint.load_task(self.arguments.load or Path(), entry)
-            joining.append(task)
-        self.engine.register_tasks(joining)
-        for task in joining:
-            name, kind = task.spec.name, task.spec.adapter.peft_type
-            step, total, status = self.engine.progress(name)
-            fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
-            self._entries.setdefault(name, fresh).status = status
-            self.reporter.add(name, kind, step, total, status)
-            if step == 0 and task.resume is None:
-                self._evaluate(name)
-
     def run(self) -> None:
         """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
         watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
@@ -190,7 +153,8 @@ class Loop:
             self.parallel.presence.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
-                stop_when_done = self._follow(watched)
+                stop_when_done = self.members.follow(watched)
+            self.members.admit()
             if not self.engine.active:
                 if stop_when_done:
                     break
@@ -250,7 +214,7 @@ class Loop:
         return finished or bool(interval and result.step % interval == 0)
 
     def _note(self, name: str, result: StepResult) -> None:
-        entry = self._entries[name]
+        entry = self.members.entries[name]
         entry.status, entry.reason = result.status, result.reason
         if result.diverged:
             entry.health.good = False
@@ -258,7 +222,7 @@ class Loop:
             entry.note(result.step, result.loss)
 
     def _tell_what_is_kept(self, name: str) -> None:
-        entry = self._entries[name]
+        entry = self.members.entries[name]
         if self.arguments.save is None:
             return
         if entry.checkpoint == entry.good:
@@ -286,7 +250,7 @@ class Loop:
             return
         self.parallel.presence.at("saving")
         states: list[TaskState] = []
-        for name, entry in self._entries.items():
+        for name, entry in self.members.entries.items():
             state = TaskState(entry)
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
@@ -305,7 +269,11 @@ class Loop:
                 # What a continued run goes on with; once nobody is left, what was run last.
                 plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
                 checkpoint.save(
-                    directory, states, plan, self.info.fingerprint, self.arguments.mux_keep_checkpoints
+                    directory,
+                    states,
+                    plan,
+                    self.engine.backbone.info.fingerprint,
+                    self.arguments.mux_keep_checkpoints,
                 )
             except UserError as error:
                 problems = [str(error)]
@@ -330,52 +298,6 @@ class Loop:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
         self.reporter.schedule(everything, title, self.parallel.pp_size)
-
-    def _follow(self, watched: WatchedDirectory) -> bool:
-        """Let tasks of a watched directory join and leave; whether the run may end once its tasks are done."""
-        changes = watched.look()
-        for path in changes.removed:
-            names = [name for name in self._files.pop(path, []) if name in self.engine.tasks]
-            if names:
-                self._save(leaving=names)
-            for name in names:
-                self._entries[name].status = "removed"
-                self.engine.remove_task(name)
-                self.reporter.history[name].status = "removed"
-                self.reporter.say(f"{name} left: {path.name} was taken out of {watched.directory}")
-        for path in changes.added:
-            self._join(path)
-        return changes.stop
-
-    def _join(self, path: Path) -> None:
-        """Take in a task file; a mistake in it is reported and stops nobody."""
-        self.parallel.presence.at(f"taking in {path.name}", long=True)
-        tasks: list[Task] = []
-        problem = ""
-        try:
-            if path in self._files:
-                raise UserError("changed while its tasks run: give a changed task a new name and file")
-            specs = load_task_file(path, data_later=True)
-            joinable(specs, self._entries, self.engine.tasks, self.manifest is not None)
-            tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
-            self.engine.check_fits(tasks)
-        except UserError as error:
-            problem = str(error)
-        problem = first_problem(problem, self.parallel)
-        if not problem:
-            try:
-                self.register(tasks)
-            except (
-                UserError
-            ) as error:  # the same on every rank: it depends on the file and the backbone alone
-                problem = str(error)
-        if problem:
-            self.reporter.say(f"{path.name} refused: {problem}")
-            return
-        self._files[path] = [task.spec.name for task in tasks]
-        for task in tasks:
-            if task.spec.name in self.engine.tasks:
-                self.reporter.say(f"{task.spec.name} joined from {path.name}")
 
     def _agreed_to_stop(self) -> bool:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""

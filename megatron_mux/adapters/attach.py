@@ -77,6 +77,7 @@ class AdapterSet:
         adapter = self._tasks.pop(name)
         for op in adapter.at:
             self._ops[op].remove(name)
+        adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector
 
     @property
     def tasks(self) -> Mapping[str, TaskAdapter]:

@@ -124,8 +124,8 @@ class Batches:
         return self._laid_out[unit]
 
     def forget(self, unit: Unit) -> None:
-        """Drop a unit that is done."""
-        del self._laid_out[unit]
+        """Drop a unit that is done; nothing was laid out of one that was left out."""
+        self._laid_out.pop(unit, None)
         if not unit.chunk:  # the last to be back-propagated
             self._carries.pop((unit.bucket, unit.micro_batch), None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.batches import Batches
-from megatron_mux.engine.ends import Ends
+from megatron_mux.engine.ends import LOSS_SQUARE_LACK, Ends
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -31,6 +31,7 @@ class TrainingCompute:
         self.stages = stages
         self.batches = batches
         self.ends = ends
+        self.shortage = ends.shortage
         # Summed per bucket's step and task on the device. A row each: a task's NaN is its own.
         shape = (len(ends.tokens) * len(ends.buckets), len(ends.running))
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=ends.parallel.device)
@@ -39,13 +40,22 @@ class TrainingCompute:
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         if not action.is_pass:
-            return len(self.ends.bucket(action.bucket).tasks), 2
+            return len(self.ends.bucket(action.bucket).tasks), LOSS_SQUARE_LACK
         backbone, batches = self.stages[action.stage], self.batches[action.unit]
         rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
         return (rows, *backbone.hidden_shape(batches[0])[1:])
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        """Hidden states, or the step's share of the loss on the last stage."""
+        """Hidden states, or the step's share of the loss on the last stage; zeros for want of memory."""
+        if not self.shortage.concerns(action.bucket):
+            with self.shortage.noticed(action):
+                return self._together(action, hidden)
+        backbone = self.stages[action.stage]
+        shape = () if backbone.last else self.shape(action)
+        return torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
+
+    def _together(self, action: Action, hidden: Tensor | None) -> Tensor:
+        """The batches of a unit, one after the other."""
         backbone, batches = self.stages[action.stage], self.batches[action.unit]
         if len(batches) == 1:
             return self._forward(action, batches[0], hidden)
@@ -70,9 +80,16 @@ class TrainingCompute:
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
-        """Back-propagate to the adapters and to the stage's input."""
-        batches = self.batches[action.unit]
+        """Back-propagate to the adapters and to the stage's input, unless memory is wanting."""
         outputs = self._outputs.pop((action.stage, action.unit), [output])
+        if not self.shortage.concerns(action.bucket):
+            with self.shortage.noticed(action):
+                self._back(action, outputs, gradient)
+        if action.stage == min(self.stages):  # the last on this rank to be back-propagated
+            self.batches.forget(action.unit)
+
+    def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
+        batches = self.batches[action.unit]
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None:
             gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
@@ -82,12 +99,10 @@ class TrainingCompute:
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
                 batch.carry.forget(batch.segments, self.stages[action.stage].layers)
-        if action.stage == min(self.stages):  # the last on this rank to be back-propagated
-            self.batches.forget(action.unit)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
-        return self.ends.norm(action.bucket, self.losses[action.bucket], others)
+        return self.ends.norm(action, self.losses[action.bucket], others)
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
         """Let the bucket's tasks step."""

@@ -2,7 +2,8 @@
 
 Clipping needs the norm of a task's gradient over all stages, and whether its loss is finite is known on the last alone.
 Both travel to the first stage with the buckets' last gradients and back with their next hidden states
-(`pipeline.rolling`), as a table of fp64: a row per task of the bucket, its loss and its squared norm.
+(`pipeline.rolling`), as a table of fp64: a row per task of the bucket with its loss, its squared norm, and on how many
+ranks it lacked memory.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from megatron_mux.engine.optimize import reduce_gradients, squared_norm
 from megatron_mux.engine.running import Running, StepResult
+from megatron_mux.engine.shortage import Shortage
 from megatron_mux.fusion.plan import Bucket
+from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
-_LOSS, _SQUARE = 0, 1
+_SQUARE, _LACK, LOSS_SQUARE_LACK = 1, 2, 3
 
 
 class Ends:
@@ -30,7 +33,10 @@ class Ends:
         buckets: Of a step.
         tokens: For each step, tokens of each task's batch.
         parallel: Where this rank stands.
+        shortage: What lacks memory here.
 
+    Attributes:
+        lacking: Once finished, the buckets of a step whose tasks did not step for want of memory on some rank.
     """
 
     def __init__(
@@ -39,8 +45,11 @@ class Ends:
         buckets: Sequence[Bucket],
         tokens: Sequence[Mapping[str, int]],
         parallel: Parallel,
+        shortage: Shortage,
     ) -> None:
         self.running = running
+        self.shortage = shortage
+        self.lacking: set[int] = set()
         self.buckets = buckets
         self.tokens = tokens
         self.parallel = parallel
@@ -57,38 +66,50 @@ class Ends:
         """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
-    def norm(self, entry: int, losses: Tensor, others: Tensor | None) -> Tensor:
+    def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
         """Make a bucket's gradients whole here, and add up.
 
         Args:
-            entry: The bucket, counted on over steps.
+            action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
             others: The table of the stages after this one; None on the last.
 
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        names = self.bucket(entry).tasks
-        parameters = [self.running[name].adapter.parameters for name in names]
-        reduce_gradients([p for own in parameters for p in own], self.parallel)
-        for name in names:
-            self.running[name].adapter.penalty(self._first[name] + entry // len(self.buckets))
-        squares = torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
+        entry = action.bucket
+        names, device = self.bucket(entry).tasks, self.parallel.device
+        squares = torch.zeros(len(names), dtype=torch.float64, device=device)
+        # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
+        lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
+        with self.shortage.noticed(action):
+            squares = self._gradients(names, entry // len(self.buckets), lacks)
+        if self.shortage.concerns(entry):
+            lacks = lacks.clamp(min=1.0)
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             losses = losses[self._rows[entry % len(self.buckets)]]
             if self.parallel.dp_size > 1:
                 dist.all_reduce(losses, group=self.parallel.dp_group)
-            table = torch.stack([losses, squares], dim=1)
+            table = torch.stack([losses, squares, lacks.double()], dim=1)
         else:
             table = others
             table[:, _SQUARE] += squares
+            table[:, _LACK] += lacks
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
 
+    def _gradients(self, names: Sequence[str], step: int, lacks: Tensor) -> Tensor:
+        """Make gradients whole; `[tasks]` fp64 squares of this rank's parts of their norms."""
+        parameters = [self.running[name].adapter.parameters for name in names]
+        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks)
+        for name in names:
+            self.running[name].adapter.penalty(self._first[name] + step)
+        return torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
+
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
-        """Let the tasks of a bucket step here, but those whose loss or gradient was not finite, now or before.
+        """Let the tasks of a bucket step here, but those that failed or lacked memory, now or before.
 
         Args:
             entry: The bucket, counted on over steps.
@@ -105,7 +126,7 @@ class Ends:
                 whole[:, _SQUARE] = squares
         names = self.bucket(entry).tasks
         rows = self._rows[entry % len(self.buckets)]
-        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1)
+        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _LACK] > 0)
         self._failed[rows] = failed
         norms = whole[:, _SQUARE].sqrt()
         for i, name in enumerate(names):
@@ -130,7 +151,12 @@ class Ends:
         values = iter(torch.cat([table for _, table in self._tables]).tolist())
         for entry, _ in self._tables:
             step = entry // len(self.buckets)
-            for name, (loss, square) in zip(self.bucket(entry).tasks, values, strict=False):
+            bucket = entry % len(self.buckets)
+            for name, (loss, square, lack) in zip(self.bucket(entry).tasks, values, strict=False):
+                if lack:
+                    self.lacking.add(bucket)
+                if bucket in self.lacking:
+                    continue
                 result = self._result(name, loss, math.sqrt(square), self.tokens[step][name])
                 if result is not None:
                     results[step][name] = result

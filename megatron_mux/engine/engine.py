@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet
@@ -23,7 +24,9 @@ from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.running import Running, Status, StepResult, Task
+from megatron_mux.engine.shortage import Shortage, first_sentence
 from megatron_mux.engine.snapshot import Snapshot, take
+from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
@@ -72,37 +75,48 @@ class Engine:
         Every rank calls it with the same tasks in the same order.
 
         Raises:
-            UserError: A name is taken, or an initial adapter does not match the task or the backbone. Nothing of
-                `tasks` is registered then.
+            UserError: A name is taken, an initial adapter does not match the task or the backbone, or some rank has no
+                memory for an adapter and its optimizer. Nothing of `tasks` is registered then.
         """
         done: list[str] = []
+        problem = ""
         try:
             for task in tasks:
-                self._register(task)
-                done.append(task.spec.name)
+                problem = problem or self._register(task)
+                done += [task.spec.name] * (not problem)
+            if tasks and (problem := first_problem(problem, self.parallel)):
+                raise UserError(problem)
         except BaseException:
             for name in done:
                 self.remove_task(name)
             raise
 
-    def _register(self, task: Task) -> None:
+    def _register(self, task: Task) -> str:
+        """Returns what is wrong on this rank alone, if anything: then the task is not registered."""
         spec = task.spec
         if spec.name in self._running:
             raise UserError(f"task {spec.name!r} is registered already: give the new task another name")
         sampler = Sampler(len(task.data), spec.sequences_per_step, spec.training.seed, spec.data.shuffle)
         total = spec.total_steps(len(task.data))
         initial = task.resume.adapter if task.resume is not None else task.initial
-        adapter = self.adapters.add(spec, total, initial)
         try:
-            load = TaskLoad.of(spec, task.data.lengths, task.data.label_counts, self.backbone.info)
+            adapter = self.adapters.add(spec, total, initial)
+        except torch.OutOfMemoryError as error:
+            return f"task {spec.name!r}: there is no memory for its adapter ({first_sentence(error)})"
+        try:
+            load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
             running = Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
+        except torch.OutOfMemoryError as error:
+            self.adapters.remove(spec.name)
+            return f"task {spec.name!r}: there is no memory for its optimizer ({first_sentence(error)})"
         except BaseException:
             self.adapters.remove(spec.name)
             raise
         self._running[spec.name] = running
+        return ""
 
     def remove_task(self, name: str) -> None:
         """Detach a task's adapter; the others and the backbone are untouched.
@@ -112,6 +126,8 @@ class Engine:
         """
         del self._running[name]
         self.adapters.remove(name)
+        for running in self._running.values():
+            running.parked = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -120,8 +136,9 @@ class Engine:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Tasks that still have steps to do."""
-        return tuple(name for name, running in self._running.items() if running.status == "running")
+        """Tasks that still have steps to do and take part; parked ones one by one, once nobody else is left."""
+        going = [name for name, running in self._running.items() if running.status == "running"]
+        return tuple(name for name in going if not self._running[name].parked) or tuple(going[:1])
 
     def task(self, name: str) -> Task:
         """A registered task."""
@@ -141,16 +158,23 @@ class Engine:
         """
         return self.planning.next(self._loads())
 
-    def check_fits(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that the memory limit has no room for beside those that run.
+    def check_alone(self, task: Task) -> None:
+        """Refuse a task that the memory limit has no room for even if no other trains.
 
         Raises:
-            UserError: Says which, and what would make it fit.
+            UserError: Says what would make it fit.
         """
         if self.planning.planner is not None:
-            info = self.backbone.info
-            new = [TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks]
-            self.planning.planner.check({**self._loads(), **{load.name: load for load in new}})
+            self.planning.planner.check({task.spec.name: self._load_of(task)})
+
+    def has_room(self, tasks: Sequence[Task]) -> bool:
+        """Whether the memory limit has room for these tasks beside those that train or are parked."""
+        loads = {name: running.load for name, running in self._running.items() if running.status == "running"}
+        loads |= {task.spec.name: self._load_of(task) for task in tasks}
+        return self.planning.planner is None or self.planning.planner.has_room(loads)
+
+    def _load_of(self, task: Task) -> TaskLoad:
+        return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.info)
 
     def _loads(self) -> dict[str, TaskLoad]:
         return {name: self._running[name].load for name in self.active}
@@ -178,7 +202,8 @@ class Engine:
             timer: See `step`.
 
         Returns:
-            A result per task for each step, at least one; a task that fails is in those up to its failure.
+            A result per task for each step, at least one; a task that fails is in those up to its failure. A task
+            that found no memory for a step is in those before it: it takes the step again the next time.
         """
         plan = self._for_this_mesh(self.planning.begin(self._loads()))
         most = most if plan.schedule in ROLLING else 1
@@ -223,10 +248,47 @@ class Engine:
             self.parallel,
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
-        ends = Ends(running, plan.buckets, tokens, self.parallel)
+        together = self.parallel.tp_size > 1 or self.backbone.residence.in_step
+        ends = Ends(
+            running, plan.buckets, tokens, self.parallel, Shortage(len(plan.buckets), self.parallel, together)
+        )
         compute = TrainingCompute(self.stages, batches, ends)
         self._execute(template, compute, plan, timer)
-        return ends.finish()
+        results = ends.finish()
+        if ends.lacking:
+            results[-1] |= self._relieve(plan, ends)
+        return results
+
+    def _relieve(self, plan: Plan, ends: Ends) -> dict[str, StepResult]:
+        """Have buckets that lacked memory computed in smaller parts from now on, or their task parked.
+
+        Returns:
+            Results of tasks that cannot be trained in the memory there is.
+        """
+        said = ends.shortage.everywhere()
+        failed: dict[str, StepResult] = {}
+        sequences = {name: len(load.tokens) for name, load in self._loads().items()}
+        relieved = plan
+        for index in sorted(ends.lacking, reverse=True):  # from behind: the others keep their places
+            names = plan.buckets[index].label
+            smaller = relieved.smaller(index, sequences)
+            if smaller is not None:
+                relieved = smaller
+                then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
+            elif len(plan.tasks) > 1:
+                then = "once another task has left"
+                self._running[names].parked = True
+            else:
+                then = ""
+                failed[names] = self._fails(
+                    names, f"one sequence of it alone ran out of memory ({said[index]})"
+                )
+            if then:
+                self.planning.news.append(
+                    f"{names}: out of memory ({said[index]}): the step is repeated {then}"
+                )
+        self.planning.relieve(relieved)
+        return failed
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""
@@ -263,15 +325,13 @@ class Engine:
             return weighted(name, running.task.data, records, pad_to.get(name, 0))
 
         sequences, problems = read_together(names, read, steps, self.parallel)
-        failed: dict[str, StepResult] = {}
-        nothing = float("nan")
-        for name, reason in problems.items():
-            running = self._running[name]
-            running.status = "failed"
-            failed[name] = StepResult(
-                running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason
-            )
-        return sequences, failed
+        return sequences, {name: self._fails(name, reason) for name, reason in problems.items()}
+
+    def _fails(self, name: str, reason: str) -> StepResult:
+        """A task that cannot go on, its adapter as it was before the step."""
+        running, nothing = self._running[name], float("nan")
+        running.status = "failed"
+        return StepResult(running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
 
     # -- reading it out
 

@@ -43,7 +43,17 @@ class TaskOptimizer:
                 eps=spec.adam_epsilon,
                 fused=True,
             )
+        if (
+            spec.optim != "sgd"
+        ):  # now and not in the first step: where memory is short, it shows before anything trains
+            for p in self.parameters:
+                self._moments_of(p, {name: torch.zeros_like(p.value) for name in _MOMENTS}, 0)
         self._factor = _schedule(spec, total_steps)
+
+    def _moments_of(self, p: AdapterParameter, moments: Mapping[str, Tensor], step: int) -> None:
+        assert self._optimizer is not None
+        count = torch.tensor(float(step), device=p.value.device)
+        self._optimizer.state[p.value] = {"step": count, **moments}
 
     def learning_rate(self, step: int) -> float:
         """The rate that optimizer step `step` (from 0) uses."""
@@ -80,7 +90,7 @@ class TaskOptimizer:
             parameter.value.grad = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Local moments by parameter key; empty before the first step and for SGD."""
+        """Local moments by parameter key; empty for SGD."""
         if self._optimizer is None:
             return {}
         state = self._optimizer.state
@@ -95,11 +105,9 @@ class TaskOptimizer:
         if self._optimizer is None or not moments:
             return
         for p in self.parameters:
-            local = {name: p.slice_of(moments[p.key][name]).to(p.value) for name in _MOMENTS}
-            self._optimizer.state[p.value] = {
-                "step": torch.tensor(float(step), device=p.value.device),
-                **local,
-            }
+            self._moments_of(
+                p, {name: p.slice_of(moments[p.key][name]).to(p.value) for name in _MOMENTS}, step
+            )
 
 
 def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
@@ -117,7 +125,7 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel) -> None:
+def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor) -> None:
     """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
 
     One collective each for all tasks together. A sum never mixes elements, so a task's NaN stays its own.
@@ -125,6 +133,7 @@ def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel)
     Args:
         parameters: Local parameters of every task of the step; a missing gradient counts as zero.
         parallel: Where this rank stands.
+        flags: Summed over data-parallel ranks along with them.
     """
     parameters = list(parameters)
     for p in parameters:
@@ -135,7 +144,8 @@ def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel)
             [p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group
         )
     if parallel.dp_size > 1:
-        _all_reduce([p.value.grad for p in parameters if p.value.grad is not None], parallel.dp_group)
+        gradients = [p.value.grad for p in parameters if p.value.grad is not None]
+        _all_reduce([*gradients, flags], parallel.dp_group)
 
 
 def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -> Tensor:

@@ -43,6 +43,10 @@ class MakesPlans(Protocol):
         """A plan for these tasks; the same on every rank."""
         ...
 
+    def has_room(self, loads: Mapping[str, TaskLoad]) -> bool:
+        """Whether memory has room for these tasks together."""
+        ...
+
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
         """Refuse tasks that cannot fit into memory with a `UserError`."""
         ...
@@ -101,6 +105,7 @@ class Planning:
         self._left = 0 if given is None else given.replan_in
         self._thread: ThreadPoolExecutor | None = None
         self._making: Future[Plan] | None = None
+        self._relieved: Plan | None = None
         self._leads = leads
         self._share = share
         self.news: list[str] = []
@@ -117,6 +122,8 @@ class Planning:
             plan = plan_for(
                 self.policy, accumulation, self.stages, self.micro_batches, self.chunk, self.alignment
             )
+            if self._relieved is not None and set(self._relieved.tasks) == set(plan.tasks):
+                return self._relieved
             return replace(plan, virtual=self.virtual, split=self.split, schedule=self.schedule)
         assert self.planner is not None
         if self._plan is None or not loads:
@@ -153,6 +160,13 @@ class Planning:
         """Count steps that are taken after the one that has begun without beginning anew; fewer than `lasts`."""
         if self._left:
             self._left -= steps
+
+    def relieve(self, plan: Plan) -> None:
+        """Follow this plan instead of one that lacked memory, while its tasks take part; every rank calls it."""
+        if self.policy == "auto":
+            self._plan = plan
+        else:
+            self._relieved = plan
 
     def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
         """What to follow with these tasks, and after how many steps, the coming one included, a new plan takes over."""

@@ -67,7 +67,10 @@ class StepResult:
 
 @dataclass
 class Running:
-    """A registered task: its adapter, its optimizer, where it stands."""
+    """A registered task: its adapter, its optimizer, where it stands.
+
+    A parked one found no memory beside the others, and waits until one of them leaves.
+    """
 
     task: Task
     adapter: TaskAdapter
@@ -77,6 +80,7 @@ class Running:
     total_steps: int
     step: int = 0
     status: Status = "running"
+    parked: bool = False
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.

@@ -9,6 +9,7 @@ What a step does with it (`step.py`) follows from the plan and from the step's l
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -177,6 +178,30 @@ class Plan:
         # Nothing is predicted of it, so the template takes all passes to be alike: few micro-batches are alive at once.
         bucket = Bucket((HybridTask(new),), micro_batches)
         return replace(self, buckets=(*self.buckets, bucket), **_UNKNOWN)
+
+    def smaller(self, index: int, sequences: Mapping[str, int]) -> Plan | None:
+        """The same with less of a bucket in memory at a time; None if it computes a single sequence already.
+
+        Args:
+            index: The bucket: cut into twice as many micro-batches, or once those have one sequence, into its tasks.
+            sequences: Of a step of each task.
+        """
+        bucket = self.buckets[index]
+
+        def most(tasks: Sequence[str]) -> int:
+            return math.ceil(sum(sequences[name] for name in tasks) / self.data)
+
+        count = max(most(hybrid.tasks) for hybrid in bucket.hybrid_tasks)
+        if bucket.micro_batches < count:
+            parts = [Bucket(bucket.hybrid_tasks, min(count, 2 * bucket.micro_batches), bucket.chunk)]
+        elif len(bucket.tasks) > 1:
+            parts = [Bucket((HybridTask((name,)),), most([name]), bucket.chunk) for name in bucket.tasks]
+        else:
+            return None
+        buckets = (*self.buckets[:index], *parts, *self.buckets[index + 1 :])
+        # The fewest in flight that fill the pipeline; GPipe's and interleaved ones have more.
+        schedule: Schedule = "1f1b" if self.virtual == 1 else "planned"
+        return replace(self, buckets=buckets, schedule=schedule, **_UNKNOWN)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for `plan.json`."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
-_OPTIMIZER_BYTES = 16
-"""Of an adapter's element: value, gradient and two moments in fp32 (M_g of equation 5, and the optimizer's)."""
+_COPIES = 4
+"""Of an adapter's element: value, gradient and two moments (M_g of equation 5, and the optimizer's)."""
 
 _LOGITS_BYTES = 2 * (64 << 20)
 """The loss head's chunk of logits and what it makes of it."""
@@ -255,6 +255,7 @@ class StageCosts:
         Args:
             kind: Where the backbone's part lives between uses: else than in place, two of its units are there at once.
         """
+        # Adapters are fp32, in fp64 if the backbone is.
         shape, found = self.shape, []
         layer = sum(shape.in_features(op) * shape.out_features(op) for op in OPS) / self.tensor
         vocabulary = shape.vocab * shape.hidden / self.tensor
@@ -270,7 +271,9 @@ class StageCosts:
                 load.elements * sum(site.layer in layers for site in load.sites) / max(1, len(load.sites))
                 for load in self.loads
             )
-            found.append(elements * self.itemsize + own * _OPTIMIZER_BYTES + _LOGITS_BYTES * last)
+            found.append(
+                elements * self.itemsize + own * _COPIES * max(4, self.itemsize) + _LOGITS_BYTES * last
+            )
         return tuple(found)
 
     # -- besides the passes

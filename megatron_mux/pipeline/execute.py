@@ -115,6 +115,7 @@ class _Run:
             if self.timer is not None:
                 self.timer(TimedAction(action, start, stop, self.compute.label(action)))
         self.communicator.finish()
+        self.inboxes.clear()  # they know this run: what it holds would wait for the garbage collector
 
     def _messages(self, theirs: Sequence[Action], backward: bool) -> Iterator[Message]:
         """What a neighbour sends here in one direction, in its order."""

@@ -1,0 +1,87 @@
+"""Admission: which tasks may train now. The others wait for one to leave, or are refused before they harm anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_mux.engine import Engine, Task
+from megatron_mux.engine.together import first_problem
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner import Planner
+from megatron_mux.runtime import Parallel
+
+
+class Admission:
+    """Takes tasks in as long as memory is predicted to have room, first come first served.
+
+    Nobody overtakes: a large task that waits would wait for ever behind small ones.
+
+    Args:
+        engine: Trains those that are taken in.
+        parallel: Where this rank stands; all ranks decide alike.
+
+    Attributes:
+        waiting: Tasks that there is no room for yet, in the order in which they came.
+    """
+
+    def __init__(self, engine: Engine, parallel: Parallel) -> None:
+        self.engine = engine
+        self.parallel = parallel
+        self.waiting: list[Task] = []
+        self._no_room_beside: tuple[str, ...] | None = None
+
+    def offer(self, tasks: Sequence[Task]) -> list[Task]:
+        """Tasks come; returns those to train from now on, earlier ones that waited among them.
+
+        Every rank calls it with the same tasks.
+        """
+        if not self.waiting:
+            self._no_room_beside = None  # nobody has asked for room yet
+        self.waiting += tasks
+        return self.next()
+
+    def next(self) -> list[Task]:
+        """Those for which there is room now. Every rank calls it; nothing is done until tasks have left."""
+        taken: list[Task] = []
+        if not self.waiting or self.engine.active == self._no_room_beside:
+            return taken
+        while self.waiting and self._has_room([*taken, self.waiting[0]]):
+            taken.append(self.waiting.pop(0))
+        self._no_room_beside = (*self.engine.active, *(task.spec.name for task in taken))
+        return taken
+
+    def withdraw(self, name: str) -> bool:
+        """A task goes before its turn has come; whether it was waiting."""
+        before = len(self.waiting)
+        self.waiting = [task for task in self.waiting if task.spec.name != name]
+        self._no_room_beside = None  # whoever is behind it may need less
+        return len(self.waiting) < before
+
+    def _has_room(self, tasks: Sequence[Task]) -> bool:
+        if len(tasks) == 1 and not self.engine.active:
+            return True  # one that could not train alone was refused
+        problem = "" if self.engine.has_room(tasks) else "there is no room"
+        return not first_problem(problem, self.parallel)
+
+
+def first_tasks(planner: Planner, loads: Mapping[str, TaskLoad]) -> dict[str, TaskLoad]:
+    """Of tasks that come before any trains, those that will be taken in.
+
+    Raises:
+        UserError: Some could not train even alone; says which, and what would make them fit.
+    """
+    problems: list[str] = []
+    for name, load in loads.items():
+        try:
+            planner.check({name: load})
+        except UserError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise UserError(*problems)
+    taken: dict[str, TaskLoad] = {}
+    for name, load in loads.items():
+        if taken and not planner.has_room({**taken, name: load}):
+            break
+        taken[name] = load
+    return taken

@@ -1,0 +1,88 @@
+"""Memory that can run out without a GPU: bytes of live tensors are counted as they are made, and limited."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.layout import MicroBatch
+
+
+class Budget(TorchDispatchMode):
+    """While it is entered, what operators allocate is counted; beyond `limit` they fail as on a full GPU.
+
+    Attributes:
+        limit: Bytes; None: not limited.
+        held, peak: Bytes now and at most.
+        failures: Allocations that found no room.
+    """
+
+    def __init__(self, limit: float | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+        self.held = self.peak = 0
+        self.failures = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)  # from before: the backbone, the records
+                weakref.finalize(storage, self._free, storage._cdata, 0)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        if self.limit is not None and self.held + size > self.limit:
+            self.failures += 1
+            raise torch.OutOfMemoryError(f"tried to allocate {size} bytes. {self.held} are held")
+        self._known.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+def on_the_host() -> AbstractContextManager[None]:
+    """What is made here would not be on a GPU: a budget does not count it."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def failing(stages: Sequence[Backbone], when: Callable[[MicroBatch], bool]) -> Iterator[None]:
+    """Forward passes of these stages find no memory for batches for which `when` says so."""
+
+    def wrapped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(batch: MicroBatch, *args: Any, **more: Any) -> Tensor:
+            if when(batch):
+                raise torch.OutOfMemoryError("made to fail. Nothing is short")
+            return forward(batch, *args, **more)
+
+        return call
+
+    for stage in stages:
+        stage.forward = wrapped(stage.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for stage in stages:
+            del stage.forward  # the instance's own: the class's is seen again

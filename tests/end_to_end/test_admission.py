@@ -1,0 +1,124 @@
+"""More tasks than memory has room for: they wait, train and leave within the budget, and come out as if alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import torch
+
+from megatron_mux.admission import Admission
+from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.fusion.desk import Desk, Mesh, Premises
+from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.roofline import roofline
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+from tests.budget import Budget, failing, on_the_host
+from tests.end_to_end.conftest import BackboneOf
+from tests.end_to_end.families import FAMILIES, lora
+from tests.end_to_end.forked import Server
+from tests.end_to_end.harness import Case, assert_close, random_records
+from tests.end_to_end.workplace import TASKS, Workplace
+
+COUNT = 200
+ROOM = 3 << 20
+"""Bytes for adapters, what trains them, and activations: of a few of the tasks."""
+
+
+def random_case(i: int, r: Random) -> Case:
+    training = {
+        "per_device_train_batch_size": r.randint(1, 4),
+        "gradient_accumulation_steps": r.choice([1, 1, 1, 2]),
+        "learning_rate": 1e-2,
+        "max_steps": r.randint(1, 3),
+        "seed": i,
+    }
+    adapter = lora(
+        FAMILIES["llama"].query_value, r=r.choice([2, 4, 8, 64]), lora_dropout=r.choice([0.0, 0.1])
+    )
+    return Case(
+        f"task-{i}", adapter, training, random_records(r.randint(2, 6), 96, 4, r.randint(6, 24), seed=i)
+    )
+
+
+def alone(case: Case, engine: Engine) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine.register_tasks([case.task])
+    losses = []
+    while engine.active:
+        losses += [step[case.name].loss for step in engine.steps(4)]
+    tensors = engine.adapter_tensors(case.name) or {}
+    engine.remove_task(case.name)
+    return tensors, losses
+
+
+def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, parallel: Parallel) -> None:
+    r = Random(11)
+    cases = {case.name: case for case in (random_case(i, r) for i in range(COUNT))}
+    backbone = backbone_of("llama", torch.float64)
+    about = {"device": "made-up", "kind": "cpu", "threads": 1}
+    premises = Premises(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
+    limit = max(Desk(premises, [], "dense").resident()) + ROOM
+    planner = Planner(Premises(premises.profile, premises.info, Mesh(), 8, memory_limit=limit))
+    engine = Engine(backbone, parallel, Planning("auto", 1, planner))
+    admission = Admission(engine, parallel)
+    coming: list[Task] = [case.task for case in cases.values()]
+    losses: dict[str, list[float]] = {name: [] for name in cases}
+    finished: dict[str, dict[str, torch.Tensor]] = {}
+    left: set[str] = set()
+    waited = injected = 0
+
+    def fails(batch: MicroBatch) -> bool:
+        nonlocal injected
+        hit = len(engine.active) > 1 and r.random() < 0.03
+        injected += hit
+        return hit
+
+    with Budget(ROOM) as budget, failing([backbone], fails):
+        while coming or admission.waiting or engine.tasks:
+            now, coming = coming[: (count := r.randint(0, 5))], coming[count:]
+            engine.register_tasks(admission.offer(now))
+            waited = max(waited, len(admission.waiting))
+            for step in engine.steps(r.randint(1, 3)):
+                for name, result in step.items():
+                    assert result.status != "failed", f"{name}: {result.reason}"
+                    losses[name].append(result.loss)
+                    assert result.step == len(losses[name]), "no step is lost, none taken twice"
+                    if result.status == "finished":
+                        with on_the_host():
+                            finished[name] = engine.adapter_tensors(name) or {}
+                        engine.remove_task(name)
+            if engine.active and r.random() < 0.2:
+                left.add(name := r.choice(engine.active))
+                engine.remove_task(name)
+    assert budget.peak <= ROOM
+    assert waited > 5 and injected > 20 and len(left) > 5
+    assert finished.keys() == cases.keys() - left, "every task that was taken in and stayed"
+    single = Engine(backbone, parallel)
+    for name, tensors in sorted(finished.items())[::3]:
+        wanted, expected = alone(cases[name], single)
+        assert_close(tensors, wanted, 1e-8, name)
+        assert max(abs(a - b) for a, b in zip(losses[name], expected, strict=True)) < 1e-8
+
+
+def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workplace, tmp_path: Path) -> None:
+    tasks = dict.fromkeys(("first", "second", "third"), TASKS["lora"])
+    large = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
+    path = workplace.write_tasks("large.yaml", dict.fromkeys(tasks, large))
+    run = server.run(
+        workplace.arguments("--mux-memory-limit", "160MiB", "--save", tmp_path / "run", tasks=path)
+    )
+    assert run.status == 0, run.output
+    assert "second waits until there is room for it in memory" in run.output
+    assert run.output.index("second trains from here on") < run.output.index("third trains from here on")
+    for name in tasks:
+        lines = [
+            json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 1 + lines[-1]["step"]))
+    path = workplace.write_tasks(
+        "larger.yaml", {"much": {**large, "adapter": {**large["adapter"], "r": 1 << 18}}}
+    )
+    run = server.run(workplace.arguments("--mux-memory-limit", "160MiB", tasks=path))
+    assert run.status == 2 and "task 'much'" in run.errors
