@@ -71,17 +71,20 @@ def first_tasks(planner: Planner, loads: Mapping[str, TaskLoad]) -> dict[str, Ta
     Raises:
         UserError: Some could not train even alone; says which, and what would make them fit.
     """
-    problems: list[str] = []
-    for name, load in loads.items():
+
+    def problems(those: Mapping[str, TaskLoad]) -> list[str]:
         try:
-            planner.check({name: load})
+            planner.check(those)
         except UserError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise UserError(*problems)
+            return list(error.problems)
+        return []
+
+    alone = [problem for name, load in loads.items() for problem in problems({name: load})]
+    if alone:
+        raise UserError(*dict.fromkeys(alone))
     taken: dict[str, TaskLoad] = {}
     for name, load in loads.items():
-        if taken and not planner.has_room({**taken, name: load}):
+        if taken and problems({**taken, name: load}):
             break
         taken[name] = load
     return taken

@@ -26,7 +26,7 @@ class Budget(TorchDispatchMode):
     """
 
     def __init__(self, limit: float | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
         self.held = self.peak = 0
         self.failures = 0

@@ -171,7 +171,12 @@ class Engine:
         """Whether the memory limit has room for these tasks beside those that train or are parked."""
         loads = {name: running.load for name, running in self._running.items() if running.status == "running"}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
-        return self.planning.planner is None or self.planning.planner.has_room(loads)
+        try:
+            if self.planning.planner is not None:
+                self.planning.planner.check(loads)
+        except UserError:
+            return False
+        return True
 
     def _load_of(self, task: Task) -> TaskLoad:
         return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.info)

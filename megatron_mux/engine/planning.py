@@ -43,10 +43,6 @@ class MakesPlans(Protocol):
         """A plan for these tasks; the same on every rank."""
         ...
 
-    def has_room(self, loads: Mapping[str, TaskLoad]) -> bool:
-        """Whether memory has room for these tasks together."""
-        ...
-
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
         """Refuse tasks that cannot fit into memory with a `UserError`."""
         ...

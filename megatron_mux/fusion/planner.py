@@ -69,13 +69,6 @@ class Planner:
         best = self._best(desk)
         return self._finished(best, desk)
 
-    def has_room(self, loads: Mapping[str, TaskLoad]) -> bool:
-        """Whether memory has room for these tasks together, laid out as small as can be; quick."""
-        if self.memory_limit is None or not loads:
-            return True
-        ordered = [loads[name] for name in sorted(loads)]
-        return not Desk(self.premises, ordered, self.premises.alignment).too_large
-
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
         """Refuse tasks of which some cannot fit into memory however they are laid out; quick.
 

@@ -155,13 +155,13 @@ import pretrain_mux
 
 real, steps = Ends.norm, 0
 
-def norm(self, entry, losses, others):
+def norm(self, action, losses, others):
     global steps
-    if "lora" in self.bucket(entry).tasks:
+    if "lora" in self.bucket(action.bucket).tasks:
         steps += 1
         if steps > 4:
             losses[list(self.running).index("lora")] = 60.0 if steps < 10 else math.nan
-    return real(self, entry, losses, others)
+    return real(self, action, losses, others)
 
 Ends.norm = norm
 sys.exit(pretrain_mux.main(sys.argv[1:]))
