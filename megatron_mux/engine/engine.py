@@ -272,7 +272,7 @@ class Engine:
         """
         said = ends.shortage.everywhere()
         failed: dict[str, StepResult] = {}
-        sequences = {name: len(load.tokens) for name, load in self._loads().items()}
+        sequences = {name: len(self._running[name].load.tokens) for name in plan.tasks}
         relieved = plan
         for index in sorted(ends.lacking, reverse=True):  # from behind: the others keep their places
             names = plan.buckets[index].label

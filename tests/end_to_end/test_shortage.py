@@ -123,6 +123,35 @@ def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run]) -> None:
     assert all(found.results[name][-1].status == "finished" for name in ("lora", "pruned"))
 
 
+def test_a_task_that_diverged_before_memory_ran_out_is_no_hindrance(
+    backbone_of: BackboneOf, parallel: Parallel
+) -> None:
+    """In one turn: the first loses its way in one of its first steps, then the pass of both finds no memory."""
+    targets, steps = FAMILIES["llama"].query_value, 6
+    wild: dict[str, Any] = {"per_device_train_batch_size": 3, "learning_rate": 1e30, "max_steps": steps}
+    wild |= {"optim": "sgd", "max_grad_norm": 0.0}
+    calm = {"per_device_train_batch_size": 3, "max_steps": steps}
+    records = random_records(6, 96, 4, 12, seed=1)
+    cases = [Case("wild", lora(targets, r=2), wild, records), Case("calm", lora(targets, r=2), calm, records)]
+    backbone = backbone_of("llama", torch.float64)
+    engine = Engine(backbone, parallel, Planning("spatial", 1))
+    engine.register_tasks([case.task for case in cases])
+    passes = 0
+
+    def fails(batch: MicroBatch) -> bool:
+        nonlocal passes
+        passes += 1
+        return passes == 5
+
+    with failing([backbone], fails):
+        first = engine.steps(steps)
+        assert [step["wild"].status for step in first if "wild" in step][-1] == "failed"
+        taken = [step["calm"].step for step in first if "calm" in step]
+        while engine.active:
+            taken += [step["calm"].step for step in engine.steps(steps)]
+    assert taken == list(range(1, steps + 1))
+
+
 @pytest.mark.parametrize(("policy", "share"), [("temporal", 0.8), ("spatial", 0.8), ("spatial", 0.5)])
 def test_within_a_budget_of_bytes_every_task_finishes_all_the_same(
     policy: Any, share: float, backbone_of: BackboneOf, parallel: Parallel
