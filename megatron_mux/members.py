@@ -122,6 +122,11 @@ class Members:
             self.reporter.history[task.spec.name].status = "refused"
             self.reporter.say(f"{task.spec.name} refused: {error}")
 
+    @property
+    def waiting(self) -> bool:
+        """Whether some task waits for room."""
+        return bool(self._admission.waiting)
+
     def admit(self) -> None:
         """Take in those that wait and that there is room for now."""
         for task in self._admission.next():

@@ -213,8 +213,10 @@ def prepare_planning(
             **stages,
         )
     planner = Planner(premises)
-    if known is None or manifest is not None:  # a plan file says by itself who trains
+    if known is None or manifest is not None:
         loads = first_tasks(planner, loads)
+    else:  # a plan file says by itself who trains together
+        planner.check(loads)
     given = _given_plan(arguments, planner, loads, known, continued=manifest is not None, say=say)
     if given is None and loads:
         given = _from_first(planner.plan(loads))

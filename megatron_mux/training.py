@@ -156,6 +156,8 @@ class Loop:
                 stop_when_done = self.members.follow(watched)
             self.members.admit()
             if not self.engine.active:
+                if self.members.waiting:
+                    continue  # whoever had its turn was refused
                 if stop_when_done:
                     break
                 time.sleep(_IDLE_SECONDS)
