@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,21 @@ class UserError(Exception):
 
 class SharedError(UserError):
     """A `UserError` that every process raises at once, in the same words."""
+
+
+def exit_status(work: Callable[[], None], program: str) -> int:
+    """Do what a tool is for: 0, or 2 once it is told what was wrong with the input.
+
+    Args:
+        work: Raises a `UserError` for what is wrong.
+        program: Put before every line.
+    """
+    try:
+        work()
+    except UserError as error:
+        tell(error, program)
+        return 2
+    return 0
 
 
 def tell(error: UserError, program: str) -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
-from megatron_mux.errors import UserError, tell
+from megatron_mux.errors import exit_status
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict and print; 2 when the input was wrong."""
-    try:
-        run(parse(argv))
-    except UserError as error:
-        tell(error, "estimate_memory.py")
-        return 2
-    return 0
+    return exit_status(lambda: run(parse(argv)), "estimate_memory.py")
 
 
 def run(arguments: argparse.Namespace) -> None:

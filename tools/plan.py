@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, chunk_size, path, size
-from megatron_mux.errors import UserError, tell
+from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
     from megatron_mux.fusion.desk import Mesh
@@ -62,12 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; 2 when the input was wrong."""
-    try:
-        run(parse(argv))
-    except UserError as error:
-        tell(error, "plan.py")
-        return 2
-    return 0
+    return exit_status(lambda: run(parse(argv)), "plan.py")
 
 
 def run(arguments: argparse.Namespace) -> None:
