@@ -200,7 +200,16 @@ def markdown(result: dict[str, Any]) -> str:
         middle = f"{1 + statistics.median(own):.3f}"
         rows.append((name, middle, f"{statistics.median(off):.1%}", f"{max(off):.1%}"))
     lines += table("policy | predicted / measured: median | median error | worst error", rows)
+    if off := [abs(_apart(one)) for one in result["sets"] if not one["same_as"]]:
+        said = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at worst"
+        lines += ["", f"Predictions of `auto` and of the best plain policy err differently by {said}."]
     return "\n".join(lines)
+
+
+def _apart(one: dict[str, Any]) -> float:
+    """How differently predictions of a set's `auto` and its best plain policy err."""
+    auto, best = (one["predicted"][name] / one["measured"][name] for name in ("auto", one["best"]))
+    return float(auto / best - 1)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,13 @@ def two_virtual_stages(case: BucketSet) -> float | None:
     return simulate(interleaved(case.stages, 2, sizes), buckets).latency
 
 
+def eager_virtual_stages(case: BucketSet) -> float | None:
+    """The structured template with two virtual stages to a rank, on the sets that interleaved 1F1B has an order for."""
+    if two_virtual_stages(case) is None:
+        return None
+    return schedule(halved_stages(sorted_down(case.buckets)), virtual=2)[1]
+
+
 def each_alone(case: BucketSet) -> float:
     """Each bucket's step by itself, with a flush after it."""
     return sum(schedule([bucket], case.memory_limit)[1] for bucket in case.buckets)
@@ -163,6 +170,7 @@ ORDERS: dict[str, Callable[[BucketSet], float | None]] = {
     "descending, not eager (1F1B)": not_eager(sorted_down),
     "unsorted, not eager": not_eager(list),
     "longest in the middle, not eager": not_eager(longest_in_the_middle),
+    "descending, eager, two virtual stages": eager_virtual_stages,
     "descending, interleaved 1F1B, two virtual stages": two_virtual_stages,
     "each bucket by itself": each_alone,
 }

@@ -23,7 +23,7 @@ from megatron_mux.memory.sizes import show_size
 
 _WORTH = 0.06
 """How much better than a plain policy another layout must be predicted to be: predictions of two layouts of the same
-tasks err differently by so much (5% in the median on two stages, `benchmarks/policies.py --stages 2`)."""
+tasks err differently by about so much (the last line of `benchmarks/policies.py --stages 2`)."""
 
 _MOST_ACTIONS = 8_000
 """Passes simulated while numbers of micro-batches and chunk sizes are compared: a fifth of a second."""

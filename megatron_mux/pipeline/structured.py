@@ -25,8 +25,8 @@ def lead(behind: int) -> int:
     """Units that a stage launches before it looks for a backward pass, by the number of stages behind it.
 
     Twice what fills the stages behind it if each pass takes what it is predicted to take: none does. 1F1B keeps just
-    that in flight, and each pass that takes longer than usual makes all stages wait for what is never made up: with
-    times that vary by a fifth, two equal stages idle for 8% of it, with a lead for 2%.
+    that in flight, and each pass that takes longer than usual makes all stages wait for what is never made up: see
+    "passes that take longer or shorter than predicted" in `benchmarks/results/schedules.md`.
     """
     return 1 + 2 * behind
 
