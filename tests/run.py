@@ -1,8 +1,9 @@
 """Run every test: `python tests/run.py [pytest arguments]`, in the environment of the Python that runs it.
 
-Three runs of pytest: one process for tests/unit and tests/end_to_end, then under torchrun four processes for
-tests/distributed and two for tests/distributed/two. Importing Megatron-Core costs seconds a process, so
-processes are started once for many tests: a test that needs other sizes divides the same processes anew.
+Three runs of pytest: tests/unit and tests/end_to_end are shared out among workers, one a core (`-n 0`: none), then
+under torchrun four processes for tests/distributed and two for tests/distributed/two. Importing Megatron-Core costs
+seconds a process, so processes are started once for many tests: a test that needs other sizes divides the same
+processes anew.
 
 All of them run even when one fails; any failure, and a run that executed no test, makes the status 1.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIME_LIMIT = 20 * 60  # seconds for one run of pytest
+MOST_WORKERS = 4  # each imports Megatron-Core: 1 GiB
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,14 @@ RUNS = (
 
 def command_of(run: Run, arguments: list[str], logs: str) -> list[str]:
     """The command line of a run; `logs` gets what each process of torchrun prints."""
-    pytest = ["-m", "pytest", *run.present(), *arguments]
+    pytest = ["-m", "pytest", *run.present()]
     if run.ignored:
         pytest.append(f"--ignore={run.ignored}")
     if run.processes == 1:
-        return [sys.executable, *pytest]
+        workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        return [sys.executable, *pytest, f"-n{workers}", "--dist=worksteal", *arguments]
     # A process that waits in a collective cannot be interrupted by a signal: a stuck test ends its process.
-    pytest += ["-p", "no:cacheprovider", "--override-ini=timeout_method=thread"]
+    pytest += [*arguments, "-p", "no:cacheprovider", "--override-ini=timeout_method=thread"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [
         f"--nproc-per-node={run.processes}",
@@ -74,12 +77,10 @@ def command_of(run: Run, arguments: list[str], logs: str) -> list[str]:
     return [*torchrun, *pytest]
 
 
-def environment(processes: int) -> dict[str, str]:
-    """One thread a process where several share the machine; nothing is looked for on a model hub."""
-    threads = 1 if processes > 1 else max(1, min(4, len(os.sched_getaffinity(0))))
+def environment() -> dict[str, str]:
+    """One thread a process, as several share the machine; nothing is looked for on a model hub."""
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads)) if processes == 1 else "1"
-    return {**os.environ, **own}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
 
 def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
@@ -93,7 +94,7 @@ def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
         process = subprocess.Popen(
             command_of(run, arguments, logs),
             cwd=ROOT,
-            env=environment(run.processes),
+            env=environment(),
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
