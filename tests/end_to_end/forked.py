@@ -30,7 +30,7 @@ class Fault:
         function: `module:name` or `module:class.name`.
         nth: Which call, from 1.
         kind: `kill before`, `kill after`, `kill halfway` (the file it wrote is cut in half), `no space` (ENOSPC),
-            `forbidden` (it must not be called at all), `stop` (SIGSTOP), `stall` (it does not come back), `defect`.
+            `no memory` (torch's error), `forbidden` (it must not be called at all), `stop` (SIGSTOP), `stall` (it does not come back), `defect`.
     """
 
     function: str
@@ -245,6 +245,10 @@ def _arm(fault: Fault) -> None:
             return original(*args, **kwargs)
         if fault.kind == "no space":
             raise OSError(28, os.strerror(28))
+        if fault.kind == "no memory":
+            import torch
+
+            raise torch.OutOfMemoryError("a device's memory ran out")
         if fault.kind == "forbidden":
             raise AssertionError(f"{fault.function} was called")
         if fault.kind == "defect":

@@ -18,7 +18,7 @@ from megatron_mux.runtime import Parallel
 from tests.budget import Budget, failing, on_the_host
 from tests.end_to_end.conftest import BackboneOf
 from tests.end_to_end.families import FAMILIES, lora
-from tests.end_to_end.forked import Server
+from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import Case, assert_close, random_records
 from tests.end_to_end.workplace import TASKS, Workplace
 
@@ -102,23 +102,43 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
         assert max(abs(a - b) for a, b in zip(losses[name], expected, strict=True)) < 1e-8
 
 
+LARGE = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
+"""160 MiB have room for one of these at a time."""
+NAMES = ("first", "second", "third")
+
+
 def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workplace, tmp_path: Path) -> None:
-    tasks = dict.fromkeys(("first", "second", "third"), TASKS["lora"])
-    large = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
-    path = workplace.write_tasks("large.yaml", dict.fromkeys(tasks, large))
+    path = workplace.write_tasks("large.yaml", dict.fromkeys(NAMES, LARGE))
     run = server.run(
         workplace.arguments("--mux-memory-limit", "160MiB", "--save", tmp_path / "run", tasks=path)
     )
     assert run.status == 0, run.output
     assert "second waits until there is room for it in memory" in run.output
     assert run.output.index("second trains from here on") < run.output.index("third trains from here on")
-    for name in tasks:
+    for name in NAMES:
         lines = [
             json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
         ]
         assert [line["step"] for line in lines if "loss" in line] == list(range(1, 1 + lines[-1]["step"]))
     path = workplace.write_tasks(
-        "larger.yaml", {"much": {**large, "adapter": {**large["adapter"], "r": 1 << 18}}}
+        "larger.yaml", {"much": {**LARGE, "adapter": {**LARGE["adapter"], "r": 1 << 18}}}
     )
     run = server.run(workplace.arguments("--mux-memory-limit", "160MiB", tasks=path))
     assert run.status == 2 and "task 'much'" in run.errors
+
+
+def test_one_that_waited_and_is_refused_holds_nobody_up(
+    server: Server, workplace: Workplace, tmp_path: Path
+) -> None:
+    path = workplace.write_tasks("large.yaml", dict.fromkeys(NAMES, LARGE))
+    fault = Fault("megatron_mux.adapters.attach:AdapterSet.add", 2, "no memory")
+    limit = ("--mux-memory-limit", "160MiB", "--save", tmp_path / "run")
+    run = server.run(workplace.arguments(*limit, tasks=path), fault)
+    assert run.status == 0, run.errors
+    assert "second refused: task 'second': there is no memory for its adapter" in run.output
+    assert "third trains from here on" in run.output
+    manifest = json.loads(sorted((tmp_path / "run" / "manifests").iterdir())[-1].read_text())
+    assert {task["name"]: task["status"] for task in manifest["tasks"]} == {
+        "first": "finished",
+        "third": "finished",
+    }

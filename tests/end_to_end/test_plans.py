@@ -165,6 +165,19 @@ def test_a_plan_that_is_not_for_this_run(
     assert not list((tmp_path / "run").rglob("checkpoint-*"))
 
 
+def test_a_plan_whose_tasks_do_not_fit_together(
+    plan: Call, workplace: Workplace, server: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    large = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
+    tasks = workplace.write_tasks("large.yaml", dict.fromkeys(("a", "b"), large))
+    assert plan("--output", file, "--tasks", tasks)[0] == 0
+    arguments = workplace.arguments("--mux-plan", file, "--mux-memory-limit", "160MiB", tasks=tasks)
+    lines = complaints(server, [*arguments, "--save", str(tmp_path / "run")])
+    assert "the memory limit of 160 MiB is less than the" in lines[0]
+    assert not list((tmp_path / "run").rglob("checkpoint-*"))
+
+
 def test_memory_is_kept_or_refused(workplace: Workplace, server: Server, tmp_path: Path) -> None:
     arguments = workplace.arguments("--mux-memory-limit", "2MiB", "--save", tmp_path / "run")
     (line,) = complaints(server, arguments)
