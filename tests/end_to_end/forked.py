@@ -30,7 +30,8 @@ class Fault:
         function: `module:name` or `module:class.name`.
         nth: Which call, from 1.
         kind: `kill before`, `kill after`, `kill halfway` (the file it wrote is cut in half), `no space` (ENOSPC),
-            `no memory` (torch's error), `forbidden` (it must not be called at all), `stop` (SIGSTOP), `stall` (it does not come back), `defect`.
+            `no memory` (torch's error), `forbidden` (it must not be called at all), `stop` (SIGSTOP), `stall` (it does
+            not come back), `defect`.
     """
 
     function: str
