@@ -1,0 +1,70 @@
+"""What is traced: a model, how it is fine-tuned, and on which kind of GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a GPU decides which kernels run, and so what they allocate.
+
+    Attributes:
+        capability: Compute capability, major and minor.
+        prefers_cudnn: Whether attention tries cuDNN before flash attention: torch does so on compute capability 9.0
+            and 10.0 where it finds cuDNN 9.15.1 or newer (wheels for CUDA 13 bring one).
+    """
+
+    capability: tuple[int, int] = (9, 0)
+    prefers_cudnn: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of plain `transformers` + `peft` training.
+
+    Attributes:
+        config: What `config.json` says, `model_type` included.
+        layers: How many layers the traced model has, whatever the config says.
+        batch: Sequences.
+        length: Tokens of each.
+        adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
+        weights: Precision of the model's weights. Adapters are fp32, as peft has them.
+        autocast: Compute in this precision whatever the weights' (`bf16` and `fp16` of `TrainingArguments`).
+        attention: The implementation that `transformers` is asked for.
+        recompute: Whether each layer is recomputed in the backward pass (`gradient_checkpointing`).
+        padded: Whether sequences are padded, so that attention needs a mask.
+        steps: Optimizer steps: from the second one on, the optimizer's states are there.
+        optimizer: `torch.optim`'s AdamW in its foreach or its fused form, or SGD (foreach, no momentum).
+        clip: Largest norm of the gradient; None does not clip.
+        gpu: The GPU.
+    """
+
+    config: Mapping[str, Any]
+    layers: int
+    batch: int
+    length: int
+    adapter: Mapping[str, Any] | None = None
+    weights: Precision = "bfloat16"
+    autocast: Precision | None = None
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    recompute: bool = False
+    padded: bool = False
+    steps: int = 2
+    optimizer: Literal["adamw", "adamw_fused", "sgd"] = "adamw"
+    clip: float | None = 1.0
+    gpu: Gpu = field(default_factory=Gpu)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Case:
+        """Read what `to_dict` wrote."""
+        gpu = Gpu(tuple(data["gpu"]["capability"]), data["gpu"]["prefers_cudnn"])
+        return cls(**{**data, "gpu": gpu})

@@ -1,0 +1,139 @@
+"""The stream of a case of any depth, from traces of the fewest layers that tell.
+
+What repeats with depth is a group of layers: one layer, or as many as a pattern of attention kinds has. The first group
+may have more: a layer above the first may be unlike those above it, as it is the last one to need what all layers share
+(the rotary turns of a prefix-tuned Llama, whose first layer needs no gradient of its queries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder, StreamError
+from megatron_mux.memory.extension import extended
+from megatron_mux.memory.trace.case import Case
+
+_MARK = "|"
+
+Tracer = Callable[[Sequence[Case]], list[Stream]]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How layers are taken together.
+
+    Attributes:
+        first: Layers of the first group.
+        size: Layers of every other group.
+    """
+
+    first: int = 1
+    size: int = 1
+
+    def layers(self, groups: int) -> int:
+        """Layers of so many groups."""
+        return self.first + self.size * (groups - 1)
+
+    def group(self, layer: int) -> tuple[int, int]:
+        """A layer's group, and its place there."""
+        if layer < self.first:
+            return 0, layer
+        group, place = divmod(layer - self.first, self.size)
+        return group + 1, place
+
+    def layer(self, group: int, place: int) -> int:
+        """The layer at a place of a group."""
+        return place if group == 0 else self.layers(group) + place
+
+    def groups(self, layers: int) -> int | None:
+        """How many groups so many layers are; None if they are no whole number of them, or fewer than two."""
+        more, left = divmod(layers - self.first, self.size)
+        return more + 1 if more > 0 and not left else None
+
+
+def step(case: Case, trace: Tracer) -> Stream:
+    """The stream of a case: traced as it is where it has few layers, else extended.
+
+    Args:
+        case: Of any depth.
+        trace: Traces cases, `process.traces` for instance.
+
+    Raises:
+        TraceError: A trace failed.
+        StreamError: Traces of few layers do not line up.
+    """
+    size = period(case)
+    failed: StreamError | None = None
+    for grouping in (Grouping(first, size) for first in _first_groups(case.layers, size)):
+        groups = grouping.groups(case.layers)
+        if groups is None or groups < 3:
+            continue
+        two, three = trace([replace(case, layers=grouping.layers(groups)) for groups in (2, 3)])
+        try:
+            return extended_by(two, three, case.layers, grouping)
+        except StreamError as error:
+            failed = error
+    if failed is not None and case.layers > 4 * size + 4:
+        raise failed
+    return trace([case])[0]
+
+
+def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> Stream:
+    """The stream of any depth from those of two groups and of three.
+
+    Raises:
+        StreamError: They do not line up, or so many layers are no whole number of groups.
+    """
+    groups = grouping.groups(layers)
+    if groups is None:
+        raise StreamError(f"{layers} layers are not {grouping.first} and then groups of {grouping.size}")
+    if grouping == Grouping():
+        return extended(two, three, layers)
+
+    def together(moment: Moment) -> Moment:
+        if moment.layer is None:
+            return moment
+        group, place = grouping.group(moment.layer)
+        return Moment(moment.phase, group, f"{place}{_MARK}{moment.operator}")
+
+    def apart(moment: Moment) -> Moment:
+        if moment.layer is None:
+            return moment
+        place, operator = moment.operator.split(_MARK, 1)
+        return Moment(moment.phase, grouping.layer(moment.layer, int(place)), operator)
+
+    return _renamed(extended(_renamed(two, together), _renamed(three, together), groups), apart)
+
+
+def period(case: Case) -> int:
+    """Layers after which their kinds repeat."""
+    config = case.config
+    kinds = config.get("layer_types") or [None]
+    if "attention_types" in config:  # GPT-Neo
+        kinds = [kind for pattern, times in config["attention_types"] for kind in pattern * times]
+    return next(
+        size
+        for size in range(1, len(kinds) + 1)
+        if all(kinds[i] == kinds[i % size] for i in range(len(kinds)))
+    )
+
+
+def _first_groups(layers: int, size: int) -> list[int]:
+    """Sizes that the first group may have, so that the rest are whole groups: the smallest two."""
+    least = layers % size or size
+    return [least + size * more for more in range(2)]
+
+
+def _renamed(stream: Stream, rename: Callable[[Moment], Moment]) -> Stream:
+    """A stream with other names for its moments."""
+    builder = StreamBuilder()
+    names = [rename(moment) for moment in stream.moment_names]
+    for code, at in zip(stream.codes, stream.moments, strict=True):
+        if code < 0:
+            builder.free(~code, names[at])
+        else:
+            builder.allocate(
+                stream.sizes[code], names[at], stream.streams[code], tuple(Category)[stream.categories[code]]
+            )
+    return builder.done()

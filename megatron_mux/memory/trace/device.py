@@ -1,0 +1,70 @@
+"""A GPU that is not there: fake tensors on `cuda`, on a machine without one.
+
+Whatever asks for a driver on the way is answered here, and all of it is undone on leaving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_mux.memory.trace.attention import Attention
+from megatron_mux.memory.trace.case import Gpu
+from megatron_mux.memory.trace.guard import fake_guard
+
+DEVICE = torch.device("cuda", 0)
+
+# Operators with a kernel for CUDA, that where there is none come apart into others (from `native_functions.yaml`).
+_WHOLE = ("silu_backward", "mish_backward", "_fused_rms_norm")
+
+
+@contextlib.contextmanager
+def fake_gpu(gpu: Gpu) -> Iterator[None]:
+    """Within, tensors are fake, and `DEVICE` is such a GPU. The backward pass runs in the calling thread.
+
+    Raises:
+        NoFakeGpu: This process cannot: see `fake_guard`.
+    """
+    bf16 = gpu.capability >= (8, 0)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (torch.cuda, "is_bf16_supported", lambda *_, **__: bf16),
+            (torch.nn.functional, "scaled_dot_product_attention", Attention(gpu)),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_whole_operators())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Inputs that the model keeps outside its modules (peft's prefix tokens) are real.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fake_guard())
+        yield
+
+
+@contextlib.contextmanager
+def _whole_operators() -> Iterator[None]:
+    """Within, a CPU build has kernels for CUDA where that keeps an operator in one; fake tensors never reach them."""
+
+    def unreached(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a kernel for CUDA was called where there is no GPU")
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in _WHOLE:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+                library.impl(name, unreached, "CUDA")
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute is another one within."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,166 @@
+"""What a program allocates and frees, seen from below autograd: each new storage, and its end.
+
+Views and in-place operators bring no new storage. What a kernel allocates for itself and frees before it returns is not
+seen, nor are the workspaces of libraries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, LOAD, OPTIMIZER, Place
+
+_VALUE = torch.ops.aten._local_scalar_dense.default
+# Fake kernels make these scalars on the meta device; where no graph is captured, the GPU's are in host memory.
+_SEEDS_ON_HOST = "_scaled_dot_product_efficient_attention"
+
+Answer = Callable[[torch.Tensor], Any]
+"""The value to read from a tensor that has none."""
+
+
+@dataclass
+class _Block:
+    size: int
+    category: Category
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An event as it is noted: `code` is a block's number to allocate it, `~number` to free it."""
+
+    code: int
+    phase: str
+    layer: int | None
+    operator: str
+
+    def kind(self) -> tuple[str, int | None, bool]:
+        """What it has in common with others: phase, layer, whether it frees."""
+        return self.phase, self.layer, self.code < 0
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered; it belongs above a fake mode, or above none.
+
+    Args:
+        place: Where the program is.
+        device: The type of the device whose memory counts.
+        vocabulary: A tensor made outside layers whose last dimension is this are logits.
+        answer: What is read from fake tensors; None of real ones.
+    """
+
+    def __init__(self, place: Place, device: str, vocabulary: int, answer: Answer | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place = place
+        self._devices = {device, "meta"}
+        self._vocabulary = vocabulary
+        self._answer = answer
+        self._blocks: list[_Block] = []
+        self._log: list[_Entry] = []
+        self._live: dict[int, tuple[int, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _VALUE and self._answer is not None:
+            return self._answer(args[0])
+        made = func(*args, **(kwargs or {}))
+        self._see(func, args, made)
+        return made
+
+    def label(self, tensor: torch.Tensor, category: Category) -> None:
+        """Say what a live tensor is for."""
+        if block := self._block_of(tensor):
+            block.category = category
+
+    def label_layer(self, tensor: torch.Tensor, layer: int | None) -> None:
+        """Say which layer's a live tensor is: what an optimizer makes of it will be the layer's too."""
+        if block := self._block_of(tensor):
+            block.layer = layer
+
+    def done(self) -> Stream:
+        """All events so far.
+
+        Frees outside layers are no layer's: which come first depends on what else holds a tensor. Those that follow one
+        another are put in the order in which their blocks were allocated: autocast empties its cache in an order that
+        changes from run to run, and no allocator can tell.
+        """
+        builder = StreamBuilder()
+        for (phase, layer, is_free), entries in itertools.groupby(self._log, key=_Entry.kind):
+            if is_free:
+                for number in sorted(~entry.code for entry in entries):
+                    builder.free(number, Moment(phase, layer))
+                continue
+            for entry in entries:
+                block = self._blocks[entry.code]
+                # What is loaded or kept by the optimizer has been labelled since.
+                owner = block.layer if phase in (LOAD, OPTIMIZER) else layer
+                builder.allocate(block.size, Moment(phase, owner, entry.operator), category=block.category)
+        return builder.done()
+
+    def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
+        """Note the storages that are new among an operator's results."""
+        operator = func._schema.name.removeprefix("aten::")
+        for index, tensor in enumerate(_tensors(made)):
+            if tensor.device.type not in self._devices:
+                continue
+            if tensor.device.type == "meta" and operator == _SEEDS_ON_HOST:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._live or not storage.nbytes():
+                continue
+            self._allocate(storage, self._category(tensor), operator, self._layer(args, made, index))
+
+    def _allocate(
+        self, storage: torch.UntypedStorage, category: Category, operator: str, layer: int | None
+    ) -> None:
+        number, key = len(self._blocks), storage._cdata
+        self._blocks.append(_Block(storage.nbytes(), category, layer))
+        self._log.append(_Entry(number, self._place.phase, layer, operator))
+
+        def free(_: Any) -> None:
+            del self._live[key]
+            self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
+
+        self._live[key] = (number, weakref.ref(storage, free))
+
+    def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
+        """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
+        if self._place.phase != OPTIMIZER or not args:
+            return self._place.layer
+        of = args[0]
+        if isinstance(of, (list, tuple)):  # the i-th result is for the i-th tensor
+            of = of[index] if isinstance(made, (list, tuple)) else None
+        block = self._block_of(of) if isinstance(of, torch.Tensor) else None
+        return None if block is None else block.layer
+
+    def _block_of(self, tensor: torch.Tensor) -> _Block | None:
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else self._blocks[found[0]]
+
+    def _category(self, tensor: torch.Tensor) -> Category:
+        """What a new tensor is for, as far as its making tells."""
+        phase = self._place.phase
+        if phase == LOAD:
+            return Category.PARAMETERS
+        if phase == INPUTS:
+            return Category.OTHER
+        if phase not in (FORWARD, BACKWARD):
+            return Category.WORKSPACE
+        logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+        return Category.LOGITS if logits else Category.ACTIVATIONS
+
+
+def _tensors(made: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's results, which are a tensor or some, perhaps in lists."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, (list, tuple)):
+        for part in made:
+            yield from _tensors(part)

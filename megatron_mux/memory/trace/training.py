@@ -1,0 +1,158 @@
+"""Training steps of `transformers` + `peft`, as `transformers.Trainer` does them on one device, recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_mux.memory.events import Stream
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
+from megatron_mux.memory.trace.model import (
+    build,
+    configuration,
+    decoder_layers,
+    label_parameters,
+    label_trained,
+    materialise,
+)
+from megatron_mux.memory.trace.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
+from megatron_mux.memory.trace.record import Recorder
+
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]  # Trainer's
+
+
+def trace(case: Case) -> Stream:
+    """The steps of a case with fake tensors on a fake GPU. Call it in a process of its own: see `process`.
+
+    Raises:
+        NoFakeGpu: This process cannot.
+        UntraceableError: The case is not done.
+    """
+    training = _Training(case, DEVICE, fake=True)
+    with fake_gpu(case.gpu), _as_if_real():
+        return training.run()
+
+
+def count(case: Case) -> Stream:
+    """The same steps really computed, in host memory. Weights are small numbers, all the same."""
+    return _Training(case, torch.device("cpu"), fake=False).run()
+
+
+class _Training:
+    """A model, its optimizer and its steps."""
+
+    def __init__(self, case: Case, device: torch.device, fake: bool) -> None:
+        self._case, self._device, self._fake = case, device, fake
+        self._model = build(case)
+        self._place = Place()
+        config = configuration(case.config, case.layers).get_text_config()
+        self._vocabulary = int(config.vocab_size)
+        self._recorder = Recorder(self._place, device.type, self._vocabulary, self._answer if fake else None)
+
+    def run(self) -> Stream:
+        """All steps."""
+        case, model = self._case, self._model
+        collecting = gc.isenabled()
+        gc.disable()  # it would free cycles at moments that depend on everything else
+        try:
+            with self._recorder, self._follow_prefixes():
+                materialise(model, self._device, fill=not self._fake)
+                label_parameters(self._recorder, model, case)
+                self._place.follow(list(decoder_layers(model, case.layers)))
+                optimizer = _optimizer(model, case)
+                half = case.autocast == "float16"
+                scaler = torch.amp.GradScaler(self._device.type, enabled=half)
+                for _ in range(case.steps):
+                    self._step(model, optimizer, scaler)
+                return self._recorder.done()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        case, place = self._case, self._place
+        place.enter(INPUTS)
+        inputs = self._inputs()
+        place.enter(FORWARD)
+        loss = self._loss(model, inputs)
+        place.enter(BACKWARD)
+        scaler.scale(loss).backward()
+        label_trained(self._recorder, model, case, optimizer)
+        place.enter(OPTIMIZER)
+        if case.clip is not None:
+            scaler.unscale_(optimizer)
+            # `foreach` is what the default comes to on a GPU, for tensors that are not fake.
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+        label_trained(self._recorder, model, case, optimizer)
+        place.enter(CLEAR)
+        model.zero_grad()
+
+    def _loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The forward pass; the model's other results are gone when it returns."""
+        if self._case.autocast is None:
+            return model(**inputs).loss  # type: ignore[no-any-return]
+        from accelerate.utils.operations import convert_to_fp32
+
+        with torch.autocast(self._device.type, dtype=getattr(torch, self._case.autocast)):
+            results = model(**inputs)
+        return convert_to_fp32(results).loss  # type: ignore[no-any-return]
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
+        """A batch, [B, L] each, as a data collator makes one."""
+        shape = self._case.batch, self._case.length
+        tokens = torch.zeros(shape, dtype=torch.long, device=self._device)
+        mask = torch.ones(shape, dtype=torch.long, device=self._device)
+        if self._case.padded and not self._fake:
+            mask[0, -1] = 0
+        labels = torch.zeros(shape, dtype=torch.long, device=self._device)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+    def _answer(self, tensor: torch.Tensor) -> Any:
+        """What is read from a fake tensor: no padding or some, a step number, that no gradient is infinite."""
+        if tensor.dtype == torch.bool:
+            return not self._case.padded
+        number = 0 if tensor.device.type == "cuda" else 1
+        return float(number) if tensor.is_floating_point() else number
+
+    @contextlib.contextmanager
+    def _follow_prefixes(self) -> Iterator[None]:
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        with contextlib.ExitStack() as stack:
+            for kind in (DynamicLayer, DynamicSlidingWindowLayer):
+                update = self._place.following_prefixes(kind.update)
+                stack.enter_context(replaced(kind, "update", update))
+            yield
+
+
+@contextlib.contextmanager
+def _as_if_real() -> Iterator[None]:
+    """`transformers` makes masks that it would not make otherwise, for tensors that it finds to be fake."""
+    from transformers.utils import import_utils
+
+    with replaced(import_utils, "is_fake_tensor", lambda _: False):
+        yield
+
+
+def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """As `Trainer` makes it: weights that decay first, then biases and norms."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if (name in decayed) == first], "weight_decay": 0.0}
+        for first in (True, False)
+    ]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=1e-4, foreach=True)
+    fused = case.optimizer == "adamw_fused"
+    return torch.optim.AdamW(groups, lr=1e-4, fused=fused, foreach=not fused)
