@@ -67,12 +67,13 @@ class _Passes:
         self._a, self._recipe, self._method, self._device = architecture, recipe, method, device
         self._rows = batch * recipe.length
         self._size = recipe.size
+        self._known: dict[Unit, tuple[float, float]] = {}
 
     def stage(self, stage: Stage) -> tuple[float, float]:
         """Of a micro-batch's forward and backward pass."""
         forward = backward = 0.0
-        for layer in stage.layers:
-            one, other = self._layer(self._a.layers[layer])
+        for unit in (self._a.layers[layer] for layer in stage.layers):
+            one, other = self._known.get(unit) or self._known.setdefault(unit, self._layer(unit))
             forward, backward = forward + one, backward + other
         if stage.last:
             ahead, behind = self._head()

@@ -93,7 +93,15 @@ class Instant:
 
     def bytes(self, rows: float) -> float:
         """All of it."""
-        return sum(line.bytes(rows) for line in self.lines)
+        fixed, per_row, limited = self._sums
+        return fixed + per_row * rows + sum(line.bytes(rows) for line in limited)
+
+    @cached_property
+    def _sums(self) -> tuple[float, float, list[Line]]:
+        """The lines as one, and those that end somewhere: a batch is searched for by many questions."""
+        free = [line for line in self.lines if line.most == math.inf]
+        limited = [line for line in self.lines if line.most < math.inf]
+        return sum(line.fixed for line in free), sum(line.per_row for line in free), limited
 
     def breakdown(self, rows: float) -> dict[str, int]:
         """By part."""
