@@ -66,7 +66,13 @@ def test_what_programs_read(estimate: Call, name: str) -> None:
 def test_what_people_read(estimate: Call) -> None:
     status, output, errors = estimate(OPT)
     assert status == 0 and not errors
-    for word in ("opt, 1,316M parameters, 4 x 16.0 GiB", "llmem", "dnnmem", "closed forms of ours", "not by this engine"):
+    for word in (
+        "opt, 1,316M parameters, 4 x 16.0 GiB",
+        "llmem",
+        "dnnmem",
+        "closed forms of ours",
+        "not by this engine",
+    ):
         assert word in output, word
     assert output.count("selected: ") == 1
     assert "selected: 4DP (ZeRO-3), " in estimate(OPT, "--method", "llmem")[1]
@@ -187,9 +193,20 @@ def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
         (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
         (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
-        (OPT, ["--tasks", "tasks.yaml", "--method", "llmem"], "--tasks: --method llmem knows full fine-tuning only"),
         (
-            {"model_type": "deepseek_v3", "num_hidden_layers": 2, "vocab_size": 100},
+            OPT,
+            ["--tasks", "tasks.yaml", "--method", "llmem"],
+            "--tasks: --method llmem knows full fine-tuning only",
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "num_hidden_layers": 2,
+                "hidden_size": 256,
+                "vocab_size": 100,
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 64,
+            },
             ["--method", "ours"],
             "the attention of model_type 'deepseek_v3' is not understood",
         ),
