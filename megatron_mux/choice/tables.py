@@ -20,7 +20,8 @@ def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], comm
     """Print a ranking.
 
     Args:
-        console: Where to.
+        console: Where to. (`here`: whether our engine runs it; `batch`: the most that fit, or what was asked for;
+            `worst`: the pipeline stage.)
         ranking: The methods.
         impossible: Those that the model's sizes exclude, and why.
         command: What begins the command line that runs a method of ours.
@@ -28,10 +29,10 @@ def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], comm
     from rich.table import Table
 
     table = Table(title=f"by closed forms of ours: the first {_SHOWN} of {len(ranking.entries)} methods")
-    for column in ("method", "", "fits", "here"):
-        table.add_column(column)
-    for column in ("largest batch", "peak GiB", "at batch", "worst stage", "tokens/s"):
-        table.add_column(column, justify="right")
+    table.add_column("method", no_wrap=True)
+    table.add_column("")
+    for column in ("fits", "here", "batch", "GiB", "worst", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in ranking.entries[:_SHOWN]:
         table.add_row(*_row(entry))
     console.print(table)
@@ -46,10 +47,9 @@ def _row(entry: Ranked) -> list[str]:
         entry.method.details,
         "yes" if entry.fits else "no",
         "no" if entry.elsewhere else "yes",
-        str(entry.largest_batch or "-"),
-        f"{entry.peak_process / GIB:.2f}",
         str(entry.batch),
-        f"{entry.worst.stage + 1} of {entry.method.pipeline}",
+        f"{entry.peak_process / GIB:.1f}",
+        f"{entry.worst.stage + 1}/{entry.method.pipeline}",
         f"{entry.speed.throughput:,.0f}",
     ]
 
