@@ -19,6 +19,9 @@ HOST_LINK = 25e9
 """Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""
 HOST_MEMORY = 100e9
 """Bytes a second of host memory, for an optimizer's step there."""
+SEQUENCES = 64
+"""Of a step, at least: what a method does once a step is shared by as many with every method, by further micro-batches
+where one's largest batch is less."""
 _OPERATORS = 12
 """Of a layer's pass, each with the device's overhead."""
 
@@ -42,12 +45,13 @@ class Speed:
 
 
 def speed(architecture: Architecture, recipe: Recipe, method: Method, batch: int, device: Device) -> Speed:
-    """Of a step with so many sequences in each micro-batch."""
+    """Of a step with so many sequences in each micro-batch, and enough micro-batches for `SEQUENCES`."""
     passes = _Passes(architecture, recipe, method, batch, device)
     own = stages(architecture, method)
     times = [passes.stage(stage) for stage in own]
     each = [forward + backward for forward, backward in times]
-    parts = method.micro_batches
+    together = method.data * method.micro_batches * batch
+    parts = method.micro_batches * -(-SEQUENCES // together)
     seconds = sum(each) + (parts - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
     # A step's sums of gradients hide behind the last backward pass as far as that goes.
     ends = (

@@ -173,8 +173,10 @@ def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved
     """
     a, w = architecture, run.size
     hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, w)
-    inner = a.inner * a.experts_per_token
-    mlp = [Saved("gradients inside the MLP", "columns", inner + a.ffn * a.experts_per_token, w)]
+    widths = a.inner + a.ffn
+    if not frozen and _SAVED_BY_ACTIVATION.get(a.activation, 1) > 1:
+        widths += a.ffn  # gradients of what is in between
+    mlp = [Saved("gradients inside the MLP", "columns", widths * a.experts_per_token, w)]
     attention = [Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, w)]
     if run.attention == "eager" and not frozen:
         attention.append(Saved("gradients of scores", "columns", 2 * a.heads * run.length, 4))

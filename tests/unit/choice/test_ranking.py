@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
-from megatron_mux.choice.speed import speed
+from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.errors import UserError
 from megatron_mux.memory.methods import Method, Recipe, methods
 from megatron_mux.memory.parts import Parts
@@ -23,6 +24,8 @@ from tests.unit.memory.architectures import llama, lora
 ARCHITECTURE = llama(8)
 FULL = Recipe(128)
 FROZEN = Recipe(128, adapters=(lora(ARCHITECTURE),))
+LARGE = llama(16, 4096, 11008)
+ON_LARGE = Recipe(1024, adapters=(lora(LARGE),))
 A100 = gpu("A100")
 
 
@@ -50,27 +53,33 @@ def test_host_memory_helps_where_nothing_else_does() -> None:
     least = min(Parts(ARCHITECTURE, FULL, m).peak(1) for m in methods(1, ARCHITECTURE, FULL) if not m.offload)
     found = rank(ARCHITECTURE, FULL, 1, least - 1, A100)
     assert found.selected == "offload" and found.chosen is not None and found.chosen.method.offload
-    none = rank(ARCHITECTURE, FULL, 1, 600 * MIB, A100)
+    none = rank(ARCHITECTURE, FULL, 1, 500 * MIB, A100)  # less than the context alone
     assert none.selected is None and none.entries[0].peak_process == min(e.peak_process for e in none.entries)
 
 
-@pytest.mark.parametrize("recipe", [FULL, FROZEN], ids=["full", "frozen"])
+@pytest.mark.parametrize("recipe", [Recipe(1024), ON_LARGE], ids=["full", "frozen"])
 def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
-    def seconds(**degrees: object) -> float:
-        return speed(ARCHITECTURE, recipe, Method(**degrees), 64, A100).seconds  # type: ignore[arg-type]
+    def of(batch: int = 4, **degrees: Any) -> Speed:
+        return speed(LARGE, recipe, Method(**degrees), batch, A100)
 
-    assert seconds() < seconds(recompute="full") and seconds() < seconds(offload=True)
-    assert seconds(data=4) <= seconds(data=4, zero=3)
-    one, four = (speed(ARCHITECTURE, recipe, Method(data=d), 64, A100) for d in (1, 4))
-    assert one.throughput < four.throughput <= 4 * one.throughput
-    assert speed(ARCHITECTURE, recipe, Method(pipeline=2), 64, A100).tokens == 8 * 64 * 128
-    slow, fast = (speed(ARCHITECTURE, recipe, Method(), 64, gpu(name)) for name in ("V100", "H100"))
+    assert of().seconds < of(recompute="full").seconds
+    assert of(1).seconds < of(1, offload=True).seconds, "copies take longer than a small batch"
+    assert of(data=4).throughput <= 4 * of().throughput
+    assert of(tensor=4).throughput < 4 * of().throughput
+    two = of(pipeline=2)
+    assert two.tokens == of().tokens == 64 * 1024 and of().throughput < two.throughput < 2 * of().throughput
+    slow, fast = (speed(LARGE, recipe, Method(), 4, gpu(name)) for name in ("V100", "H100"))
     assert fast.throughput > slow.throughput
+    flops = (
+        2 * 64 * 1024 * LARGE.total
+    )  # of a forward pass; backward as much, or twice if weights are trained
+    times = 2 if recipe.frozen else 3
+    assert times * flops / 312e12 < of().seconds < 1.25 * times * flops / 312e12
 
 
-def test_training_everything_takes_longer() -> None:
-    frozen, full = (speed(ARCHITECTURE, recipe, Method(), 64, A100).seconds for recipe in (FROZEN, FULL))
-    assert frozen < full
+def test_weights_gathered_for_a_small_batch_cost_time() -> None:
+    plain, gathered = (speed(LARGE, ON_LARGE, Method(data=4, zero=z), 1, A100).seconds for z in (0, 3))
+    assert plain < gathered
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
