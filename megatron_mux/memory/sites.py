@@ -145,9 +145,9 @@ class TaskAdapters:
         place = _places(info)
         for key, size in tensors.items():
             path, suffix = _parted(key, place)
-            if path is None:  # a prefix: one tensor for all layers, its heads divided
+            if path is None:  # a prefix: one tensor for all layers, whole on every tensor rank
                 for layer in range(shape.layers):
-                    divided[layer] += math.prod(size) / shape.layers
+                    copied[layer] += math.prod(size) / shape.layers
                 continue
             layer, op = place[path]
             values = divided if _is_divided(suffix, size, op) else copied
