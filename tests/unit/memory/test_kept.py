@@ -11,7 +11,7 @@ import torch
 from megatron_mux.memory.architecture import Architecture
 from megatron_mux.memory.events import Category, Stream
 from megatron_mux.memory.kept import Pass, engine, total, trained, workspace
-from megatron_mux.memory.methods import Method, Recipe
+from megatron_mux.memory.methods import Method, Precision, Recipe
 from megatron_mux.memory.parts import Outside, Parts
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
@@ -49,7 +49,7 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
     two, three = (trace(Case(config, layers, batch, length, **more)) for layers in (2, 3))
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
     architecture = Architecture.of(Skeleton(write(tmp_path, {**config, layers: 3})))
-    precision = "fp32" if more.get("weights") == "float32" else "bf16"
+    precision: Precision = "fp32" if more.get("weights") == "float32" else "bf16"
     recipe = Recipe(length, precision, master=False)
     method = Method(recompute="full" if more.get("recompute") else "none")
     parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
