@@ -1,9 +1,12 @@
-"""Predict the peak memory of full fine-tuning, what fits on which parallel method, and which to choose.
+"""Predict the peak memory of a training step, what fits on which parallel method, and which to choose.
 
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
+    python tools/estimate_memory.py --model DIR --tasks tasks.yaml --gpus 8 --gpu-memory 80GB --sequence-length 2048
 
-Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al.
+Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
+(data, tensor, pipeline, expert; ZeRO; recomputation; offload), of full fine-tuning or of a task file's adapters, ranked
+by predicted speed; `llmem`, the closed forms of LLMem (Kim et al.
 2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that
 knows the model.
 """
@@ -22,12 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
-from megatron_mux.errors import exit_status
+from megatron_mux.errors import UserError, exit_status
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from megatron_mux.choice.answer import Choice
     from megatron_mux.memory.estimators import Answer, Question
 
 
@@ -44,13 +49,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         default="all",
         metavar="NAME",
-        help="how to predict: llmem, dnnmem, or all that know the model (default)",
+        help="how to predict: ours, llmem, dnnmem, or all that know the model (default)",
     )
+    add(
+        "--tasks",
+        type=path,
+        metavar="FILE",
+        help="tasks.yaml: train these adapters (default: every parameter)",
+    )
+    _add_recipe(parser)
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(argv)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    """What only `ours` asks."""
+    add = parser.add_argument_group("for --method ours").add_argument
+    add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights (bf16)")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of full fine-tuning (adamw)")
+    add(
+        "--master-weights", action=argparse.BooleanOptionalAction, default=True,
+        help="fp32 copies, gradients and moments beside half-precision weights (default)",
+    )  # fmt: skip
+    add("--attention", choices=("flash", "eager"), default="flash", help="eager: scores are kept (flash)")
+    add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: for speed (A100)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     from transformers.utils import logging
 
-    from megatron_mux.memory.estimators import Question, estimate
+    from megatron_mux.memory.estimators import Answer, Question, estimate
     from megatron_mux.memory.tensors import Skeleton
 
     logging.set_verbosity_error()  # token ids and the like change no size
@@ -75,24 +100,51 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.batch_size,
         arguments.llmem_base_memory,
     )
-    answer = estimate(question, arguments.method)
+    choice, refusals = _choice(arguments, question)
+    answer = Answer([], None, None)
+    if arguments.method != "ours" and arguments.tasks is None:
+        try:
+            answer = estimate(question, arguments.method)
+        except UserError as error:
+            if choice is None:
+                raise UserError(*refusals, *error.problems) from None
+            refusals += error.problems
     seconds = time.perf_counter() - start
     if arguments.json:
-        print(json.dumps(_json(question, answer, seconds)))
+        print(json.dumps(_json(question, answer, choice, seconds)))
     else:
-        _print(question, answer)
-    for refusal in answer.refusals:
+        _print(arguments, question, answer, choice)
+    for refusal in (*refusals, *answer.refusals):
         print(refusal, file=sys.stderr)
 
 
-def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:
+def _choice(arguments: argparse.Namespace, question: Question) -> tuple[Choice | None, list[str]]:
+    """Our own ranking, and why there is none where others may answer."""
+    if arguments.method not in ("ours", "all"):
+        if arguments.tasks is not None:
+            raise UserError(f"--tasks: --method {arguments.method} knows full fine-tuning only: use ours")
+        return None, []
+    from megatron_mux.choice.answer import Choice
+
+    question.check()
+    try:
+        return Choice.of(question, arguments), []
+    except UserError as error:
+        if arguments.method == "ours" or arguments.tasks is not None or "--device" in str(error):
+            raise
+        return None, list(error.problems)
+
+
+def _json(question: Question, answer: Answer, choice: Choice | None, seconds: float) -> dict[str, Any]:
     """What programs read."""
     tensors = question.skeleton.tensors
+    ranked = choice.to_json() if choice is not None else {}
     return {
         "selected": answer.selected,
         "selected_kind": answer.chosen.layout.kind if answer.chosen else None,
         "batch_size": answer.chosen.batch if answer.chosen else 0,
-        "methods": [entry.to_json() for entry in answer.entries],
+        **ranked,
+        "methods": [*ranked.get("methods", ()), *(entry.to_json() for entry in answer.entries)],
         "model": {"model_type": tensors.model_type, "parameters": tensors.total, "layers": tensors.layers},
         "gpus": question.gpus,
         "gpu_memory_bytes": question.gpu_memory,
@@ -124,12 +176,24 @@ def _breakdown(answer: Answer) -> Table:
     return table
 
 
-def _print(question: Question, answer: Answer) -> None:
+def _print(arguments: argparse.Namespace, question: Question, answer: Answer, choice: Choice | None) -> None:
     """What people read."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
+    if answer.entries:
+        _print_layouts(console, question, answer, choice is None)
+    if choice is not None:
+        from megatron_mux.choice.tables import show
+
+        command = f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {arguments.model} "
+        show(console, choice.ranking, choice.impossible, f"{command}--mux-tasks {arguments.tasks}")
+
+
+def _print_layouts(console: Console, question: Question, answer: Answer, choose: bool) -> None:
+    """What the papers' methods say; their choice too, where there is none of ours."""
+    from rich.table import Table
+
     tensors = question.skeleton.tensors
     table = Table(
         title=f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.gpus} x "
@@ -153,6 +217,8 @@ def _print(question: Question, answer: Answer) -> None:
     for entry in answer.entries:
         if entry.why:
             console.print(f"{entry.layout.name}: {entry.why}")
+    if not choose:
+        return
     if answer.chosen:
         chosen = answer.chosen
         kind = _KINDS[chosen.layout.kind]

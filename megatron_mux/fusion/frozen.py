@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.load import OPS
 from megatron_mux.fusion.profile import Profile, summed
+from megatron_mux.memory.sites import OPS
 
 Array = npt.NDArray[np.float64]
 

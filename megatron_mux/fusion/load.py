@@ -5,52 +5,15 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.targets import match_targets, targets_of
-from megatron_mux.layout import BaseOpName
+from megatron_mux.memory.sites import Catalogue, Site, sites_of
 from megatron_mux.tasks import TaskSpec
-
-OPS: tuple[BaseOpName, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-
-
-class Catalogue(Protocol):
-    """The part of `BackboneInfo` that is needed here."""
-
-    @property
-    def shape(self) -> Any:
-        """Sizes of the backbone."""
-
-    @property
-    def module_paths(self) -> Sequence[str]:
-        """Full paths of all modules within BaseOps, layer by layer."""
-
-    @property
-    def layer_modules(self) -> Mapping[BaseOpName, Sequence[str]]:
-        """For each BaseOp, the paths within a layer of its modules."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """A task's adapter at one BaseOp of one layer.
-
-    Attributes:
-        layer: Index of the layer.
-        op: Which BaseOp.
-        kind: The adapter's `peft_type`; `LORA_DROPOUT` for LoRA with dropout.
-        size: Rank (of all modules of the BaseOp together), bottleneck size, virtual tokens; 0 where there is none.
-    """
-
-    layer: int
-    op: BaseOpName
-    kind: str
-    size: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +71,7 @@ class TaskLoad:
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
             virtual_tokens=int(getattr(spec.adapter, "num_virtual_tokens", 0)),
-            sites=_sites(spec.adapter, targets, info),
+            sites=sites_of(spec.adapter, targets, info),
             tensors=len(shapes),
             elements=sum(int(np.prod(shape)) for shape in shapes.values()),
             longest=int(lengths.max()),
@@ -129,29 +92,3 @@ def typical(lengths: npt.NDArray[np.int32], count: int) -> list[int]:
     """`count` records whose lengths are spread as those of all are: the middle one of each of `count` equal parts."""
     order = np.argsort(lengths, kind="stable")
     return [int(order[(2 * i + 1) * len(order) // (2 * count)]) for i in range(count)]
-
-
-def _sites(adapter: Any, targets: Sequence[str], info: Catalogue) -> tuple[Site, ...]:
-    per_layer = sum(len(modules) for modules in info.layer_modules.values())
-    wanted = set(targets)
-    found: list[Site] = []
-    for layer in range(info.shape.layers):
-        paths = info.module_paths[layer * per_layer : (layer + 1) * per_layer]
-        at = 0
-        for op in OPS:
-            own = [path for path in paths[at : at + len(info.layer_modules[op])] if path in wanted]
-            at += len(info.layer_modules[op])
-            if own and (adapter.peft_type != "PREFIX_TUNING" or op == "linear_qkv"):
-                found.append(Site(layer, op, *_kind(adapter, len(own))))
-    return tuple(found)
-
-
-def _kind(adapter: Any, modules: int) -> tuple[str, int]:
-    kind: str = adapter.peft_type
-    if kind == "LORA":
-        return ("LORA_DROPOUT" if adapter.lora_dropout else kind), adapter.r * modules
-    if kind == "BOTTLENECK":
-        return kind, adapter.bottleneck_size
-    if kind == "PREFIX_TUNING":
-        return kind, adapter.num_virtual_tokens
-    return kind, 0

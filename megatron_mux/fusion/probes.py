@@ -21,11 +21,11 @@ from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone import rotary
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.load import OPS
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.layout import BaseOpInfo, MicroBatch, Segment
+from megatron_mux.memory.sites import OPS
 from megatron_mux.tasks import TaskSpec
 
 SEGMENT = 64

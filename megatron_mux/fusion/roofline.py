@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_mux.fusion.load import OPS
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
 from megatron_mux.layout import BaseOpName
+from megatron_mux.memory.sites import OPS
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import Attention, Frozen
-from megatron_mux.fusion.load import OPS, Site, TaskLoad
+from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.layout import BaseOpName
+from megatron_mux.memory.sites import OPS, Site
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind

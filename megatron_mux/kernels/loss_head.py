@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """How many logits to hold at once, by kind of device: 64 and 512 MiB in fp32. Fewer make products too thin."""
 
 _CPU_COLUMNS = 3072
@@ -49,7 +49,7 @@ class OutputLayer:
 
     def chunk_rows(self) -> int:
         """Rows to take at a time."""
-        return max(1, _CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
+        return max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
 
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Rows and their `logits`, `chunk_rows` at a time. Each chunk's logits take the place of the last one's."""

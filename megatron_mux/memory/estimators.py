@@ -150,7 +150,7 @@ def estimate(question: Question, method: str) -> Answer:
         UserError: The method or a size is none, or no estimator knows the model.
     """
     if method != "all" and method not in ESTIMATORS:
-        raise UserError(f"--method {method}: must be one of all, {', '.join(ESTIMATORS)}")
+        raise UserError(f"--method {method}: must be one of all, ours, {', '.join(ESTIMATORS)}")
     question.check()
     answers, refusals = {}, []
     for name in ESTIMATORS if method == "all" else (method,):

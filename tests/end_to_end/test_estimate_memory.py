@@ -66,9 +66,72 @@ def test_what_programs_read(estimate: Call, name: str) -> None:
 def test_what_people_read(estimate: Call) -> None:
     status, output, errors = estimate(OPT)
     assert status == 0 and not errors
-    for word in ("opt, 1,316M parameters, 4 x 16.0 GiB", "llmem", "dnnmem", "selected: 4DP (ZeRO-3), "):
+    for word in (
+        "opt, 1,316M parameters, 4 x 16.0 GiB",
+        "llmem",
+        "dnnmem",
+        "closed forms of ours",
+        "not by this engine",
+    ):
         assert word in output, word
-    assert "selected: offload: nothing fits" in estimate(CONFIGS["llama-7b"])[1]
+    assert output.count("selected: ") == 1
+    assert "selected: 4DP (ZeRO-3), " in estimate(OPT, "--method", "llmem")[1]
+    llama = estimate(CONFIGS["llama-7b"], "--method", "llmem")[1]
+    assert "selected: offload: nothing fits" in llama
+
+
+OURS = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+TASKS = """
+tasks:
+  - name: a
+    adapter: {peft_type: LORA, r: 8, target_modules: [q_proj, v_proj]}
+    data: {path: missing.jsonl, max_length: 64}
+    training: {max_steps: 1}
+  - {name: b, adapter: {peft_type: PREFIX_TUNING, num_virtual_tokens: 4}, data: {path: x, max_length: 64},
+     training: {max_steps: 1, optim: sgd}}
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> str:
+    """A task file; its data need not be there."""
+    file = tmp_path / "tasks.yaml"
+    file.write_text(TASKS)
+    return str(file)
+
+
+def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
+    flags = ["--tasks", tasks, "--gpu-memory", "900MiB", "--json"]
+    status, output, errors = estimate(OURS, *flags)
+    found = json.loads(output)
+    assert status == 0 and not errors
+    fitting = [m for m in found["methods"] if m["fits"]]
+    best = max(fitting, key=lambda m: m["throughput_tokens_per_s"])
+    assert found["selected"] == best["name"] and found["flags"] == best["flags"] and "--bf16" in best["flags"]
+    assert {m["name"] for m in found["methods"]} == {"4DP", "4TP", "4PP", "2DP+2TP", "2DP+2PP", "2TP+2PP"}
+    for method in found["methods"]:
+        assert method["estimator"] == "ours" and method["not_by_this_engine"] is None
+        assert method["peak_process_bytes"] == sum(method["breakdown"].values())
+        assert method["peak_allocated_bytes"] < method["peak_reserved_bytes"] < method["peak_process_bytes"]
+    # Both tasks have fp32 values and gradients; one of them moments.
+    one = next(m for m in found["methods"] if m["name"] == "4DP")["breakdown"]
+    lora, prefix = 4 * 8 * (2 * 256 + 256 + 128), 4 * 4 * 2 * 128
+    assert one["adapters"] == one["gradients"] == 4 * (lora + prefix) and one["optimizer"] == 8 * lora
+    output = estimate(OURS, "--tasks", tasks)[1]
+    assert "run it with: torchrun --nproc-per-node 4 pretrain_mux.py --backbone" in output
+
+
+def test_ours_is_the_answer_where_all_are_asked(estimate: Call) -> None:
+    found = json.loads(estimate(OURS, "--json", "--gpus", "2", "--precision", "fp32", "--device", "H100")[1])
+    assert {m["estimator"] for m in found["methods"]} == {"ours", "llmem", "dnnmem"}
+    assert found["methods"][0]["estimator"] == "ours" and found["methods"][0]["name"] == found["selected"]
+    assert found["device"] == "H100" and "full fine-tuning" in found["methods"][0]["not_by_this_engine"]
+    six = json.loads(estimate(OURS, "--json", "--gpus", "6", "--method", "ours")[1])
+    assert six["impossible"]["6TP"] == "8 attention heads cannot be divided among 6 GPUs"
 
 
 def test_a_batch_of_ones_own(estimate: Call) -> None:
@@ -107,7 +170,7 @@ def test_one_that_knows_a_single_gpu(estimate: Call) -> None:
 def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
     status, output, errors = estimate(config, "--json")
-    assert status == 0 and {m["estimator"] for m in json.loads(output)["methods"]} == {"dnnmem"}
+    assert status == 0 and {m["estimator"] for m in json.loads(output)["methods"]} == {"ours", "dnnmem"}
     assert "llmem: has no forms for model_type 'gpt2'" in errors
 
 
@@ -126,7 +189,27 @@ def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
         (OPT, ["--batch-size", "-1"], "--batch-size: must be a whole number of at least 1"),
         (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
         (OPT, ["--llmem-base-memory", "0.5kg"], "--llmem-base-memory: must be a size"),
-        (OPT, ["--method", "guess"], "--method guess: must be one of all, llmem, dnnmem"),
+        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, llmem, dnnmem"),
+        (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
+        (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
+        (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
+        (
+            OPT,
+            ["--tasks", "tasks.yaml", "--method", "llmem"],
+            "--tasks: --method llmem knows full fine-tuning only",
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "num_hidden_layers": 2,
+                "hidden_size": 256,
+                "vocab_size": 100,
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 64,
+            },
+            ["--method", "ours"],
+            "the attention of model_type 'deepseek_v3' is not understood",
+        ),
         (OPT, ["--plot"], "--plot"),
         (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
         ({"model_type": "lama"}, [], "model_type 'lama' is not a causal language model"),

@@ -10,9 +10,10 @@ from typing import Any
 from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.registry import BackboneInfo, family
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
-from megatron_mux.fusion.load import Site, TaskLoad
+from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
+from megatron_mux.memory.sites import Site
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatron_mux.backbone.shape import BASE_OPS
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.alignment import Slice
-from megatron_mux.fusion.load import Site, TaskLoad
+from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Curve
 from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.memory.sites import Site
 from tests.unit.fusion import backbone
 
 LAYERS = 8

@@ -15,7 +15,7 @@ ROWS, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 
 @pytest.fixture(autouse=True, params=[1, 40, 10_000])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", {"cpu": request.param})
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", {"cpu": request.param})
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, OutputLayer]:

@@ -1,0 +1,82 @@
+"""The command line that runs a method, here or with Megatron-LM; and why it cannot be run here."""
+
+from __future__ import annotations
+
+from megatron_mux.backbone.registry import FAMILIES
+from megatron_mux.memory.methods import Method, Recipe
+
+
+def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:
+    """Why `pretrain_mux.py` does not do it; None if it does."""
+    if not recipe.frozen:
+        return "full fine-tuning: here the backbone is frozen"
+    if model_type not in FAMILIES:
+        return f"model_type {model_type!r} is none of its families"
+    if method.expert > 1:
+        return "no expert parallelism"
+    if method.zero in (1, 2):
+        return f"ZeRO-{method.zero}: the optimizer of adapters is not divided"
+    if recipe.precision == "fp16":
+        return "fp16: the backbone is in bf16 or fp32"
+    if recipe.attention == "eager":
+        return "its attention keeps no scores"
+    return None
+
+
+def flags(method: Method, recipe: Recipe) -> list[str]:
+    """Of `pretrain_mux.py`; data parallelism follows from the number of processes."""
+    words = _degrees(method)
+    if method.pipeline > 1:
+        # As predicted: the fewest micro-batches in flight, layers evenly divided.
+        words += ["--mux-schedule", "1f1b", "--mux-layer-split", "even"]
+        words += ["--mux-micro-batches", str(method.micro_batches)]
+    if recipe.precision == "bf16":
+        words.append("--bf16")
+    if method.recompute != "none":
+        words += ["--recompute-granularity", method.recompute]
+    residence = "-".join(
+        filter(None, ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else ""))
+    )
+    if residence:
+        words += ["--mux-backbone-weights", residence]
+    return [*words, "--mux-policy", "spatial"]
+
+
+def megatron_flags(method: Method, recipe: Recipe) -> list[str]:
+    """Of Megatron-LM's training scripts, for what is not run here."""
+    words = _degrees(method)
+    if method.expert > 1:
+        words += ["--expert-model-parallel-size", str(method.expert)]
+    if recipe.precision != "fp32":
+        words.append(f"--{recipe.precision}")
+    if method.zero == 1:
+        words.append("--use-distributed-optimizer")
+    elif method.zero:
+        strategy = "optim_grads" if method.zero == 2 else "optim_grads_params"
+        words += ["--use-distributed-optimizer", "--use-megatron-fsdp"]
+        words += ["--data-parallel-sharding-strategy", strategy]
+    if method.recompute == "selective":
+        words += ["--recompute-granularity", "selective"]
+    elif method.recompute == "full":
+        words += [
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            "1",
+        ]
+    if method.offload:
+        words.append("--optimizer-cpu-offload")
+    return words
+
+
+def _degrees(method: Method) -> list[str]:
+    words = []
+    if method.tensor > 1:
+        words += ["--tensor-model-parallel-size", str(method.tensor)]
+    if method.pipeline > 1:
+        words += ["--pipeline-model-parallel-size", str(method.pipeline)]
+    if method.sequence_parallel:
+        words.append("--sequence-parallel")
+    return words

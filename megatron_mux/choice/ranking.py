@@ -1,0 +1,160 @@
+"""All methods for some GPUs, ranked: what fits, the largest batch, the worst rank, the predicted speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
+from megatron_mux.choice.speed import Speed, speed
+from megatron_mux.fusion.roofline import Device
+from megatron_mux.memory.architecture import Architecture
+from megatron_mux.memory.decision import OFFLOAD, largest_batch
+from megatron_mux.memory.methods import Method, Recipe, methods
+from megatron_mux.memory.parts import Instant, Parts
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What is predicted of a method.
+
+    Attributes:
+        method: The method.
+        fits: Whether the batch asked for fits, or one sequence if none was.
+        batch: Sequences of a micro-batch for which the rest is given.
+        largest_batch: The most that fit; 0 if not even one does.
+        worst: When and on which stage memory is at its highest.
+        breakdown: Bytes of that rank then, by part.
+        speed: Of a step.
+        flags: That run the method.
+        elsewhere: Why our engine cannot run it; None if it can.
+    """
+
+    method: Method
+    fits: bool
+    batch: int
+    largest_batch: int
+    worst: Instant
+    breakdown: Mapping[str, int]
+    speed: Speed
+    flags: tuple[str, ...]
+    elsewhere: str | None
+
+    @property
+    def peak_process(self) -> int:
+        """All bytes that the worst rank's process takes of its GPU."""
+        return sum(self.breakdown.values())
+
+    @property
+    def peak_reserved(self) -> int:
+        """Bytes that its allocator holds."""
+        return self.peak_process - self.breakdown["context"]
+
+    @property
+    def peak_allocated(self) -> int:
+        """Bytes of live tensors."""
+        return self.peak_reserved - self.breakdown["fragmentation"]
+
+    def to_json(self) -> dict[str, Any]:
+        """As programs read it."""
+        method = self.method
+        return {
+            "estimator": "ours",
+            "name": method.name,
+            "details": method.details,
+            "data_parallel": method.data,
+            "tensor_parallel": method.tensor,
+            "pipeline_parallel": method.pipeline,
+            "expert_parallel": method.expert,
+            "sequence_parallel": method.sequence_parallel,
+            "zero": method.zero,
+            "recompute": method.recompute,
+            "offload": method.offload,
+            "micro_batches": method.micro_batches,
+            "fits": self.fits,
+            "batch_size": self.batch,
+            "largest_batch": self.largest_batch,
+            "peak_process_bytes": self.peak_process,
+            "peak_reserved_bytes": self.peak_reserved,
+            "peak_allocated_bytes": self.peak_allocated,
+            "breakdown": dict(self.breakdown),
+            "worst_rank": {"stage": self.worst.stage, "rank": self.rank, "at": self.worst.name},
+            "throughput_tokens_per_s": self.speed.throughput,
+            "step_s": self.speed.seconds,
+            "flags": list(self.flags),
+            "not_by_this_engine": self.elsewhere,
+        }
+
+    @property
+    def rank(self) -> int:
+        """The first rank of the worst stage: Megatron numbers ranks tensor first, then data, then pipeline."""
+        return self.worst.stage * self.method.tensor * self.method.data
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The methods, the best first: those that fit by speed, then the others by how little they lack."""
+
+    entries: Sequence[Ranked]
+
+    @property
+    def chosen(self) -> Ranked | None:
+        """The fastest that fits; None if nothing does."""
+        return self.entries[0] if self.entries and self.entries[0].fits else None
+
+    @property
+    def selected(self) -> str | None:
+        """Its name; `offload` if host memory has to help."""
+        if self.chosen is None:
+            return None
+        return OFFLOAD if self.chosen.method.offload else self.chosen.method.name
+
+
+def rank(
+    architecture: Architecture,
+    recipe: Recipe,
+    gpus: int,
+    memory: int,
+    device: Device,
+    batch: int | None = None,
+) -> Ranking:
+    """Rank every method.
+
+    Args:
+        architecture: The model.
+        recipe: What is trained and how.
+        gpus: How many there are.
+        memory: Bytes of each.
+        device: What they are.
+        batch: Sequences of a micro-batch; None for as many as fit.
+    """
+    found = [
+        _ranked(architecture, recipe, method, memory, device, batch)
+        for method in methods(gpus, architecture, recipe)
+    ]
+    # Sorting keeps the order of equals: the plainest first.
+    fitting = sorted((e for e in found if e.fits), key=lambda e: -e.speed.throughput)
+    others = sorted((e for e in found if not e.fits), key=lambda e: e.peak_process)
+    return Ranking([*fitting, *others])
+
+
+def _ranked(
+    architecture: Architecture, recipe: Recipe, method: Method, memory: int, device: Device, batch: int | None
+) -> Ranked:
+    parts = Parts(architecture, recipe, method)
+    largest = largest_batch(parts.peak, memory)
+    shown = batch or max(largest, 1)
+    elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
+    words = megatron_flags(method, recipe) if elsewhere else flags(method, recipe)
+    return Ranked(
+        method,
+        shown <= largest,
+        shown,
+        largest,
+        parts.worst(shown),
+        parts.breakdown(shown),
+        speed(architecture, recipe, method, shown, device),
+        tuple(words),
+        elsewhere,
+    )

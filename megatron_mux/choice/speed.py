@@ -1,0 +1,193 @@
+"""How long a step takes on each method: a roofline of the device and of its links.
+
+Good enough to rank methods; seconds may be far off. All ranks are taken to have the same link to each other, and a
+device to reach its peak: neither is so, and both are as wrong for every method.
+
+Shapes: T rows (tokens) of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_mux.fusion.roofline import Device
+from megatron_mux.memory.architecture import Architecture, Unit
+from megatron_mux.memory.methods import Method, Recipe
+from megatron_mux.memory.shards import Stage, stages
+
+HOST_LINK = 25e9
+"""Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""
+HOST_MEMORY = 100e9
+"""Bytes a second of host memory, for an optimizer's step there."""
+SEQUENCES = 64
+"""Of a step, at least: what a method does once a step is shared by as many with every method, by further micro-batches
+where one's largest batch is less."""
+_OPERATORS = 12
+"""Of a layer's pass, each with the device's overhead."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is predicted of a step.
+
+    Attributes:
+        seconds: Of the step.
+        tokens: Of all sequences in it.
+    """
+
+    seconds: float
+    tokens: int
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def speed(architecture: Architecture, recipe: Recipe, method: Method, batch: int, device: Device) -> Speed:
+    """Of a step with so many sequences in each micro-batch, and enough micro-batches for `SEQUENCES`."""
+    passes = _Passes(architecture, recipe, method, batch, device)
+    own = stages(architecture, method)
+    times = [passes.stage(stage) for stage in own]
+    each = [forward + backward for forward, backward in times]
+    together = method.data * method.micro_batches * batch
+    parts = method.micro_batches * -(-SEQUENCES // together)
+    seconds = sum(each) + (parts - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
+    # A step's sums of gradients hide behind the last backward pass as far as that goes.
+    ends = (
+        max(0.0, passes.gradients(stage) - backward) + passes.optimizer(stage)
+        for stage, (_, backward) in zip(own, times, strict=True)
+    )
+    tokens = method.data * parts * batch * recipe.length
+    return Speed(seconds + max(ends), tokens)
+
+
+class _Passes:
+    """Seconds of one rank's work."""
+
+    def __init__(
+        self, architecture: Architecture, recipe: Recipe, method: Method, batch: int, device: Device
+    ) -> None:
+        self._a, self._recipe, self._method, self._device = architecture, recipe, method, device
+        self._rows = batch * recipe.length
+        self._size = recipe.size
+        self._known: dict[Unit, tuple[float, float]] = {}
+
+    def stage(self, stage: Stage) -> tuple[float, float]:
+        """Of a micro-batch's forward and backward pass."""
+        forward = backward = 0.0
+        for unit in (self._a.layers[layer] for layer in stage.layers):
+            one, other = self._known.get(unit) or self._known.setdefault(unit, self._layer(unit))
+            forward, backward = forward + one, backward + other
+        if stage.last:
+            ahead, behind = self._head()
+            forward, backward = forward + ahead, backward + behind
+        return forward, backward
+
+    def _layer(self, unit: Unit) -> tuple[float, float]:
+        a, method = self._a, self._method
+        dense = unit.divided + unit.experts * a.experts_per_token / a.experts
+        products = 2 * self._rows * dense / method.tensor
+        scores = 2 * self._rows * self._recipe.length * a.queries / method.tensor  # half of them are masked
+        weights = self._size * (unit.divided + unit.experts / method.expert) / method.tensor
+        width = 6 * a.hidden + 2 * (2 * a.queries + 2 * a.keys + a.inner + a.ffn) / method.tensor
+        traffic = weights + self._size * self._rows * width
+        if self._recipe.attention == "eager":
+            traffic += 12 * self._rows * self._recipe.length * a.heads / method.tensor
+        forward = self._compute(products + scores, traffic)
+        core = self._compute(scores, 0.0)
+        times = 1 if self._recipe.frozen else 2
+        # Attention goes backward with its scores computed again.
+        backward = self._compute(times * products + 2.5 * scores, 2 * traffic) + self._adapters()
+        exchange = self._exchange()
+        again = {"none": 0.0, "selective": core, "full": forward + exchange}[method.recompute]
+        brought = self._brought(unit)
+        reduced = self._reduced(unit)
+        return max(forward + exchange, brought), max(backward + exchange + again, brought + reduced)
+
+    def _compute(self, flops: float, traffic: float) -> float:
+        launches = (_OPERATORS - 1) * self._device.overhead
+        return self._device.seconds(flops, traffic, self._size) + launches
+
+    def _adapters(self) -> float:
+        """Of a layer's adapters, forward and backward."""
+        tasks, a = self._recipe.adapters, self._a
+        if not tasks:
+            return 0.0
+        values = sum(task.values(range(len(a.layers)), self._method.tensor) for task in tasks)
+        return self._compute(6 * self._rows * values / len(a.layers) / len(tasks), 0.0)
+
+    def _exchange(self) -> float:
+        """Among tensor ranks, two sums a pass (gathered and scattered with sequence parallelism: as many bytes)."""
+        a, method, device = self._a, self._method, self._device
+        seconds = 0.0
+        if method.tensor > 1:
+            size = 2 * self._rows * a.hidden * self._size * _rest(method.tensor)
+            seconds += 2 * (size / device.link + device.latency)
+        if method.expert > 1:
+            size = self._rows * a.experts_per_token * a.hidden * self._size * _rest(method.expert)
+            seconds += 2 * (size / method.tensor / device.link + device.latency)
+        return seconds
+
+    def _brought(self, unit: Unit) -> float:
+        """To have a layer's weights in place for a pass."""
+        method, device = self._method, self._device
+        size = self._size * (
+            unit.divided / method.tensor + unit.copied + unit.experts / method.tensor / method.expert
+        )
+        seconds = 0.0
+        if method.zero == 3:
+            seconds += size * _rest(method.data) / device.link + device.latency
+        if method.offload and self._recipe.frozen:
+            seconds += size / (method.data if method.zero == 3 else 1) / HOST_LINK
+        return seconds
+
+    def _reduced(self, unit: Unit) -> float:
+        """To sum a layer's gradients over ranks each of which keeps a share of the weights."""
+        if self._method.zero != 3 or self._recipe.frozen:
+            return 0.0
+        size = self._recipe.gradient_size * unit.total / self._method.tensor
+        return size * _rest(self._method.data) / self._device.link
+
+    def _head(self) -> tuple[float, float]:
+        flops = 2 * self._rows * self._a.hidden * self._a.vocabulary / self._method.tensor
+        traffic = (self._size + 8) * self._rows * self._a.vocabulary / self._method.tensor
+        times = 1 if self._recipe.frozen else 2
+        return self._compute(flops, traffic), self._compute(times * flops, traffic)
+
+    def transfer(self) -> float:
+        """Of a micro-batch's hidden states to the next stage."""
+        rows = self._rows / (self._method.tensor if self._method.sequence_parallel else 1)
+        return self._device.latency + rows * self._a.hidden * self._size / self._device.link
+
+    def gradients(self, stage: Stage) -> float:
+        """To sum a step's gradients over data-parallel ranks."""
+        method, recipe = self._method, self._recipe
+        if method.data == 1 or (method.zero == 3 and not recipe.frozen):
+            return 0.0
+        values = self._trained(stage)
+        size = 2 * values * recipe.gradient_size * _rest(method.data)
+        return size / self._device.link + self._device.latency
+
+    def optimizer(self, stage: Stage) -> float:
+        """Of the optimizer's step."""
+        recipe, method = self._recipe, self._method
+        values = self._trained(stage)
+        if method.zero and not recipe.frozen:
+            values = stage.divided(method)
+        size = values * (2 * recipe.state_size + 2 * recipe.size + recipe.gradient_size)
+        if not method.offload or recipe.frozen:
+            return size / self._device.bandwidth
+        moved = values * (recipe.gradient_size + recipe.size)
+        return moved / HOST_LINK + size / HOST_MEMORY
+
+    def _trained(self, stage: Stage) -> float:
+        """Values that a rank trains."""
+        if not self._recipe.frozen:
+            return stage.values
+        return sum(task.values(stage.layers, self._method.tensor) for task in self._recipe.adapters)
+
+
+def _rest(ranks: int) -> float:
+    """The share of a tensor that others have."""
+    return (ranks - 1) / ranks

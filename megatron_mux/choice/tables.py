@@ -1,0 +1,77 @@
+"""A ranking as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megatron_mux.choice.ranking import Ranked, Ranking
+from megatron_mux.memory.decision import OFFLOAD
+from megatron_mux.memory.sizes import GIB, show_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN = 12
+"""Methods in a table; programs get all of them."""
+
+
+def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], command: str) -> None:
+    """Print a ranking.
+
+    Args:
+        console: Where to. (`here`: whether our engine runs it; `batch`: the most that fit, or what was asked for;
+            `worst`: the pipeline stage.)
+        ranking: The methods.
+        impossible: Those that the model's sizes exclude, and why.
+        command: What begins the command line that runs a method of ours.
+    """
+    from rich.table import Table
+
+    table = Table(title=f"by closed forms of ours: the first {_SHOWN} of {len(ranking.entries)} methods")
+    table.add_column("method", no_wrap=True)
+    table.add_column("")
+    for column in ("fits", "here", "batch", "GiB", "worst", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in ranking.entries[:_SHOWN]:
+        table.add_row(*_row(entry))
+    console.print(table)
+    for name, why in impossible.items():
+        console.print(f"{name}: {why}", highlight=False)
+    _show_choice(console, ranking, command)
+
+
+def _row(entry: Ranked) -> list[str]:
+    return [
+        entry.method.name,
+        entry.method.details,
+        "yes" if entry.fits else "no",
+        "no" if entry.elsewhere else "yes",
+        str(entry.batch),
+        f"{entry.peak_process / GIB:.1f}",
+        f"{entry.worst.stage + 1}/{entry.method.pipeline}",
+        f"{entry.speed.throughput:,.0f}",
+    ]
+
+
+def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
+    best = ranking.chosen
+    if best is None:
+        nearest = f"; {ranking.entries[0].method.name} needs the least" if ranking.entries else ""
+        console.print(f"selected: nothing: no method fits{nearest}", highlight=False)
+        return
+    parts = ", ".join(f"{part} {show_size(size)}" for part, size in best.breakdown.items() if size)
+    offloaded = f"{OFFLOAD}: " if best.method.offload else ""
+    details = f" ({best.method.details})" if best.method.details else ""
+    batches = f"{best.batch} sequence(s) in each of {best.method.micro_batches} micro-batch(es)"
+    lines = [
+        f"selected: {offloaded}{best.method.name}{details}, {batches}",
+        f"its peak, at {best.worst.name}: {parts}",
+    ]
+    words = " ".join(best.flags)
+    if best.elsewhere:
+        lines += [f"not by this engine ({best.elsewhere}); Megatron-LM's flags: {words or 'none'}"]
+    else:
+        lines += [f"run it with: {command} {words}"]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,167 @@
+"""The closed forms of memory against what four ranks really hold and keep; fp32, frozen backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.residence import Kind
+from megatron_mux.engine import Engine
+from megatron_mux.memory import kept, own
+from megatron_mux.memory.architecture import Architecture
+from megatron_mux.memory.kept import Pass
+from megatron_mux.memory.methods import Method
+from megatron_mux.memory.shards import Stage, stages
+from megatron_mux.memory.sites import Configured, TaskAdapters
+from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.runtime import Parallel
+from tests import tiny_models
+from tests.distributed.test_engine_layouts import cases_of
+from tests.end_to_end.harness import Case, random_records
+
+LENGTH = 12
+LAYOUTS = {
+    "DP4": Method(data=4),
+    "DP2+TP2": Method(data=2, tensor=2),
+    "SP4": Method(tensor=4, sequence_parallel=True),
+    "TP2+PP2": Method(tensor=2, pipeline=2),
+    "PP4": Method(pipeline=4),
+}
+
+
+@pytest.fixture(scope="module")
+def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    def make(directory: Path) -> None:
+        tiny_models.make(directory, "llama", num_key_value_heads=4)
+
+    return once("memory", make) / "llama"
+
+
+@pytest.fixture(scope="module")
+def architecture(path: Path) -> Architecture:
+    return Architecture.of(Skeleton(path))
+
+
+def _assert_equal(found: float, wanted: float, slack: float) -> None:
+    """On every rank; all of them are compared before any complains."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (found, wanted))
+    wrong = {rank: pair for rank, pair in enumerate(everyone) if abs(pair[0] - pair[1]) > slack * pair[1]}
+    assert not wrong
+
+
+def _loaded(
+    path: Path, joined: Callable[..., Parallel], method: Method, kind: Kind = "resident"
+) -> tuple[Backbone, Parallel]:
+    parallel = joined(method.tensor, method.pipeline, method.sequence_parallel)
+    (backbone,) = load_stages(path, parallel, torch.float32, residence=kind)
+    return backbone, parallel
+
+
+def _stage(architecture: Architecture, method: Method, parallel: Parallel) -> Stage:
+    return stages(architecture, method)[parallel.pp_rank]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights(name: str, path: Path, architecture: Architecture, joined: Callable[..., Parallel]) -> None:
+    method = LAYOUTS[name]
+    backbone, parallel = _loaded(path, joined, method)
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in backbone.model.parameters()
+    }
+    _assert_equal(sum(storages.values()), 4 * _stage(architecture, method, parallel).values, 0)
+
+
+def test_shares_of_weights(path: Path, architecture: Architecture, joined: Callable[..., Parallel]) -> None:
+    method = Method(data=2, tensor=2, zero=3)
+    backbone, parallel = _loaded(path, joined, method, "sharded")
+    units = backbone.residence.units
+    shares = sum(unit.share.nbytes for unit in units.values())
+    aligned = 256 * sum(1 for _ in backbone.model.parameters())
+    stage = _stage(architecture, method, parallel)
+    wanted = 4 * stage.divided(method)
+    assert wanted <= shares <= wanted + aligned
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_adapters_of_every_kind(name: str, path: Path, joined: Callable[..., Parallel]) -> None:
+    method, cases = LAYOUTS[name], cases_of("llama", 96)
+    backbone, parallel = _loaded(path, joined, method)
+    engine = Engine([backbone], parallel)
+    engine.register_tasks([case.task for case in cases])
+    info = Configured.read(path)
+    found, wanted = {}, {}
+    for case in cases:
+        parameters = engine._running[case.name].optimizer.parameters
+        found[case.name] = sum(p.value.numel() for p in parameters)
+        wanted[case.name] = TaskAdapters.of(case.task.spec, info).values(backbone.layers, method.tensor)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found == wanted or (found, wanted))
+    assert everyone == [True] * len(everyone)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_forward_pass_keeps(
+    name: str,
+    path: Path,
+    architecture: Architecture,
+    joined: Callable[..., Parallel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = LAYOUTS[name]
+    backbone, parallel = _loaded(path, joined, method)
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    training: dict[str, object] = {"per_device_train_batch_size": 16, "max_steps": 2, "learning_rate": 1e-3}
+    case = Case("lora", adapter, training, random_records(16, 96, LENGTH, LENGTH, seed=1))
+    engine = Engine([backbone], parallel)
+    engine.register_tasks([case.task])
+    weights = {p.untyped_storage().data_ptr() for p in backbone.model.parameters()}
+    passes: list[tuple[int, int, int]] = []
+    forward = Backbone.forward
+
+    def counted(self: Backbone, batch: Any, *more: Any, **options: Any) -> Any:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = forward(self, batch, *more, **options)
+        passes.append((batch.rows, batch.label_rows.shape[0], sum(saved.values())))
+        return output
+
+    monkeypatch.setattr(Backbone, "forward", counted)
+    engine.step()
+    rows, labels, found = passes[0]
+    task = TaskAdapters.of(case.task.spec, Configured.read(path))
+    _assert_equal(found, _kept(architecture, task, method, backbone, rows, labels), 0.01)
+
+
+def _kept(
+    architecture: Architecture, task: TaskAdapters, method: Method, backbone: Backbone, rows: int, labels: int
+) -> float:
+    """What the forms say, less what the first layer and the last one need not keep."""
+    run = Pass(4, LENGTH, device="cpu")
+    wanted = 0.0
+    for layer in backbone.layers:
+        saved = kept.engine(architecture, run, own.inputs([task], layer), selective=False)
+        saved += own.rows(task, layer, architecture, run)
+        wanted += rows * kept.total(saved, method.tensor, method.sequence_parallel)
+        wanted += own.factors(task, layer, architecture, run, method.tensor)
+    share = method.tensor if method.sequence_parallel else 1
+    if backbone.first:  # embedded tokens need no gradient
+        wanted -= rows * 4 * architecture.hidden / share
+    if backbone.last:
+        left = rows if method.sequence_parallel else labels
+        wanted -= (rows - left) * 4 * (architecture.hidden + architecture.inner / method.tensor)
+        wanted += left * 4 * architecture.hidden / share  # the final norm's input
+    return wanted + rows * 4 * architecture.head_dim  # cosines and sines

@@ -1,0 +1,126 @@
+"""The choice: fastest of what fits, with flags that our parser or Megatron's scripts know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.arguments import parse_args
+from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
+from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
+from megatron_mux.choice.ranking import rank
+from megatron_mux.choice.recipes import gpu
+from megatron_mux.choice.speed import Speed, speed
+from megatron_mux.errors import UserError
+from megatron_mux.memory.methods import Method, Recipe, methods
+from megatron_mux.memory.parts import Parts
+from megatron_mux.memory.sizes import MIB
+from tests.unit.memory.architectures import llama, lora
+
+ARCHITECTURE = llama(8)
+FULL = Recipe(128)
+FROZEN = Recipe(128, adapters=(lora(ARCHITECTURE),))
+LARGE = llama(16, 4096, 11008)
+ON_LARGE = Recipe(1024, adapters=(lora(LARGE),))
+A100 = gpu("A100")
+
+
+@given(
+    st.sampled_from([FULL, FROZEN]),
+    st.sampled_from([1, 2, 4, 6]),
+    st.integers(700, 1200),
+    st.sampled_from([None, 3]),
+)
+@settings(max_examples=10, deadline=None)
+def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int | None) -> None:
+    found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch)
+    fitting = [entry for entry in found.entries if entry.fits]
+    assert found.chosen == (max(fitting, key=lambda e: e.speed.throughput) if fitting else None)
+    for entry in found.entries:
+        assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest_batch >= entry.batch)
+        assert entry.peak_process == sum(entry.breakdown.values())
+        assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
+        parts = Parts(ARCHITECTURE, recipe, entry.method)
+        assert parts.peak(entry.largest_batch + 1) > mib * MIB
+        assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
+
+
+def test_host_memory_helps_where_nothing_else_does() -> None:
+    least = min(Parts(ARCHITECTURE, FULL, m).peak(1) for m in methods(1, ARCHITECTURE, FULL) if not m.offload)
+    found = rank(ARCHITECTURE, FULL, 1, least - 1, A100)
+    assert found.selected == "offload" and found.chosen is not None and found.chosen.method.offload
+    none = rank(ARCHITECTURE, FULL, 1, 500 * MIB, A100)  # less than the context alone
+    assert none.selected is None and none.entries[0].peak_process == min(e.peak_process for e in none.entries)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(1024), ON_LARGE], ids=["full", "frozen"])
+def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
+    def of(batch: int = 4, **degrees: Any) -> Speed:
+        return speed(LARGE, recipe, Method(**degrees), batch, A100)
+
+    assert of().seconds < of(recompute="full").seconds
+    assert of(1).seconds < of(1, offload=True).seconds, "copies take longer than a small batch"
+    assert of(data=4).throughput <= 4 * of().throughput
+    assert of(tensor=4).throughput < 4 * of().throughput
+    two = of(pipeline=2)
+    assert two.tokens == of().tokens == 64 * 1024 and of().throughput < two.throughput < 2 * of().throughput
+    slow, fast = (speed(LARGE, recipe, Method(), 4, gpu(name)) for name in ("V100", "H100"))
+    assert fast.throughput > slow.throughput
+    flops = (
+        2 * 64 * 1024 * LARGE.total
+    )  # of a forward pass; backward as much, or twice if weights are trained
+    times = 2 if recipe.frozen else 3
+    assert times * flops / 312e12 < of().seconds < 1.25 * times * flops / 312e12
+
+
+def test_weights_gathered_for_a_small_batch_cost_time() -> None:
+    plain, gathered = (speed(LARGE, ON_LARGE, Method(data=4, zero=z), 1, A100).seconds for z in (0, 3))
+    assert plain < gathered
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_flags_of_ours_parse(tmp_path: Path, precision: str) -> None:
+    recipe = Recipe(128, precision, adapters=FROZEN.adapters)  # type: ignore[arg-type]
+    tasks = tmp_path / "tasks.yaml"
+    tasks.touch()
+    for method in methods(8, ARCHITECTURE, recipe):
+        assert not_by_this_engine(method, recipe, "llama") is None
+        words = flags(method, recipe)
+        parsed = parse_args(["--backbone", str(tmp_path), "--mux-tasks", str(tasks), *words])
+        assert parsed.tensor_model_parallel_size == method.tensor
+        assert parsed.pipeline_model_parallel_size == method.pipeline
+        assert parsed.sequence_parallel == method.sequence_parallel and parsed.bf16 == (precision == "bf16")
+        assert (parsed.recompute_granularity or "none") == method.recompute
+        assert ("sharded" in parsed.mux_backbone_weights) == (method.zero == 3)
+        assert ("offloaded" in parsed.mux_backbone_weights) == method.offload
+
+
+def test_flags_of_megatron_are_its_own() -> None:
+    known = {*MEGATRON_FLAGS}
+    for method in methods(8, ARCHITECTURE, FULL):
+        words = [word for word in megatron_flags(method, FULL) if word.startswith("--")]
+        assert known.issuperset(words), words
+
+
+@pytest.mark.parametrize(
+    ("method", "recipe", "model_type", "why"),
+    [
+        (Method(), FULL, "llama", "full fine-tuning"),
+        (Method(data=2, expert=2), FROZEN, "llama", "expert"),
+        (Method(data=2, zero=1), FROZEN, "llama", "ZeRO-1"),
+        (Method(), FROZEN, "bloom", "'bloom' is none of its families"),
+        (Method(), Recipe(128, "fp16", adapters=FROZEN.adapters), "llama", "fp16"),
+        (Method(), Recipe(128, attention="eager", adapters=FROZEN.adapters), "llama", "scores"),
+    ],
+)
+def test_what_our_engine_does_not_do(method: Method, recipe: Recipe, model_type: str, why: str) -> None:
+    assert why in str(not_by_this_engine(method, recipe, model_type))
+
+
+def test_a_gpu_that_is_not_known() -> None:
+    with pytest.raises(UserError, match="--device H9000: is not known: choose from B200"):
+        gpu("H9000")

@@ -1,0 +1,57 @@
+"""Architectures as numbers: no model is built for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_mux.memory.architecture import Architecture, Unit
+from megatron_mux.memory.sites import Site, TaskAdapters
+
+
+def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4, **more: Any) -> Architecture:
+    """A small Llama of eight heads."""
+    width = hidden // 8
+    products = hidden * (2 * hidden + 2 * kv_heads * width) + 3 * hidden * ffn
+    sizes: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden": hidden,
+        "heads": 8,
+        "kv_heads": kv_heads,
+        "head_dim": width,
+        "ffn": ffn,
+        "gated": True,
+        "activation": "silu",
+        "rms_norm": True,
+        "rotary": True,
+        "dropout": False,
+        "experts": 1,
+        "experts_per_token": 1,
+        "vocabulary": 1024,
+        "tied": False,
+        "layers": (Unit(products, 2 * hidden),) * layers,
+        "embedding": Unit(1024 * hidden),
+        "head": Unit(1024 * hidden),
+        "final": Unit(0, hidden),
+    }
+    return Architecture(**{**sizes, **more})
+
+
+def gpt2(layers: int = 3, hidden: int = 256, activation: str = "gelu_new") -> Architecture:
+    """A small GPT-2 of eight heads; with ReLU, an OPT."""
+    return Architecture(
+        "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, activation, False, False, True, 1, 1, 1024, True,
+        (Unit(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
+        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden),
+    )  # fmt: skip
+
+
+def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskAdapters:
+    """LoRA on queries and values of every layer."""
+    a, count = architecture, len(architecture.layers)
+    return TaskAdapters(
+        name,
+        "adamw",
+        tuple(Site(layer, "linear_qkv", "LORA", 2 * rank) for layer in range(count)),
+        divided=(float(rank * (a.queries + a.keys)),) * count,
+        copied=(float(2 * rank * a.hidden),) * count,
+    )
