@@ -2,10 +2,13 @@
 
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
+    python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `llmem`, the closed forms of LLMem (Kim et al.
-2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that
-knows the model.
+2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of
+`transformers` in bf16 traced with fake tensors and replayed through PyTorch's caching allocator, on one GPU or on
+several with plain data parallelism. `all`: every one that knows the model. Traces are kept in the user's cache
+directory: the next answer for the same model takes a second.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
-from megatron_mux.errors import exit_status
+from megatron_mux.errors import UserError, exit_status
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_mux.memory.estimators import Answer, Question
+    from megatron_mux.memory.estimate import Prediction
+    from megatron_mux.memory.estimators import Answer, Entry, Question
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,11 +48,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         default="all",
         metavar="NAME",
-        help="how to predict: llmem, dnnmem, or all that know the model (default)",
+        help="how to predict: llmem, dnnmem, trace, or all that know the model (default)",
     )
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
+    add("--plot", type=path, metavar="FILE", help="draw the traced step's memory over time (.png or .svg)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(argv)
 
@@ -61,14 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     start = time.perf_counter()
-    from transformers.utils import logging
-
     from megatron_mux.memory.estimators import Question, estimate
+    from megatron_mux.memory.kept import Kept
+    from megatron_mux.memory.plot import check, draw
     from megatron_mux.memory.tensors import Skeleton
 
-    logging.set_verbosity_error()  # token ids and the like change no size
+    if arguments.plot:
+        check(arguments.plot)
     question = Question(
-        Skeleton(arguments.model),
+        Skeleton(arguments.model, Kept("models")),
         arguments.gpus,
         arguments.gpu_memory,
         arguments.sequence_length,
@@ -76,6 +82,10 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.llmem_base_memory,
     )
     answer = estimate(question, arguments.method)
+    if arguments.plot:
+        entry, prediction = _traced(answer)
+        title = f"{question.skeleton.tensors.model_type}, {entry.batch} x {question.length} tokens on one GPU"
+        draw(prediction, title, arguments.plot)
     seconds = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_json(question, answer, seconds)))
@@ -83,6 +93,18 @@ def run(arguments: argparse.Namespace) -> None:
         _print(question, answer)
     for refusal in answer.refusals:
         print(refusal, file=sys.stderr)
+
+
+def _traced(answer: Answer) -> tuple[Entry, Prediction]:
+    """The entry of a traced step, which alone can be drawn.
+
+    Raises:
+        UserError: There is none.
+    """
+    for entry in answer.entries:
+        if entry.prediction is not None:
+            return entry, entry.prediction
+    raise UserError("--plot: only a traced step can be drawn (--method trace)", *answer.refusals)
 
 
 def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:
@@ -153,6 +175,13 @@ def _print(question: Question, answer: Answer) -> None:
     for entry in answer.entries:
         if entry.why:
             console.print(f"{entry.layout.name}: {entry.why}")
+        if entry.prediction:
+            least, most = (show_size(size) for size in entry.prediction.interval)
+            expandable = show_size(entry.prediction.peak_reserved_expandable)
+            console.print(
+                f"trace: most is reserved {entry.prediction.moment}; {least} to {most} by what is not known of "
+                f"kernels, context and NCCL (not measured on a GPU); {expandable} reserved with expandable segments"
+            )
     if answer.chosen:
         chosen = answer.chosen
         kind = _KINDS[chosen.layout.kind]
