@@ -177,7 +177,9 @@ def _trace(question: Question) -> list[Entry]:
             batch = question.batch or max(largest, 1)
             prediction = batches.prediction(batch)
         except (TraceError, StreamError) as error:
-            raise UserError(f"trace: {skeleton.path}: its step cannot be traced: {error}") from None
+            raise UserError(
+                f"trace: {skeleton.path}: its step cannot be traced: {error}; closed forms answer"
+            ) from None
     fits = batch <= largest
     return [Entry("trace", layout, fits, batch, largest, prediction.breakdown, prediction=prediction)]
 

@@ -92,7 +92,10 @@ def inserted(stream: Stream, blocks: Sequence[Block]) -> Stream:
             sizes.append(new.size)
             streams.append(0)
             categories.append(CATEGORIES.index(new.category))
-    return Stream(codes, moments, sizes, streams, categories, tuple(names))
+    order = {at: place for place, at in enumerate(dict.fromkeys(moments))}  # of first use
+    listed = tuple(names)
+    named = tuple(listed[at] for at in order)
+    return Stream(codes, array("I", map(order.__getitem__, moments)), sizes, streams, categories, named)
 
 
 def scaled(stream: Stream, most: bool) -> Stream:

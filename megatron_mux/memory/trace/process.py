@@ -107,17 +107,3 @@ class Tracer:
         words = [line for line in self._said.read().splitlines() if line.strip()]
         self._opened.close()
         return words[-1] if words else "it said nothing"
-
-
-def traces(cases: Sequence[Case], seconds: float = _SECONDS) -> list[Stream]:
-    """The streams of some cases, all traced in one process.
-
-    Args:
-        cases: What to trace.
-        seconds: How long it may take.
-
-    Raises:
-        TraceError: It failed, or took longer.
-    """
-    with Tracer(seconds) as tracer:
-        return tracer(cases)
