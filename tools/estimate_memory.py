@@ -72,6 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.memory.tensors import Skeleton
 
     if arguments.plot:
+        if arguments.method not in ("all", "trace"):
+            raise UserError(_NOT_DRAWN)
         check(arguments.plot)
     question = Question(
         Skeleton(arguments.model, Kept("models")),
@@ -95,6 +97,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(refusal, file=sys.stderr)
 
 
+_NOT_DRAWN = "--plot: only a traced step can be drawn (--method trace)"
+
+
 def _traced(answer: Answer) -> tuple[Entry, Prediction]:
     """The entry of a traced step, which alone can be drawn.
 
@@ -104,7 +109,7 @@ def _traced(answer: Answer) -> tuple[Entry, Prediction]:
     for entry in answer.entries:
         if entry.prediction is not None:
             return entry, entry.prediction
-    raise UserError("--plot: only a traced step can be drawn (--method trace)", *answer.refusals)
+    raise UserError(_NOT_DRAWN, *answer.refusals)
 
 
 def _json(question: Question, answer: Answer, seconds: float) -> dict[str, Any]:

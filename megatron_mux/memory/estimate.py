@@ -121,7 +121,7 @@ def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int 
 
 
 def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpus: int = 1) -> Prediction:
-    """The same from a case's traced stream."""
+    """The same from a case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     unseen = workspaces(stream, invisible.cublas(case.gpu.capability, config))
     if gpus > 1:

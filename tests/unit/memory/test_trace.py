@@ -14,7 +14,7 @@ from megatron_mux.memory.invisible import TABLE
 from megatron_mux.memory.trace.case import Case, Gpu
 from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.model import UntraceableError
-from megatron_mux.memory.trace.process import Tracer, TraceError
+from megatron_mux.memory.trace.process import TraceError, Tracer
 from megatron_mux.memory.trace.training import count, trace
 from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA
 
@@ -136,7 +136,7 @@ def test_traces_in_a_process_of_their_own() -> None:
             _assert_same(found, traced("gpt2", "ia3", case.layers))
         with pytest.raises(TraceError, match="knows no model_type 'ggpt'"):
             tracer([Case({"model_type": "ggpt"}, 2, 2, 16)])
-    with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match="longer than 0.01 s"):
+    with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match=r"longer than 0\.01 s"):
         tracer(cases)
 
 
