@@ -218,7 +218,8 @@ def estimate(question: Question, method: str) -> Answer:
         raise UserError(*refusals)
     first = "trace" if question.gpus == 1 and "trace" in answers else next(iter(answers))
     chosen = _choose(answers[first])
-    selected = chosen.layout.name if chosen else OFFLOAD if first in _CHOOSES else None
+    knows_all = first in _CHOOSES or question.gpus == 1  # there is but one layout of one GPU
+    selected = chosen.layout.name if chosen else OFFLOAD if knows_all else None
     return Answer([entry for found in answers.values() for entry in found], chosen, selected, refusals)
 
 

@@ -169,5 +169,5 @@ def test_layers_of_two_kinds_are_extended_in_pairs() -> None:
         assert [case.layers for case in cases] == [4, 6]
         return [trace(case) for case in cases]
 
-    whole = Case(NEO, 8, 2, 16, {"peft_type": "LORA", "r": 4}, attention="eager")
+    whole = Case(NEO, 8, 2, 16, {"peft_type": "LORA", "r": 4}, attention="eager", steps=1)
     _assert_same(step(whole, few), trace(whole))
