@@ -184,7 +184,7 @@ def _print(question: Question, answer: Answer) -> None:
             least, most = (show_size(size) for size in entry.prediction.interval)
             expandable = show_size(entry.prediction.peak_reserved_expandable)
             console.print(
-                f"trace: most is reserved {entry.prediction.moment}; {least} to {most} by what is not known of "
+                f"trace: most is in use {entry.prediction.moment}; {least} to {most} by what is not known of "
                 f"kernels, context and NCCL (not measured on a GPU); {expandable} reserved with expandable segments"
             )
     if answer.chosen:

@@ -89,10 +89,10 @@ class Prediction:
 
     @cached_property
     def breakdown(self) -> Mapping[str, int]:
-        """What `process` is made of when first most is reserved: bytes asked for by category, what the allocator holds
-        beyond that, and what is outside of it. Parts without bytes are left out.
+        """What `process` is made of: when first most is in use, the bytes asked for by category; what the allocator has
+        beyond that at its own peak, which may come later; what is outside of it. Parts without bytes are left out.
         """
-        index = self.replay.peak_reserved_at
+        index = self.replay.peak_allocated_at
         found = {str(category): size for category, size in self.stream.breakdown(index).items()}
         found[FRAGMENTATION] = self.peak_reserved - sum(found.values())
         found[CONTEXT] = outside(0)
@@ -101,8 +101,8 @@ class Prediction:
 
     @property
     def moment(self) -> str:
-        """When first most is reserved, in words."""
-        return in_words(self.replay.peak_reserved_moment)
+        """When first most is in use, in words."""
+        return in_words(self.replay.peak_allocated_moment)
 
 
 def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int = 1) -> Prediction:

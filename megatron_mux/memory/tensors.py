@@ -237,7 +237,7 @@ def _config(path: Path, raw: Mapping[str, Any]) -> Any:
             f"{path}: model_type {kind!r} is not a causal language model that transformers knows."
         )
     try:
-        config = CONFIG_MAPPING[kind].from_dict(raw)
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
         sizes = config.get_text_config()
     except Exception as error:  # its validators raise whatever they happen to raise
         raise UserError(f"{path} is not a valid {kind} config: {one_line(error)}") from None

@@ -66,7 +66,7 @@ def test_what_operators_take_may_be_less_or_more() -> None:
 def test_what_was_there_stays_as_it_was(data: st.DataObject) -> None:
     builder, live = StreamBuilder(), list[int]()
     for size in data.draw(st.lists(st.integers(1, 9), max_size=12)):
-        if live and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and live:
             builder.free(live.pop(data.draw(st.integers(0, len(live) - 1))), AT)
         live.append(builder.allocate(size, AT))
     stream = builder.done()
