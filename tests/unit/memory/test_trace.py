@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,20 +46,20 @@ WAYS.remove(("prefix", True))  # peft does not do it
 def test_few_layers_tell_of_more(adapter: str, recompute: bool) -> None:
     # Each way on one of the models: tests of steps that compute have all ways on both.
     config = "gpt2" if (adapter, recompute) in (("full", False), ("ia3", True)) else "llama"
-    assert_few_layers_tell(config, adapter, 4, recompute=recompute)
+    # Recomputation changes nothing in the optimizer, which is what a second step is for.
+    assert_few_layers_tell(config, adapter, 4, recompute=recompute, steps=1 if recompute else 2)
 
 
 def test_few_layers_tell_of_many() -> None:
-    assert_few_layers_tell("llama", "lora", 8, recompute=True)
+    assert_few_layers_tell("llama", "lora", 8, recompute=True, steps=1)
     assert_few_layers_tell("gpt2", "full", 16)
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"autocast": "bfloat16"},
+        {"autocast": "bfloat16", "optimizer": "adamw_fused", "clip": None},
         {"autocast": "float16", "weights": "float32", "recompute": True},
-        {"optimizer": "adamw_fused", "clip": None},
         {"optimizer": "sgd", "padded": True, "gpu": Gpu((7, 5), False), "weights": "float16"},
         {"attention": "eager", "padded": True},
     ],
@@ -82,6 +83,7 @@ def test_a_step_that_computes_takes_what_was_traced(config: str, adapter: str, r
     section = ADAPTERS[adapter]
     section = section and {**section, **({"lora_dropout": 0.0} if adapter == "lora" else {})}
     case = Case(CONFIGS[config] | plain, 2, 2, 16, section, "float32", attention="eager", recompute=recompute)
+    case = replace(case, steps=1 if recompute else 2)
     found, real = trace(case), count(case)
     assert _large(found) == _large(real)
     assert found.peak().moment == real.peak().moment
