@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     start = time.perf_counter()
     from megatron_mux.memory.estimators import Question, estimate
-    from megatron_mux.memory.kept import Kept
+    from megatron_mux.memory.store import Store
     from megatron_mux.memory.plot import check, draw
     from megatron_mux.memory.tensors import Skeleton
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(_NOT_DRAWN)
         check(arguments.plot)
     question = Question(
-        Skeleton(arguments.model, Kept("models")),
+        Skeleton(arguments.model, Store("models")),
         arguments.gpus,
         arguments.gpu_memory,
         arguments.sequence_length,

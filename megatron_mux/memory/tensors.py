@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
-from megatron_mux.memory.kept import Kept, versions
+from megatron_mux.memory.store import Store, versions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ class Skeleton:
         UserError: There is none, or it is no JSON object.
     """
 
-    def __init__(self, path: Path, kept: Kept | None = None) -> None:
+    def __init__(self, path: Path, kept: Store | None = None) -> None:
         self.path = path / "config.json" if path.is_dir() else path
         self.raw = read_json(self.path)
         self._kept = kept

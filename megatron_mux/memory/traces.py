@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_mux.memory.events import Stream, StreamError
-from megatron_mux.memory.kept import Kept, versions
+from megatron_mux.memory.store import Store, versions
 from megatron_mux.memory.trace import depth
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.process import Tracer
@@ -23,8 +23,8 @@ class Traces:
         tracer: Traces what is not.
     """
 
-    def __init__(self, kept: Kept | None = None, tracer: Tracer | None = None) -> None:
-        self._kept = kept or Kept(KIND)
+    def __init__(self, kept: Store | None = None, tracer: Tracer | None = None) -> None:
+        self._kept = kept or Store(KIND)
         self._tracer = tracer or Tracer()
 
     def __enter__(self) -> Self:

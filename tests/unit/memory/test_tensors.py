@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.kept import Kept
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.tensors import Skeleton
 from tests.unit.memory.configs import CONFIGS, PARAMETERS, write
 
@@ -70,7 +70,7 @@ def test_a_directory_or_its_file(tmp_path: Path) -> None:
 
 
 def test_sizes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept("models", tmp_path / "kept")
+    kept = Store("models", tmp_path / "kept")
     file = write(tmp_path, {**LLAMA, "num_hidden_layers": 1})
     assert not Skeleton(file, kept).is_known and not Skeleton(file).is_known
     measured = Skeleton(file, kept).tensors

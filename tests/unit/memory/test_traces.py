@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mux.memory import traces as traces_module
 from megatron_mux.memory.events import Moment, Stream, StreamBuilder
-from megatron_mux.memory.kept import Kept
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.process import Tracer
 from megatron_mux.memory.traces import Traces
@@ -39,7 +39,7 @@ def _stream(blocks: int) -> Stream:
 def _ask(directory: Path) -> int:
     """How many cases had to be traced."""
     tracer = CountingTracer()
-    with Traces(Kept("traces", directory), tracer) as traces:
+    with Traces(Store("traces", directory), tracer) as traces:
         assert traces.step(CASE) == _stream(2)
     return len(tracer.traced)
 

@@ -19,7 +19,7 @@ from megatron_mux.files import cache_directory, write_atomically
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-class Kept:
+class Store:
     """A directory of texts.
 
     Args:
