@@ -3,12 +3,14 @@
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
     python tools/estimate_memory.py --model DIR --tasks tasks.yaml --gpus 8 --gpu-memory 80GB --sequence-length 2048
+    python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
 (data, tensor, pipeline, expert; ZeRO; recomputation; offload), of full fine-tuning or of a task file's adapters, ranked
-by predicted speed; `llmem`, the closed forms of LLMem (Kim et al.
-2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU. `all`: every one that
-knows the model.
+by predicted speed; `llmem`, the closed forms of LLMem (Kim et al. 2024) with the choice of its Algorithm 1; `dnnmem`,
+DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of `transformers` in bf16 traced with fake tensors and
+replayed through PyTorch's caching allocator, on one GPU or on several with plain data parallelism. `all`: every one
+that knows the model. Traces are kept in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_mux.choice.answer import Choice
-    from megatron_mux.memory.estimators import Answer, Question
+    from megatron_mux.memory.estimate import Prediction
+    from megatron_mux.memory.estimators import Answer, Entry, Question
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         default="all",
         metavar="NAME",
-        help="how to predict: ours, llmem, dnnmem, or all that know the model (default)",
+        help="how to predict: ours, llmem, dnnmem, trace, or all that know the model (default)",
     )
     add(
         "--tasks",
@@ -61,6 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
+    add("--plot", type=path, metavar="FILE", help="draw the traced step's memory over time (.png or .svg)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(argv)
 
@@ -86,14 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     start = time.perf_counter()
-    from transformers.utils import logging
-
     from megatron_mux.memory.estimators import Answer, Question, estimate
+    from megatron_mux.memory.plot import check, draw
+    from megatron_mux.memory.store import Store
     from megatron_mux.memory.tensors import Skeleton
 
-    logging.set_verbosity_error()  # token ids and the like change no size
+    if arguments.plot:
+        if arguments.method not in ("all", "trace"):
+            raise UserError(_NOT_DRAWN)
+        check(arguments.plot)
     question = Question(
-        Skeleton(arguments.model),
+        Skeleton(arguments.model, Store("models")),
         arguments.gpus,
         arguments.gpu_memory,
         arguments.sequence_length,
@@ -109,6 +116,10 @@ def run(arguments: argparse.Namespace) -> None:
             if choice is None:
                 raise UserError(*refusals, *error.problems) from None
             refusals += error.problems
+    if arguments.plot:
+        entry, prediction = _traced(answer)
+        title = f"{question.skeleton.tensors.model_type}, {entry.batch} x {question.length} tokens on one GPU"
+        draw(prediction, title, arguments.plot)
     seconds = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_json(question, answer, choice, seconds)))
@@ -133,6 +144,21 @@ def _choice(arguments: argparse.Namespace, question: Question) -> tuple[Choice |
         if arguments.method == "ours" or arguments.tasks is not None or "--device" in str(error):
             raise
         return None, list(error.problems)
+
+
+_NOT_DRAWN = "--plot: only a traced step can be drawn (--method trace)"
+
+
+def _traced(answer: Answer) -> tuple[Entry, Prediction]:
+    """The entry of a traced step, which alone can be drawn.
+
+    Raises:
+        UserError: There is none.
+    """
+    for entry in answer.entries:
+        if entry.prediction is not None:
+            return entry, entry.prediction
+    raise UserError(_NOT_DRAWN, *answer.refusals)
 
 
 def _json(question: Question, answer: Answer, choice: Choice | None, seconds: float) -> dict[str, Any]:
@@ -217,6 +243,13 @@ def _print_layouts(console: Console, question: Question, answer: Answer, choose:
     for entry in answer.entries:
         if entry.why:
             console.print(f"{entry.layout.name}: {entry.why}")
+        if entry.prediction:
+            least, most = (show_size(size) for size in entry.prediction.interval)
+            expandable = show_size(entry.prediction.peak_reserved_expandable)
+            console.print(
+                f"trace: most is in use {entry.prediction.moment}; {least} to {most} by what is not known of "
+                f"kernels, context and NCCL (not measured on a GPU); {expandable} reserved with expandable segments"
+            )
     if not choose:
         return
     if answer.chosen:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.config import read_json
 from megatron_mux.errors import UserError
+from megatron_mux.files import read_json
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

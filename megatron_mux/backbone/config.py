@@ -61,23 +61,6 @@ def problem(field: str, value: Any, supported: str) -> str:
     return f"The backbone's config.json asks for {field} = {json.dumps(value, default=str)}: supported is {supported}."
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UserError: It is not there, not JSON, or not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object.")
-    return content
-
-
 def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Fill in the family's defaults as transformers does and check every field.
 

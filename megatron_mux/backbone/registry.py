@@ -13,6 +13,7 @@ from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.errors import UserError
+from megatron_mux.files import read_json
 from megatron_mux.layout import BaseOpName
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")
@@ -109,6 +110,6 @@ def _read_config(path: Path) -> tuple[Family, BackboneShape]:
     if not path.is_dir():
         raise UserError(f"The backbone {path} is not a directory.")
     refuse_megatron(path)
-    raw = config.read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     found = family(raw.get("model_type", ""))
     return found, found.shape(config.complete(found, raw, path / "config.json"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
-from megatron_mux.files import write_atomically
+from megatron_mux.files import cache_directory, write_atomically
 
 FORMAT: Literal[1] = 1
 
@@ -179,11 +178,7 @@ def key_of(about: Mapping[str, Any]) -> str:
 
 def profile_directory() -> Path:
     """Where profiles are kept: `$MEGATRON_MUX_CACHE`, else the user's cache directory."""
-    given = os.environ.get("MEGATRON_MUX_CACHE")
-    if given:
-        return Path(given) / "profiles"
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "megatron-mux" / "profiles"
+    return cache_directory("profiles")
 
 
 _ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory import dnnmem, llmem
+from megatron_mux.memory import llmem
+from megatron_mux.memory.batches import Batches
 from megatron_mux.memory.decision import OFFLOAD, Layout, largest_batch, layouts, select
+from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, Prediction
+from megatron_mux.memory.events import StreamError
 from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.traces import Traces
 
 LARGEST_LENGTH = 1 << 24
 MOST_GPUS = 1 << 16
@@ -29,6 +36,8 @@ class Question:
     """Sequences on each GPU; None for as many as fit."""
     base_memory: int | None = None
     """LLMem's `m_base`, bytes; None for its default."""
+    adapter: Mapping[str, Any] | None = None
+    """`peft_type` and the fields of peft's config class; None for full fine-tuning. Traces alone know adapters."""
 
     def check(self) -> None:
         """Refuse what no model or machine has.
@@ -68,6 +77,8 @@ class Entry:
     """Bytes of one GPU at the peak."""
     why: str | None = None
     """Why the layout cannot be, where it cannot: then it has no peak."""
+    prediction: Prediction | None = None
+    """Of a traced step."""
 
     @property
     def peak_process(self) -> int | None:
@@ -77,7 +88,9 @@ class Entry:
     @property
     def peak_reserved(self) -> int | None:
         """Bytes that the allocator holds at the peak."""
-        return self.peak_process - self.breakdown["base"] if self.peak_process is not None else None
+        if self.peak_process is None:
+            return None
+        return self.peak_process - sum(self.breakdown.get(part, 0) for part in _OUTSIDE)
 
     def to_json(self) -> dict[str, object]:
         """As programs read it."""
@@ -93,10 +106,25 @@ class Entry:
             "score": self.layout.score(self.largest_batch),
             "peak_process_bytes": self.peak_process,
             "peak_reserved_bytes": self.peak_reserved,
-            "peak_allocated_bytes": None,  # closed forms do not tell live tensors from what is held for them
+            # Closed forms do not tell live tensors from what is held for them.
+            "peak_allocated_bytes": self.prediction.peak_allocated if self.prediction else None,
             "breakdown": dict(self.breakdown),
             "why": self.why,
+            **(_told(self.prediction) if self.prediction else {}),
         }
+
+
+_OUTSIDE = ("base", CONTEXT, COMMUNICATORS)
+"""Parts of a breakdown that do not go through the allocator."""
+
+
+def _told(prediction: Prediction) -> dict[str, object]:
+    """What only a traced step tells."""
+    return {
+        "peak_reserved_expandable_bytes": prediction.peak_reserved_expandable,
+        "peak_process_interval_bytes": list(prediction.interval),
+        "moment": prediction.moment,
+    }
 
 
 @dataclass(frozen=True)
@@ -126,12 +154,42 @@ def _llmem(question: Question) -> list[Entry]:
 
 def _dnnmem(question: Question) -> list[Entry]:
     """One GPU, so conventional data parallelism only."""
+    from megatron_mux.memory import dnnmem  # imports torch, which takes seconds
+
     graph = dnnmem.DNNMem(question.skeleton, question.length)
     return [_entry("dnnmem", question, layouts(question.gpus)[0], graph.breakdown)]
 
 
-ESTIMATORS: Mapping[str, Callable[[Question], list[Entry]]] = {"llmem": _llmem, "dnnmem": _dnnmem}
-"""By name, the most trusted first: its choice is the answer's."""
+def _trace(question: Question) -> list[Entry]:
+    """A traced step of `transformers` on one GPU, or on several with plain `DistributedDataParallel`.
+
+    Weights are bf16, and AdamW's states too, as `Trainer` trains a model that was loaded so.
+    """
+    skeleton, layout = question.skeleton, layouts(question.gpus)[0]
+    with Traces() as traces:
+        if not skeleton.is_known:
+            traces.start()
+        layers = skeleton.tensors.layers
+        case = Case(skeleton.raw, layers, 1, question.length, question.adapter)
+        batches = Batches(case, traces, gpus=question.gpus)
+        try:
+            largest = batches.largest(question.gpu_memory)
+            batch = question.batch or max(largest, 1)
+            prediction = batches.prediction(batch)
+        except (TraceError, StreamError) as error:
+            raise UserError(
+                f"trace: {skeleton.path}: its step cannot be traced: {error}; closed forms answer"
+            ) from None
+    fits = batch <= largest
+    return [Entry("trace", layout, fits, batch, largest, prediction.breakdown, prediction=prediction)]
+
+
+ESTIMATORS: Mapping[str, Callable[[Question], list[Entry]]] = {
+    "llmem": _llmem,
+    "dnnmem": _dnnmem,
+    "trace": _trace,
+}
+"""By name, the most trusted first: its choice is the answer's. On one GPU that is the trace's."""
 _CHOOSES = ("llmem",)
 """Estimators that know all layouts, so that nothing fits if none of theirs does."""
 
@@ -144,7 +202,7 @@ def estimate(question: Question, method: str) -> Answer:
         method: A name of `ESTIMATORS`, or `all`.
 
     Returns:
-        Everything they say; the choice is the first one's.
+        Everything they say; the choice is the most trusted one's. Where a step cannot be traced, closed forms answer.
 
     Raises:
         UserError: The method or a size is none, or no estimator knows the model.
@@ -152,18 +210,29 @@ def estimate(question: Question, method: str) -> Answer:
     if method != "all" and method not in ESTIMATORS:
         raise UserError(f"--method {method}: must be one of all, ours, {', '.join(ESTIMATORS)}")
     question.check()
-    answers, refusals = {}, []
-    for name in ESTIMATORS if method == "all" else (method,):
+    answers, refusals = _ask(question, ESTIMATORS if method == "all" else (method,))
+    if not answers and method == "trace":
+        closed, more = _ask(question, [name for name in ESTIMATORS if name != method])
+        answers, refusals = closed, refusals + more
+    if not answers:
+        raise UserError(*refusals)
+    first = "trace" if question.gpus == 1 and "trace" in answers else next(iter(answers))
+    chosen = _choose(answers[first])
+    knows_all = first in _CHOOSES or question.gpus == 1  # there is but one layout of one GPU
+    selected = chosen.layout.name if chosen else OFFLOAD if knows_all else None
+    return Answer([entry for found in answers.values() for entry in found], chosen, selected, refusals)
+
+
+def _ask(question: Question, names: Iterable[str]) -> tuple[dict[str, list[Entry]], list[str]]:
+    """What estimators say, and why others say nothing."""
+    answers: dict[str, list[Entry]] = {}
+    refusals: list[str] = []
+    for name in names:
         try:
             answers[name] = ESTIMATORS[name](question)
         except UserError as error:
             refusals += error.problems
-    if not answers:
-        raise UserError(*refusals)
-    first = next(iter(answers))
-    chosen = _choose(answers[first])
-    selected = chosen.layout.name if chosen else OFFLOAD if first in _CHOOSES else None
-    return Answer([entry for found in answers.values() for entry in found], chosen, selected, refusals)
+    return answers, refusals
 
 
 def _choose(entries: Sequence[Entry]) -> Entry | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from megatron_mux.backbone.config import read_json
 from megatron_mux.errors import UserError
+from megatron_mux.files import read_json
+from megatron_mux.memory.store import Store, versions
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MOST = {
     "num_hidden_layers": 10_000,
@@ -82,6 +84,17 @@ class ModelTensors:
         """The parameter of a name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)
 
+    def to_json(self) -> str:
+        """As text; `from_json` reads it."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelTensors:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        tensors = (ParameterTensor(t["name"], tuple(t["shape"]), t["operator"]) for t in data["tensors"])
+        return cls(**{**data, "tensors": tuple(tensors)})
+
     @property
     def head_tensors(self) -> tuple[ParameterTensor, ...]:
         """What the output layer has of its own: weight and bias, or only a bias, or nothing."""
@@ -94,25 +107,52 @@ class ModelTensors:
 class Skeleton:
     """A model of `transformers` on the meta device: modules and shapes, no values.
 
+    What needs `transformers`, and torch, is done when it is first asked for; sizes that were asked for once are kept.
+
     Args:
         path: config.json, or a directory that has one.
+        kept: Where sizes are kept; None keeps none.
 
     Raises:
-        UserError: There is none, or it is not the config of a causal language model.
+        UserError: There is none, or it is no JSON object.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Store | None = None) -> None:
         self.path = path / "config.json" if path.is_dir() else path
-        self.config = _config(self.path)
-        self.module = self._build()
+        self.raw = read_json(self.path)
+        self._kept = kept
+        self._about = {"config": self.raw, "versions": versions()}
 
-    def _build(self) -> nn.Module:
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether sizes can be told without building the model."""
+        return self._kept is not None and self._kept.read(self._about) is not None
+
+    @cached_property
+    def config(self) -> Any:
+        """As `transformers` understands it.
+
+        Raises:
+            UserError: It is not the config of a causal language model.
+        """
+        return _config(self.path, self.raw)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            UserError: None can be built.
+        """
+        config = self.config
+        import torch
+        from torch import nn
         from transformers import AutoModelForCausalLM
 
         try:
             with torch.device("meta"):
                 built = AutoModelForCausalLM.from_config(
-                    self.config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+                    config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
                 )
         except Exception as error:  # models raise whatever their assertions happen to raise
             raise UserError(
@@ -123,7 +163,22 @@ class Skeleton:
 
     @cached_property
     def tensors(self) -> ModelTensors:
-        """The model's parameters and sizes."""
+        """The model's parameters and sizes.
+
+        Raises:
+            UserError: It is not the config of a causal language model.
+        """
+        text = None if self._kept is None else self._kept.read(self._about)
+        if text is not None:
+            return ModelTensors.from_json(text)
+        found = self._measured()
+        if self._kept is not None:
+            self._kept.write(self._about, found.to_json())
+        return found
+
+    def _measured(self) -> ModelTensors:
+        from torch import nn
+
         sizes = self.config.get_text_config()
         module: Any = self.module
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -154,6 +209,8 @@ class Skeleton:
 
 
 def _operator(module: nn.Module) -> str:
+    from torch import nn
+
     if isinstance(module, nn.Embedding):
         return "Embedding"
     if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":  # GPT-2's, a transposed Linear
@@ -165,10 +222,12 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _config(path: Path) -> Any:
+def _config(path: Path, raw: Mapping[str, Any]) -> Any:
     """A config.json as `transformers` understands it, its sizes checked."""
-    raw = read_json(path)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # token ids and the like change no size
 
     kind = raw.get("model_type")
     if not isinstance(kind, str):
@@ -178,7 +237,7 @@ def _config(path: Path) -> Any:
             f"{path}: model_type {kind!r} is not a causal language model that transformers knows."
         )
     try:
-        config = CONFIG_MAPPING[kind].from_dict(raw)
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
         sizes = config.get_text_config()
     except Exception as error:  # its validators raise whatever they happen to raise
         raise UserError(f"{path} is not a valid {kind} config: {one_line(error)}") from None

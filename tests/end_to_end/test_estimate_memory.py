@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.traces import Traces
 from tests.end_to_end.forked import ROOT
 from tests.end_to_end.test_plans import tool
 from tests.unit.memory.configs import CONFIGS, TABLE_3, write
@@ -26,6 +28,14 @@ LLAMA_70B = {
     "num_key_value_heads": 8,
     "intermediate_size": 28672,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept between calls is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_MUX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture
@@ -70,10 +80,12 @@ def test_what_people_read(estimate: Call) -> None:
         "opt, 1,316M parameters, 4 x 16.0 GiB",
         "llmem",
         "dnnmem",
+        "trace",
+        "not measured on a GPU",
         "closed forms of ours",
         "not by this engine",
     ):
-        assert word in output, word
+        assert word in " ".join(output.split()), word
     assert output.count("selected: ") == 1
     assert "selected: 4DP (ZeRO-3), " in estimate(OPT, "--method", "llmem")[1]
     llama = estimate(CONFIGS["llama-7b"], "--method", "llmem")[1]
@@ -170,8 +182,55 @@ def test_one_that_knows_a_single_gpu(estimate: Call) -> None:
 def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
     status, output, errors = estimate(config, "--json")
-    assert status == 0 and {m["estimator"] for m in json.loads(output)["methods"]} == {"ours", "dnnmem"}
+    known = {m["estimator"] for m in json.loads(output)["methods"]}
+    assert status == 0 and known == {"ours", "dnnmem", "trace"}
     assert "llmem: has no forms for model_type 'gpt2'" in errors
+
+
+def test_a_second_answer_needs_no_torch(tmp_path: Path) -> None:
+    """The first one traces; the next reads what was kept. The goal for it is a second on a quiet machine."""
+    write(tmp_path, LLAMA_70B)
+    command = [str(ROOT / "tools" / "estimate_memory.py"), "--model", str(tmp_path), "--json"]
+    command += ["--gpus", "1", "--gpu-memory", "80GB", "--sequence-length", "2048", "--method", "trace"]
+    first, second = (
+        subprocess.run([sys.executable, *flags, *command], capture_output=True, text=True, check=True)
+        for flags in ([], ["-X", "importtime"])
+    )
+    assert not first.stderr
+    one, two = json.loads(first.stdout), json.loads(second.stdout)
+    assert {**one, "seconds": 0} == {**two, "seconds": 0}
+    (method,) = two["methods"]
+    assert method["estimator"] == "trace" and not method["fits"] and two["selected"] == "offload"
+    assert method["breakdown"]["parameters"] > 2 * 68e9
+    assert sum(method["breakdown"].values()) == method["peak_process_bytes"] > method["peak_reserved_bytes"]
+    least, most = method["peak_process_interval_bytes"]
+    assert least <= method["peak_process_bytes"] <= most
+    imported = {line.rpartition("|")[2].strip() for line in second.stderr.splitlines()}
+    assert "megatron_mux.memory.traces" in imported
+    assert not imported & {"torch", "transformers", "peft"}
+
+
+def test_where_a_step_cannot_be_traced_closed_forms_answer(
+    estimate: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TraceError("no GPU can be pretended")
+
+    monkeypatch.setattr(Traces, "step", fail)
+    status, output, errors = estimate(OPT, "--json", "--method", "trace")
+    found = json.loads(output)
+    assert status == 0 and {m["estimator"] for m in found["methods"]} == {"llmem", "dnnmem"}
+    assert found["selected"] == "4DP"
+    (line,) = errors.splitlines()
+    assert "its step cannot be traced: no GPU can be pretended" in line and "closed forms" in line
+
+
+def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "memory.svg"
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
+    status, _, errors = estimate(config, "--method", "trace", "--plot", str(picture))
+    assert status == 0 and not errors and picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +270,8 @@ def test_all_asks_those_that_know_the_model(estimate: Call) -> None:
             "the attention of model_type 'deepseek_v3' is not understood",
         ),
         (OPT, ["--plot"], "--plot"),
+        (OPT, ["--plot", "memory.pdf"], "must end in .png or .svg"),
+        (OPT, ["--plot", "memory.svg", "--method", "llmem"], "--plot: only a traced step can be drawn"),
         (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
         ({"model_type": "lama"}, [], "model_type 'lama' is not a causal language model"),
         (

@@ -57,7 +57,7 @@ def step(case: Case, trace: Tracer) -> Stream:
 
     Args:
         case: Of any depth.
-        trace: Traces cases, `process.traces` for instance.
+        trace: Traces cases, `process.Tracer` for instance.
 
     Raises:
         TraceError: A trace failed.

@@ -6,7 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from threading import Event, Timer
+from types import TracebackType
+from typing import IO, Self
 
 from megatron_mux.memory.events import Stream
 from megatron_mux.memory.trace.case import Case
@@ -18,31 +23,87 @@ class TraceError(RuntimeError):
     """A trace that did not come about: the message is the traced process's last word."""
 
 
-def traces(cases: Sequence[Case], seconds: float = _SECONDS) -> list[Stream]:
-    """The streams of some cases, all traced in one process.
+class Tracer:
+    """Traces cases in one process, begun with the first of them or by `start`; a context that ends it.
 
     Args:
-        cases: What to trace.
-        seconds: How long it may take.
-
-    Raises:
-        TraceError: It failed, or took longer.
+        seconds: How long the traces that are asked for at once may take.
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    asked = "\n".join(json.dumps(case.to_dict()) for case in cases)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_mux.memory.trace.worker"],
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TraceError(f"the trace took longer than {seconds:.0f} s") from error
-    if done.returncode:
-        words = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        raise TraceError(words[-1])
-    return [Stream.from_json(line) for line in done.stdout.splitlines()]
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._seconds = seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._opened = ExitStack()
+        self._said: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def start(self) -> None:
+        """Begin to import what tracing needs, which takes seconds: others can be used meanwhile."""
+        if self._process is None:
+            self._said = self._opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  it is one
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_mux.memory.trace.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    def __call__(self, cases: Sequence[Case]) -> list[Stream]:
+        """The streams of some cases.
+
+        Raises:
+            TraceError: It failed, or took longer. The next call begins with another process.
+        """
+        self.start()
+        assert self._process is not None
+        process, late = self._process, Event()
+
+        def expire() -> None:
+            late.set()
+            process.kill()
+
+        timer = Timer(self._seconds, expire)
+        timer.start()
+        try:
+            return [Stream.from_json(self._answer(process, case)) for case in cases]
+        except (TraceError, OSError) as error:
+            word = self._end()
+            raise TraceError(
+                f"the trace took longer than {self._seconds:g} s" if late.is_set() else word
+            ) from error
+        finally:
+            timer.cancel()
+
+    def _answer(self, process: subprocess.Popen[str], case: Case) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(case.to_dict()) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line.endswith("\n"):
+            raise TraceError("the traced process has ended")
+        return line
+
+    def _end(self) -> str:
+        """End the process, and return its last word."""
+        process, self._process = self._process, None
+        if process is None or self._said is None:
+            return ""
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError):  # it has ended, with something left to read
+            process.stdin.close()
+        process.kill()  # at most it waits for a further case
+        process.wait()
+        process.stdout.close()
+        self._said.seek(0)
+        words = [line for line in self._said.read().splitlines() if line.strip()]
+        self._opened.close()
+        return words[-1] if words else "it said nothing"

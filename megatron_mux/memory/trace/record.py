@@ -1,7 +1,7 @@
 """What a program allocates and frees, seen from below autograd: each new storage, and its end.
 
 Views and in-place operators bring no new storage. What a kernel allocates for itself and frees before it returns is not
-seen, nor are the workspaces of libraries.
+seen: it is added where a table knows of it. Workspaces that libraries keep are not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.invisible import Scratch
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, LOAD, OPTIMIZER, Place
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
@@ -24,6 +25,9 @@ _SEEDS_ON_HOST = "_scaled_dot_product_efficient_attention"
 
 Answer = Callable[[torch.Tensor], Any]
 """The value to read from a tensor that has none."""
+
+ScratchOf = Callable[[str, Sequence[Any]], Sequence[Scratch]]
+"""What an operator takes for itself, by its name and arguments."""
 
 
 @dataclass
@@ -55,14 +59,23 @@ class Recorder(TorchDispatchMode):
         device: The type of the device whose memory counts.
         vocabulary: A tensor made outside layers whose last dimension is this are logits.
         answer: What is read from fake tensors; None of real ones.
+        scratch: What is added for each operator; None adds nothing.
     """
 
-    def __init__(self, place: Place, device: str, vocabulary: int, answer: Answer | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: str,
+        vocabulary: int,
+        answer: Answer | None = None,
+        scratch: ScratchOf | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._place = place
         self._devices = {device, "meta"}
         self._vocabulary = vocabulary
         self._answer = answer
+        self._scratch = scratch
         self._blocks: list[_Block] = []
         self._log: list[_Entry] = []
         self._live: dict[int, tuple[int, Any]] = {}
@@ -116,6 +129,16 @@ class Recorder(TorchDispatchMode):
             if storage._cdata in self._live or not storage.nbytes():
                 continue
             self._allocate(storage, self._category(tensor), operator, self._layer(args, made, index))
+        if self._scratch is not None:
+            self._take(self._scratch(operator, args))
+
+    def _take(self, scratch: Sequence[Scratch]) -> None:
+        """Note what an operator takes for itself: all of it, then that it is free again."""
+        phase, layer, first = self._place.phase, self._place.layer, len(self._blocks)
+        for name, size in scratch:
+            self._log.append(_Entry(len(self._blocks), phase, layer, name))
+            self._blocks.append(_Block(size, Category.WORKSPACE, layer))
+        self._log += [_Entry(~number, phase, layer, "") for number in range(first, len(self._blocks))]
 
     def _allocate(
         self, storage: torch.UntypedStorage, category: Category, operator: str, layer: int | None

@@ -23,6 +23,7 @@ from megatron_mux.memory.trace.model import (
 )
 from megatron_mux.memory.trace.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
+from megatron_mux.memory.trace.scratch import scratch_of
 
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]  # Trainer's
 
@@ -53,7 +54,8 @@ class _Training:
         self._place = Place()
         config = configuration(case.config, case.layers).get_text_config()
         self._vocabulary = int(config.vocab_size)
-        self._recorder = Recorder(self._place, device.type, self._vocabulary, self._answer if fake else None)
+        fakes = (self._answer, scratch_of) if fake else (None, None)
+        self._recorder = Recorder(self._place, device.type, self._vocabulary, *fakes)
 
     def run(self) -> Stream:
         """All steps."""

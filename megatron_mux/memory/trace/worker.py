@@ -20,10 +20,10 @@ def main() -> int:
     for line in sys.stdin:
         try:
             answers.write(trace(Case.from_dict(json.loads(line))).to_json() + "\n")
+            answers.flush()
         except (NoFakeGpu, UntraceableError) as error:
             print(error, file=sys.stderr)
             return 1
-    answers.flush()
     return 0
 
 

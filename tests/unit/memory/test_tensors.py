@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.tensors import Skeleton
 from tests.unit.memory.configs import CONFIGS, PARAMETERS, write
 
@@ -66,6 +67,19 @@ def test_transposed_linear(tmp_path: Path) -> None:
 def test_a_directory_or_its_file(tmp_path: Path) -> None:
     file = write(tmp_path, {**LLAMA, "num_hidden_layers": 1})
     assert Skeleton(tmp_path).tensors == Skeleton(file).tensors
+
+
+def test_sizes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Store("models", tmp_path / "kept")
+    file = write(tmp_path, {**LLAMA, "num_hidden_layers": 1})
+    assert not Skeleton(file, kept).is_known and not Skeleton(file).is_known
+    measured = Skeleton(file, kept).tensors
+    assert measured == Skeleton(file).tensors
+    monkeypatch.setattr(Skeleton, "module", None)
+    known = Skeleton(file, kept)
+    assert known.is_known and known.tensors == measured
+    write(tmp_path, {**LLAMA, "num_hidden_layers": 2})
+    assert not Skeleton(file, kept).is_known
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""From a trace to an answer: the peak of a process's memory, what it is made of, when it comes, and how sure that is.
+
+The stream of a case is traced or read; what dispatch does not see is put in; the whole is replayed through the caching
+allocator. Outside the allocator there are the CUDA context and NCCL's buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_mux.memory import invisible
+from megatron_mux.memory.events import Moment, Stream
+from megatron_mux.memory.insertion import buckets, inserted, scaled, workspaces
+from megatron_mux.memory.replay import Replay, replay
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.trace.case import Case
+
+FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"
+_PHASES = {
+    "load": "while the model is loaded",
+    "inputs": "while a batch is put on the GPU",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer's step",
+    "clear": "while gradients are cleared",
+}
+
+Step = Callable[[Case], Stream]
+"""The stream of a case, `Traces.step` for instance."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes of a GPU.
+
+    Attributes:
+        stream: Allocations and frees, what dispatch does not see among them.
+        settings: The allocator's options.
+        communicators: NCCL communicators of the process.
+    """
+
+    stream: Stream
+    settings: Settings
+    communicators: int
+
+    @cached_property
+    def replay(self) -> Replay:
+        """What the stream does to the allocator."""
+        return replay(self.stream, self.settings)
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most bytes in use, rounded as the allocator does."""
+        return self.replay.peak_allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most bytes that the allocator has from the device."""
+        return self.replay.peak_reserved
+
+    @cached_property
+    def peak_reserved_expandable(self) -> int:
+        """The same with expandable segments."""
+        if self.settings.expandable_segments:
+            return self.peak_reserved
+        return replay(self.stream, replace(self.settings, expandable_segments=True)).peak_reserved
+
+    @property
+    def process(self) -> int:
+        """All bytes that the process takes of the GPU at the peak."""
+        return self.peak_reserved + outside(self.communicators)
+
+    @cached_property
+    def interval(self) -> tuple[int, int]:
+        """The least and the most that `process` may be, by what is not known of the invisible.
+
+        The allocator may reserve less for larger requests: the likely value counts as well.
+        """
+        found = [self.process]
+        for most in (False, True):
+            other = scaled(self.stream, most)
+            same = other.sizes == self.stream.sizes
+            reserved = self.peak_reserved if same else replay(other, self.settings).peak_reserved
+            found.append(reserved + outside(self.communicators, most))
+        return min(found), max(found)
+
+    @cached_property
+    def breakdown(self) -> Mapping[str, int]:
+        """What `process` is made of: when first most is in use, the bytes asked for by category; what the allocator has
+        beyond that at its own peak, which may come later; what is outside of it. Parts without bytes are left out.
+        """
+        index = self.replay.peak_allocated_at
+        found = {str(category): size for category, size in self.stream.breakdown(index).items()}
+        found[FRAGMENTATION] = self.peak_reserved - sum(found.values())
+        found[CONTEXT] = outside(0)
+        found[COMMUNICATORS] = outside(self.communicators) - outside(0)
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def moment(self) -> str:
+        """When first most is in use, in words."""
+        return in_words(self.replay.peak_allocated_moment)
+
+
+def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int = 1) -> Prediction:
+    """What a step of a case takes of each GPU.
+
+    Args:
+        case: What is trained.
+        step: Answers with a case's stream.
+        settings: The allocator's options; `torch`'s defaults if None.
+        gpus: On how many GPUs with plain `DistributedDataParallel`: each has the whole model, and a batch of `case`.
+
+    Raises:
+        TraceError, StreamError: There is no such stream.
+    """
+    return prediction(step(case), case, settings, gpus)
+
+
+def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpus: int = 1) -> Prediction:
+    """The same from a case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    unseen = workspaces(stream, invisible.cublas(case.gpu.capability, config))
+    if gpus > 1:
+        unseen += buckets(stream)
+    return Prediction(inserted(stream, unseen), settings or Settings(), int(gpus > 1))
+
+
+def outside(communicators: int, most: bool | None = None) -> int:
+    """Bytes of a process that do not go through the allocator.
+
+    Args:
+        communicators: Of NCCL.
+        most: The most there may be, or the least; None for what is likely.
+    """
+    total = 0.0
+    for name, likely in (
+        (invisible.CONTEXT, invisible.context()),
+        (invisible.COMMUNICATOR, communicators * invisible.communicator()),
+    ):
+        entry = invisible.TABLE[name]
+        total += likely * (1.0 if most is None else entry.most if most else entry.least)
+    return round(total)
+
+
+def in_words(moment: Moment | None) -> str:
+    """A moment as a part of a sentence."""
+    if moment is None:
+        return "never"
+    place = "" if moment.layer is None else f" of layer {moment.layer}"
+    what = f", for {moment.operator}" if moment.operator else ""
+    return f"{_PHASES.get(moment.phase, moment.phase)}{place}{what}"

@@ -1,0 +1,64 @@
+"""What the kernel of a dispatched operator takes for itself, by the operator's name and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_mux.memory import invisible
+from megatron_mux.memory.invisible import Scratch
+
+
+def scratch_of(operator: str, args: Sequence[Any]) -> list[Scratch]:
+    """What an operator takes and returns; nothing if the table has no entry for it.
+
+    Args:
+        operator: Its name without `aten::`.
+        args: Its positional arguments.
+    """
+    found = _OPERATORS.get(operator)
+    return found(args) if found is not None else []
+
+
+def _flash(args: Sequence[Any]) -> list[Scratch]:
+    """Arguments: gradient, queries, keys [B, heads, L, D], ..."""
+    query, key = args[1], args[2]
+    batch, heads, queries, head = query.shape
+    return invisible.flash(batch, heads, key.shape[1], queries, key.shape[2], head, query.element_size())
+
+
+def _cudnn(args: Sequence[Any]) -> list[Scratch]:
+    batch, heads, queries, head = args[1].shape
+    return invisible.cudnn(batch, heads, queries, head)
+
+
+def _efficient(args: Sequence[Any]) -> list[Scratch]:
+    batch, heads, queries, head = args[1].shape
+    return invisible.efficient(batch, heads, queries, head, args[1].element_size())
+
+
+def _embedding(args: Sequence[Any]) -> list[Scratch]:
+    """Arguments: gradient [..., H], tokens, ..."""
+    return invisible.embedding(args[1].numel(), args[0].shape[-1])
+
+
+def _norm(args: Sequence[Any]) -> list[Scratch]:
+    """Arguments: gradient [..., H], input, ..., whether gradients of input, weight and bias are wanted."""
+    hidden = args[0].shape[-1]
+    each = invisible.norm(args[0].numel() // hidden, hidden, args[1].element_size())
+    return each * sum(bool(wanted) for wanted in args[-1][1:])
+
+
+def _foreach_norm(args: Sequence[Any]) -> list[Scratch]:
+    return invisible.foreach_norm([tensor.numel() for tensor in args[0]])
+
+
+_OPERATORS: Mapping[str, Callable[[Sequence[Any]], list[Scratch]]] = {
+    "_scaled_dot_product_flash_attention_backward": _flash,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn,
+    "_scaled_dot_product_efficient_attention_backward": _efficient,
+    "embedding_dense_backward": _embedding,
+    "native_layer_norm_backward": _norm,
+    "_fused_rms_norm_backward": _norm,
+    "_foreach_norm": _foreach_norm,
+}

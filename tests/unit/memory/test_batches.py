@@ -1,0 +1,84 @@
+"""The largest batch, found without a trace for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron_mux.memory.batches import Batches
+from megatron_mux.memory.estimate import outside, prediction
+from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.replay import replay
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.traces import Traces
+
+CASE = Case({"model_type": "llama"}, 2, 1, 64, {"peft_type": "IA3"})
+
+
+class Formula(Traces):
+    """A step by a formula, and how often it was asked for. One sequence does without a copy."""
+
+    def __init__(self, jump: int | None = None) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self._jump = jump
+
+    def step(self, case: Case) -> Stream:
+        self.asked.append(case.batch)
+        builder = StreamBuilder()
+        builder.allocate(100 * MIB, Moment("load"), category=Category.PARAMETERS)
+        for _ in range(2):
+            live = [
+                builder.allocate(size * case.batch * MIB // 3, Moment("forward", 0, "mm"))
+                for size in (9, 15, 6, 33)
+            ]
+            if case.batch > 1:
+                live.append(builder.allocate(case.batch * MIB, Moment("forward")))
+            if self._jump is not None and case.batch >= self._jump:
+                live.append(builder.allocate(50 * MIB, Moment("forward")))
+            for block in live[::-2] + live[-2::-2]:
+                builder.free(block, Moment("backward"))
+        return builder.done()
+
+    def steps(self, cases: Sequence[Case]) -> list[Stream]:
+        return [self.step(case) for case in cases]
+
+
+def _runs(batch: int, memory: int, jump: int | None) -> bool:
+    case = replace(CASE, batch=batch)
+    stream = prediction(Formula(jump).step(case), case).stream
+    return replay(stream, Settings(capacity=memory - outside(0))).out_of_memory is None
+
+
+@pytest.mark.parametrize("jump", [None, 40])
+@pytest.mark.parametrize("memory", [600, 690, 707, 720, 745, 760, 1000, 1713, 3000])
+def test_one_more_does_not_fit(memory: int, jump: int | None) -> None:
+    found = Batches(CASE, Formula(jump)).largest(memory * MIB)
+    assert not found or _runs(found, memory * MIB, jump)
+    assert not _runs(found + 1, memory * MIB, jump)
+
+
+def test_few_batches_are_traced() -> None:
+    traces = Formula()
+    batches = Batches(CASE, traces)
+    assert batches.largest(3000 * MIB) > 50
+    assert sorted(set(traces.asked)) == [1, 2, 87, 258]
+    assert (
+        batches.prediction(1000).stream == prediction(Formula().step(replace(CASE, batch=1000)), CASE).stream
+    )
+
+
+def test_full_fine_tuning_begins_where_tokens_are_sorted() -> None:
+    traces = Formula()
+    assert Batches(replace(CASE, adapter=None), traces).largest(3000 * MIB) > 50
+    assert sorted(set(traces.asked)) == [1, 49, 134, 305]
+
+
+def test_a_model_that_does_not_fit_is_traced_once() -> None:
+    traces = Formula()
+    assert Batches(CASE, traces).largest(300 * MIB) == 0
+    assert traces.asked == [1]

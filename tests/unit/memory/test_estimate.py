@@ -1,0 +1,72 @@
+"""From a stream to an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_mux.memory import invisible
+from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict, prediction
+from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.trace.case import Case, Gpu
+
+CASE = Case({"model_type": "llama"}, 2, 1, 8, gpu=Gpu((8, 0), False))
+CUBLAS = 8_519_680
+
+
+@pytest.fixture(autouse=True)
+def plain_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+def _step(scratch: int = 0) -> Stream:
+    builder = StreamBuilder()
+    builder.allocate(30 * MIB, Moment("load"), category=Category.PARAMETERS)
+    x = builder.allocate(11 * MIB, Moment("forward", 0, "mm"), category=Category.ACTIVATIONS)
+    builder.allocate(12 * MIB + 3, Moment("backward", 0, "mm"), category=Category.GRADIENTS)
+    if scratch:
+        builder.free(builder.allocate(scratch, Moment("backward", 0, invisible.CUDNN)), Moment("backward", 0))
+    builder.free(x, Moment("optimizer"))
+    return builder.done()
+
+
+def test_the_breakdown_adds_up_to_the_peak() -> None:
+    found = predict(CASE, lambda _: _step())
+    # Two workspaces: one begins a segment of 20 MiB, the other goes into what is left of it.
+    assert found.peak_reserved == (30 + 12 + 14 + 20) * MIB
+    # 11 MiB have a segment of 12, of which a rest of 1 MiB is not split off.
+    assert found.peak_allocated == (30 + 12 + 12) * MIB + 512 + 2 * CUBLAS
+    assert found.process == found.peak_reserved + 512 * MIB
+    assert sum(found.breakdown.values()) == found.process
+    assert found.breakdown["workspace"] == 2 * CUBLAS
+    assert found.breakdown[CONTEXT] == 512 * MIB
+    assert found.breakdown[FRAGMENTATION] == found.peak_reserved - (53 * MIB + 3 + 2 * CUBLAS)
+    assert COMMUNICATORS not in found.breakdown
+    assert found.moment == "in the backward pass, for cuBLAS workspace"
+    assert found.peak_reserved_expandable == 80 * MIB, "in pages of 20 MiB"
+    assert predict(CASE, lambda _: _step(), Settings(expandable_segments=True)).peak_reserved == 80 * MIB
+
+
+def test_data_parallelism_adds_buckets_and_a_communicator() -> None:
+    one, two = (prediction(_step(), CASE, gpus=gpus) for gpus in (1, 2))
+    assert two.breakdown["communication"] == 12 * MIB + 3
+    assert two.process - one.process == 14 * MIB + invisible.communicator()
+    assert sum(two.breakdown.values()) == two.process
+
+
+def test_the_interval_is_of_what_is_not_known() -> None:
+    least, most = 300 * MIB, 1024 * MIB
+    known = prediction(_step(), CASE)
+    assert known.interval == (known.peak_reserved + least, known.peak_reserved + most)
+    large = prediction(_step(scratch=40 * MIB), CASE)
+    assert large.peak_reserved == known.peak_reserved + 40 * MIB
+    assert large.interval == (known.peak_reserved + least, known.peak_reserved + 80 * MIB + most)
+
+
+def test_a_moment_in_words() -> None:
+    assert in_words(None) == "never"
+    assert in_words(Moment("load")) == "while the model is loaded"
+    assert (
+        in_words(Moment("optimizer", None, "_foreach_sqrt")) == "in the optimizer's step, for _foreach_sqrt"
+    )
