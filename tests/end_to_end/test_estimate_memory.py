@@ -139,7 +139,7 @@ def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
 
 def test_ours_is_the_answer_where_all_are_asked(estimate: Call) -> None:
     found = json.loads(estimate(OURS, "--json", "--gpus", "2", "--precision", "fp32", "--device", "H100")[1])
-    assert {m["estimator"] for m in found["methods"]} == {"ours", "llmem", "dnnmem"}
+    assert {m["estimator"] for m in found["methods"]} == {"ours", "llmem", "dnnmem", "trace"}
     assert found["methods"][0]["estimator"] == "ours" and found["methods"][0]["name"] == found["selected"]
     assert found["device"] == "H100" and "full fine-tuning" in found["methods"][0]["not_by_this_engine"]
     six = json.loads(estimate(OURS, "--json", "--gpus", "6", "--method", "ours")[1])
