@@ -28,12 +28,26 @@ def traces(cases: Sequence[Case], seconds: float = _SECONDS) -> list[Stream]:
     Raises:
         TraceError: It failed, or took longer.
     """
+    asked = [json.dumps(case.to_dict()) for case in cases]
+    return [Stream.from_json(line) for line in answers("megatron_mux.memory.trace.worker", asked, seconds)]
+
+
+def answers(worker: str, asked: Sequence[str], seconds: float) -> list[str]:
+    """What a module answers, run in a process of its own to which no GPU is visible.
+
+    Args:
+        worker: The module: it takes a line on standard input for each line that it answers on standard output.
+        asked: The lines.
+        seconds: How long it may take.
+
+    Raises:
+        TraceError: It failed, or took longer.
+    """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    asked = "\n".join(json.dumps(case.to_dict()) for case in cases)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "megatron_mux.memory.trace.worker"],
-            input=asked,
+            [sys.executable, "-m", worker],
+            input="\n".join(asked),
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -45,4 +59,4 @@ def traces(cases: Sequence[Case], seconds: float = _SECONDS) -> list[Stream]:
     if done.returncode:
         words = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
         raise TraceError(words[-1])
-    return [Stream.from_json(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()

@@ -6,16 +6,19 @@ seen, nor are the workspaces of libraries.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.trace.device import replaced
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, LOAD, OPTIMIZER, Place
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
@@ -31,6 +34,15 @@ class _Block:
     size: int
     category: Category
     layer: int | None
+
+
+@dataclass
+class _Live:
+    """A storage: the number of its block, also of the last one while it has no bytes (`there` is false)."""
+
+    number: int
+    there: bool
+    ended: Any = None
 
 
 @dataclass(frozen=True)
@@ -54,21 +66,42 @@ class Recorder(TorchDispatchMode):
         place: Where the program is.
         device: The type of the device whose memory counts.
         vocabulary: A tensor made outside layers whose last dimension is this are logits.
-        answer: What is read from fake tensors; None of real ones.
+        answer: What is read from fake tensors; None where there are none.
     """
 
     def __init__(self, place: Place, device: str, vocabulary: int, answer: Answer | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._place = place
         self._devices = {device, "meta"}
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._answer = answer
         self._blocks: list[_Block] = []
         self._log: list[_Entry] = []
-        self._live: dict[int, tuple[int, Any]] = {}
+        self._live: dict[int, _Live] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __len__(self) -> int:
+        """Events so far."""
+        return len(self._log)
+
+    def __enter__(self) -> Self:
+        # No operator: a storage is asked to change its size.
+        resize = torch.UntypedStorage.resize_
+
+        def resizing(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = resize(storage, size)
+            self._resized(storage)
+            return resized
+
+        self._stack.enter_context(replaced(torch.UntypedStorage, "resize_", resizing))
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _VALUE and self._answer is not None:
+        if func is _VALUE and self._answer is not None and isinstance(args[0], FakeTensor):
             return self._answer(args[0])
         made = func(*args, **(kwargs or {}))
         self._see(func, args, made)
@@ -110,7 +143,8 @@ class Recorder(TorchDispatchMode):
         for index, tensor in enumerate(_tensors(made)):
             if tensor.device.type not in self._devices:
                 continue
-            if tensor.device.type == "meta" and operator == _SEEDS_ON_HOST:
+            # A model without weights is there before they are loaded.
+            if tensor.device.type == "meta" and (operator == _SEEDS_ON_HOST or self._place.phase == LOAD):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in self._live or not storage.nbytes():
@@ -120,15 +154,37 @@ class Recorder(TorchDispatchMode):
     def _allocate(
         self, storage: torch.UntypedStorage, category: Category, operator: str, layer: int | None
     ) -> None:
-        number, key = len(self._blocks), storage._cdata
-        self._blocks.append(_Block(storage.nbytes(), category, layer))
-        self._log.append(_Entry(number, self._place.phase, layer, operator))
+        key = storage._cdata
 
-        def free(_: Any) -> None:
-            del self._live[key]
-            self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
+        def end(_: Any) -> None:
+            live = self._live.pop(key)
+            if live.there:
+                self._note_free(live.number)
 
-        self._live[key] = (number, weakref.ref(storage, free))
+        number = self._note(_Block(storage.nbytes(), category, layer), layer, operator)
+        self._live[key] = _Live(number, True, weakref.ref(storage, end))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has given its memory back or has got some, for the same purpose."""
+        live = self._live.get(storage._cdata)
+        size = storage.nbytes()
+        if live is None or (live.there and size == self._blocks[live.number].size):
+            return
+        if live.there:
+            self._note_free(live.number)
+        live.there = size > 0
+        if live.there:
+            block = replace(self._blocks[live.number], size=size)
+            live.number = self._note(block, self._place.layer, "resize_")
+
+    def _note(self, block: _Block, layer: int | None, operator: str) -> int:
+        """An allocation; returns the block's number."""
+        self._blocks.append(block)
+        self._log.append(_Entry(len(self._blocks) - 1, self._place.phase, layer, operator))
+        return len(self._blocks) - 1
+
+    def _note_free(self, number: int) -> None:
+        self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
 
     def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
         """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
@@ -142,7 +198,7 @@ class Recorder(TorchDispatchMode):
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:
         found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else self._blocks[found[0]]
+        return None if found is None else self._blocks[found.number]
 
     def _category(self, tensor: torch.Tensor) -> Category:
         """What a new tensor is for, as far as its making tells."""
@@ -153,7 +209,7 @@ class Recorder(TorchDispatchMode):
             return Category.OTHER
         if phase not in (FORWARD, BACKWARD):
             return Category.WORKSPACE
-        logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+        logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
         return Category.LOGITS if logits else Category.ACTIVATIONS
 
 

@@ -1,0 +1,31 @@
+"""Rehearsals in a process of their own, a forked one for each rank: a world, once joined, is a process's only one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megatron_mux.memory.events import Stream
+from megatron_mux.memory.trace.process import answers
+from megatron_mux.rehearsal.recording import Recording
+from megatron_mux.rehearsal.setting import Setting
+
+_SECONDS = 600.0
+
+
+def rehearsals(parts: Sequence[tuple[Setting, int]], seconds: float = _SECONDS) -> list[Recording]:
+    """What ranks allocate and free.
+
+    Args:
+        parts: Settings, and of each a rank.
+        seconds: How long all of it may take.
+
+    Raises:
+        TraceError: One of them failed, or it took longer.
+    """
+    asked = [json.dumps([setting.to_dict(), rank]) for setting, rank in parts]
+    found = []
+    for line in answers("megatron_mux.rehearsal.worker", asked, seconds):
+        begins, stream = line.split(" ", 1)
+        found.append(Recording(Stream.from_json(stream), tuple(json.loads(begins))))
+    return found
