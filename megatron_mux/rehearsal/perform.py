@@ -21,13 +21,13 @@ from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
-from megatron_mux.memory.trace.place import INPUTS, Place
+from megatron_mux.memory.trace.place import INPUTS, JOIN, Place
 from megatron_mux.memory.trace.record import Answer, Recorder
 from megatron_mux.rehearsal.host import HostComputes, everyone_says_the_same, read_from_nothing
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
 from megatron_mux.rehearsal.setting import Setting
-from megatron_mux.rehearsal.watch import JOIN, Watch
+from megatron_mux.rehearsal.watch import Watch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -99,6 +99,7 @@ def record(
             recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
             place.enter(JOIN)
             engine = Engine(stages, parallel, planning)
+            watch.follow_adapters(engine.adapters.host)
             engine.register_tasks(tasks)
             watch.label(engine, recorder)
             for _ in range(steps):

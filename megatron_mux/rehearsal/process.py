@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_mux.memory.events import Stream
 from megatron_mux.memory.trace.process import answers
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.setting import Setting
@@ -24,8 +23,5 @@ def rehearsals(parts: Sequence[tuple[Setting, int]], seconds: float = _SECONDS) 
         TraceError: One of them failed, or it took longer.
     """
     asked = [json.dumps([setting.to_dict(), rank]) for setting, rank in parts]
-    found = []
-    for line in answers("megatron_mux.rehearsal.worker", asked, seconds):
-        begins, stream = line.split(" ", 1)
-        found.append(Recording(Stream.from_json(stream), tuple(json.loads(begins))))
-    return found
+    lines = answers("megatron_mux.rehearsal.worker", asked, seconds)
+    return [Recording.from_json(line) for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from megatron_mux.memory.events import Stream
@@ -28,3 +29,17 @@ class Recording:
     def last_step_peak(self) -> int:
         """The most bytes at once in the last step."""
         return max(self.stream.live()[max(self.begins[-1] - 1, 0) :], default=0)
+
+    def to_json(self) -> str:
+        """As one line of text; `from_json` reads it."""
+        return f"{json.dumps(self.begins, separators=(',', ':'))} {self.stream.to_json()}"
+
+    @classmethod
+    def from_json(cls, text: str) -> Recording:
+        """Read what `to_json` wrote.
+
+        Raises:
+            StreamError: Its stream is none.
+        """
+        begins, stream = text.split(" ", 1)
+        return cls(Stream.from_json(stream), tuple(json.loads(begins)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.host import Host, Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.engine import Engine
@@ -17,10 +18,7 @@ from megatron_mux.memory.trace.place import BACKWARD, FORWARD, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
 from megatron_mux.pipeline.action import Action
 
-JOIN, REDUCE = "join", "reduce"
-"""Phases besides those of a single task's training: tasks are registered; a bucket's gradients are made whole."""
-
-_PHASES = {"F": FORWARD, "B": BACKWARD, "N": REDUCE, "U": OPTIMIZER}
+_PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 
 
 class Watch(Presence):
@@ -57,15 +55,27 @@ class Watch(Presence):
                 for parameter in module.parameters():
                     recorder.label_layer(parameter, layer)
 
+    def follow_adapters(self, host: Host) -> None:
+        """Follow adapters that are made on these layers."""
+        find = host.sites
+
+        def sites(targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
+            for op, found in find(targets):
+                self._place.layer = host.base_ops[op].layer
+                yield op, found
+            self._place.layer = None
+
+        setattr(host, "sites", sites)  # noqa: B010 (on the instance)
+
     def label(self, engine: Engine, recorder: Recorder) -> None:
         """Say what tasks' tensors are for: now, and at the end of each bucket's step."""
 
         def label() -> None:
             for name, adapter in engine.adapters.tasks.items():
-                moments = engine.optimizer(name).state()
+                optimizer = engine.optimizer(name)
                 for parameter in adapter.parameters:
                     own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
-                    own += [(m, Category.OPTIMIZER) for m in moments.get(parameter.key, {}).values()]
+                    own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
                     for tensor, category in own:
                         if tensor is not None:
                             recorder.label(tensor, category)

@@ -6,9 +6,17 @@ import json
 import multiprocessing
 import os
 import sys
+from multiprocessing.pool import Pool
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_mux.rehearsal.recording import Recording
+    from megatron_mux.rehearsal.setting import Setting
 
 _AT_ONCE = 4
 """Ranks rehearsed side by side at the most: each takes memory of its own."""
+
+Part = tuple["Setting", int]
 
 
 def main() -> int:
@@ -17,32 +25,47 @@ def main() -> int:
     os.dup2(2, 1)
     lines = sys.stdin.readlines()
     # Imported once, here: each rank's process, forked off, has it.
+    from megatron_mux.errors import UserError
+    from megatron_mux.memory.trace.guard import NoFakeGpu
     from megatron_mux.rehearsal import perform  # noqa: F401
+    from megatron_mux.rehearsal.setting import Setting
 
-    processes = min(_AT_ONCE, len(os.sched_getaffinity(0)), len(lines)) or 1
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        for said, problem in pool.imap(_rehearse, lines, chunksize=1):
-            if problem:
-                print(problem, file=sys.stderr)
-                return 1
-            answers.write(said + "\n")
+    parts = [(Setting.from_dict(setting), rank) for setting, rank in map(json.loads, lines)]
+    processes = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
+    try:
+        with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+            for recording in _recordings(parts, pool):
+                answers.write(recording.to_json() + "\n")
+    except (NoFakeGpu, UserError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
     answers.flush()
     return 0
 
 
-def _rehearse(line: str) -> tuple[str, str]:
-    """A recording as text; or what is wrong."""
-    from megatron_mux.errors import UserError
-    from megatron_mux.memory.trace.guard import NoFakeGpu
-    from megatron_mux.rehearsal.perform import rehearse
-    from megatron_mux.rehearsal.setting import Setting
+def _recordings(parts: list[Part], pool: Pool) -> list[Recording]:
+    """In the order of the parts; deep stages from shallow ones where those line up."""
+    from megatron_mux.memory.events import StreamError
+    from megatron_mux.rehearsal.depth import deepened, shallow
 
-    setting, rank = json.loads(line)
-    try:
-        found = rehearse(Setting.from_dict(setting), rank)
-    except (NoFakeGpu, UserError) as error:
-        return "", " ".join(str(error).split())
-    return f"{json.dumps(found.begins, separators=(',', ':'))} {found.stream.to_json()}", ""
+    fewer = [[(small, rank) for small in shallow(setting)] for setting, rank in parts]
+    asked = [few or [part] for few, part in zip(fewer, parts, strict=True)]
+    made = iter(pool.map(_rehearse, [one for few in asked for one in few], chunksize=1))
+    found: list[Recording | None] = []
+    for few, (setting, rank) in zip(asked, parts, strict=True):
+        own = [next(made) for _ in few]
+        try:
+            found.append(own[0] if len(own) == 1 else deepened(setting, rank, *own))
+        except StreamError:
+            found.append(None)
+    whole = iter(pool.map(_rehearse, [part for part, one in zip(parts, found, strict=True) if one is None], 1))
+    return [next(whole) if one is None else one for one in found]
+
+
+def _rehearse(part: Part) -> Recording:
+    from megatron_mux.rehearsal.perform import rehearse
+
+    return rehearse(*part)
 
 
 if __name__ == "__main__":

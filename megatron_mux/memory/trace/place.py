@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-LOAD, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
+LOAD, JOIN, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
     "load",
+    "join",
     "inputs",
     "forward",
     "backward",

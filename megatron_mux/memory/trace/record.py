@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.device import replaced
-from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, LOAD, OPTIMIZER, Place
+from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
 # Fake kernels make these scalars on the meta device; where no graph is captured, the GPU's are in host memory.
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
             for entry in entries:
                 block = self._blocks[entry.code]
                 # What is loaded or kept by the optimizer has been labelled since.
-                owner = block.layer if phase in (LOAD, OPTIMIZER) else layer
+                owner = block.layer if phase in (LOAD, JOIN, OPTIMIZER) else layer
                 builder.allocate(block.size, Moment(phase, owner, entry.operator), category=block.category)
         return builder.done()
 
@@ -188,13 +188,13 @@ class Recorder(TorchDispatchMode):
 
     def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
         """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
-        if self._place.phase != OPTIMIZER or not args:
+        if self._place.phase not in (JOIN, OPTIMIZER) or not args:
             return self._place.layer
         of = args[0]
         if isinstance(of, (list, tuple)):  # the i-th result is for the i-th tensor
             of = of[index] if isinstance(made, (list, tuple)) else None
         block = self._block_of(of) if isinstance(of, torch.Tensor) else None
-        return None if block is None else block.layer
+        return self._place.layer if block is None else block.layer
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:
         found = self._live.get(tensor.untyped_storage()._cdata)
