@@ -227,9 +227,7 @@ class TaskAdapter(ABC):
                 task's seed and the key alone.
             dim, index, partial, owner, decay: See `AdapterParameter`.
         """
-        record = AdapterParameter(
-            key, nn.Parameter(torch.empty(0)), shape, dim, index, partial, owner, decay
-        )
+        record = AdapterParameter(key, nn.Parameter(torch.empty(0)), shape, dim, index, partial, owner, decay)
         if self.initial is None:
             full = torch.empty(shape, dtype=torch.float32)
             init(full, self.host.generator(self.seed, key))

@@ -58,4 +58,3 @@ def read_from_nothing(tensor: torch.Tensor) -> Any:
 def everyone_says_the_same(found: list[Any], mine: Any, group: Any = None) -> None:
     """In place of `torch.distributed.all_gather_object`, where no other rank is there."""
     found[:] = [mine] * len(found)
-

@@ -136,5 +136,3 @@ def _collecting_nothing() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-

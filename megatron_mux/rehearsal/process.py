@@ -12,16 +12,19 @@ from megatron_mux.rehearsal.setting import Setting
 _SECONDS = 600.0
 
 
-def rehearsals(parts: Sequence[tuple[Setting, int]], seconds: float = _SECONDS) -> list[Recording]:
+def rehearsals(
+    parts: Sequence[tuple[Setting, int]], whole: bool = False, seconds: float = _SECONDS
+) -> list[Recording]:
     """What ranks allocate and free.
 
     Args:
         parts: Settings, and of each a rank.
+        whole: Rehearse all layers, also where a few tell.
         seconds: How long all of it may take.
 
     Raises:
         TraceError: One of them failed, or it took longer.
     """
-    asked = [json.dumps([setting.to_dict(), rank]) for setting, rank in parts]
+    asked = [json.dumps([setting.to_dict(), rank, whole]) for setting, rank in parts]
     lines = answers("megatron_mux.rehearsal.worker", asked, seconds)
     return [Recording.from_json(line) for line in lines]

@@ -56,5 +56,3 @@ class AsGiven:
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
         """The plan as it is."""
         return plan
-
-

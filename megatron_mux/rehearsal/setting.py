@@ -1,4 +1,4 @@
-"""What is rehearsed: a backbone's config, the tasks and what their records are like, the plan, the division of ranks."""
+"""What is rehearsed: a backbone's config, the tasks and what their records are like, the plan, the ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Setting:
     Attributes:
         config: What config.json says.
         tasks: All that train.
-        plan: Which tasks share a step, and how; its stages are divided among pipeline ranks, its `data` is the number of
-            pipelines.
+        plan: Which tasks share a step, and how; its stages are divided among pipeline ranks, its `data` is how many
+            pipelines there are.
         tensor: Ranks that share each layer.
         sequence_parallel: Whether they divide rows between their regions.
         dtype: Of the backbone.

@@ -106,5 +106,3 @@ def _layer_of(parameter: AdapterParameter, engine: Engine) -> int | None:
     """The layer whose module an adapter's parameter is named after; None of one that all layers share."""
     prefixes = {info.hf_prefix: info.layer for info in engine.adapters.host.base_ops}
     return next((layer for prefix, layer in prefixes.items() if f".{prefix}." in parameter.key), None)
-
-
