@@ -104,7 +104,7 @@ def record(
             watch.label(engine, recorder)
             for _ in range(steps):
                 place.enter(INPUTS)
-                begins.append(len(recorder))
+                begins.append(recorder.events)
                 engine.step()
         return Recording(recorder.done(), tuple(begins))
 

@@ -67,6 +67,9 @@ class Recorder(TorchDispatchMode):
         device: The type of the device whose memory counts.
         vocabulary: A tensor made outside layers whose last dimension is this are logits.
         answer: What is read from fake tensors; None where there are none.
+
+    Attributes:
+        vocabulary: As given; it may be set later.
     """
 
     def __init__(self, place: Place, device: str, vocabulary: int, answer: Answer | None = None) -> None:
@@ -80,8 +83,9 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, _Live] = {}
         self._stack = contextlib.ExitStack()
 
-    def __len__(self) -> int:
-        """Events so far."""
+    @property
+    def events(self) -> int:
+        """How many there have been so far."""
         return len(self._log)
 
     def __enter__(self) -> Self:

@@ -50,7 +50,7 @@ def test_what_is_read_from_nothing_is_zero(recorder: Recorder) -> None:
 
 def test_a_real_tensor_that_takes_fake_values_stays_where_it_is(recorder: Recorder) -> None:
     flags = torch.tensor([False, False])
-    events = len(recorder)
+    events = recorder.events
     assert flags.copy_(torch.ones(2) > 0) is flags
     assert not isinstance(flags, FakeTensor)
     allocated = [event.moment.operator for event in recorder.done()][events:]
