@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import runtime
-from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
@@ -26,7 +26,7 @@ from megatron_mux.memory.trace.record import Answer, Recorder
 from megatron_mux.rehearsal.host import HostComputes, everyone_says_the_same, read_from_nothing
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
-from megatron_mux.rehearsal.setting import Setting
+from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.rehearsal.watch import Watch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
@@ -48,45 +48,23 @@ def rehearse(setting: Setting, rank: int) -> Recording:
             setting.tensor, setting.plan.ranks, setting.sequence_parallel, device=_device(setting)
         )
         stack.enter_context(HostComputes())
-        tasks = [
-            Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one)))
-            for one in setting.tasks
-        ]
-        return record(
-            lambda here: loaded(setting, directory, here, absent=True),
-            tasks,
-            Planning("auto", setting.plan.stages, AsGiven(setting.plan), given=setting.plan),
-            parallel,
-            setting.steps,
-            read_from_nothing,
-        )
+        return _record(setting, directory, parallel, read_from_nothing)
 
 
-def loaded(setting: Setting, directory: Path, parallel: Parallel, absent: bool = False) -> list[Backbone]:
-    """This rank's stages, from a Hugging Face directory."""
-    dtype = getattr(torch, setting.dtype)
-    split = setting.plan.split or None
-    return load_stages(directory, parallel, dtype, setting.recompute, split, setting.residence, absent)
-
-
-def record(
-    load: Callable[[Parallel], list[Backbone]],
-    tasks: Sequence[Task],
-    planning: Planning,
-    parallel: Parallel,
-    steps: int,
-    answer: Answer | None = None,
-) -> Recording:
-    """Load, register and step, as a training process does it.
+def count(setting: Setting, directory: Path, parallel: Parallel) -> Recording:
+    """The same steps really computed on this rank: every rank calls it. Tokens are all the same.
 
     Args:
-        load: Makes this rank's stages.
-        tasks: All that train.
-        planning: Gives the plan.
+        setting: Of as many ranks as there are.
+        directory: The backbone with its weights.
         parallel: Where this rank stands.
-        steps: How many.
-        answer: What is read from fake tensors; None: tensors are real.
     """
+    return _record(setting, directory, parallel, None)
+
+
+def _record(setting: Setting, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
+    """Load, register and step, as a training process does it; without weights if there is an answer for them."""
+    plan = setting.plan
     place = Place()
     watch = Watch(place)
     parallel = replace(parallel, presence=watch)
@@ -94,19 +72,31 @@ def record(
     with _collecting_nothing():
         recorder = Recorder(place, parallel.device.type, 0, answer)
         with recorder:
-            stages = load(parallel)
+            stages = load_stages(
+                directory,
+                parallel,
+                getattr(torch, setting.dtype),
+                setting.recompute,
+                plan.split or None,
+                setting.residence,
+                absent=answer is not None,
+            )
             watch.follow(stages, recorder)
             recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
             place.enter(JOIN)
-            engine = Engine(stages, parallel, planning)
+            engine = Engine(stages, parallel, Planning("auto", plan.stages, AsGiven(plan), given=plan))
             watch.follow_adapters(engine.adapters.host)
-            engine.register_tasks(tasks)
+            engine.register_tasks([_task(one) for one in setting.tasks])
             watch.label(engine, recorder)
-            for _ in range(steps):
+            for _ in range(setting.steps):
                 place.enter(INPUTS)
                 begins.append(recorder.events)
                 engine.step()
         return Recording(recorder.done(), tuple(begins))
+
+
+def _task(one: Cast) -> Task:
+    return Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one)))
 
 
 def _device(setting: Setting) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -69,17 +69,21 @@ class Watch(Presence):
 
     def label(self, engine: Engine, recorder: Recorder) -> None:
         """Say what tasks' tensors are for: now, and at the end of each bucket's step."""
+        prefixes = {f".{info.hf_prefix}.": info.layer for info in engine.adapters.host.base_ops}
+        trained = [
+            (parameter, engine.optimizer(name), _layer_of(parameter, prefixes))
+            for name, adapter in engine.adapters.tasks.items()
+            for parameter in adapter.parameters
+        ]
 
         def label() -> None:
-            for name, adapter in engine.adapters.tasks.items():
-                optimizer = engine.optimizer(name)
-                for parameter in adapter.parameters:
-                    own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
-                    own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
-                    for tensor, category in own:
-                        if tensor is not None:
-                            recorder.label(tensor, category)
-                            recorder.label_layer(tensor, _layer_of(parameter, engine))
+            for parameter, optimizer, layer in trained:
+                own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
+                own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
+                for tensor, category in own:
+                    if tensor is not None:
+                        recorder.label(tensor, category)
+                        recorder.label_layer(tensor, layer)
 
         self._label = label
         label()
@@ -102,7 +106,6 @@ class _Followed(Layers):
         self._place.leave(self._first + key, self.hidden)
 
 
-def _layer_of(parameter: AdapterParameter, engine: Engine) -> int | None:
+def _layer_of(parameter: AdapterParameter, prefixes: Mapping[str, int]) -> int | None:
     """The layer whose module an adapter's parameter is named after; None of one that all layers share."""
-    prefixes = {info.hf_prefix: info.layer for info in engine.adapters.host.base_ops}
-    return next((layer for prefix, layer in prefixes.items() if f".{prefix}." in parameter.key), None)
+    return next((layer for prefix, layer in prefixes.items() if prefix in parameter.key), None)

@@ -12,13 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.engine import Planning
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, grouped
-from megatron_mux.rehearsal.perform import loaded, record
+from megatron_mux.rehearsal.perform import count
 from megatron_mux.rehearsal.process import rehearsals
 from megatron_mux.rehearsal.recording import Recording
-from megatron_mux.rehearsal.records import AsGiven
 from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -81,12 +79,10 @@ def _setting(layout: Layout, config: dict[str, object], cases: list[Case]) -> Se
     )
 
 
-def _really(setting: Setting, path: Path, cases: list[Case], parallel: Parallel) -> Recording:
+def _really(setting: Setting, path: Path, parallel: Parallel) -> Recording:
     for cached in (attention._mask, attention._bounds, grouped._runs):
         cached.cache_clear()  # what an earlier layout left
-    planning = Planning("auto", setting.plan.stages, AsGiven(setting.plan), given=setting.plan)
-    tasks = [case.task for case in cases]
-    return record(lambda here: loaded(setting, path, here), tasks, planning, parallel, setting.steps)
+    return count(setting, path, parallel)
 
 
 def _told(recording: Recording) -> list[tuple[str, int]]:
@@ -110,7 +106,7 @@ def test_ranks_hold_and_allocate_what_was_rehearsed(
     for i, (name, setting) in enumerate(settings.items()):
         layout = LAYOUTS[name]
         parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-        really = _really(setting, path, _cases(layout), parallel)
+        really = _really(setting, path, parallel)
         for (what, bytes_), rehearsed in zip(_told(really), mine[0][4 * i + dist.get_rank()], strict=True):
             off = rehearsed / bytes_ - 1
             line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, rehearsed {rehearsed} ({off:+.3%})"
