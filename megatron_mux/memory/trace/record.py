@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -143,6 +144,8 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
         """Note the storages that are new among an operator's results."""
+        if _is_view(func):
+            return
         operator = func._schema.name.removeprefix("aten::")
         for index, tensor in enumerate(_tensors(made)):
             if tensor.device.type not in self._devices:
@@ -215,6 +218,16 @@ class Recorder(TorchDispatchMode):
             return Category.WORKSPACE
         logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
         return Category.LOGITS if logits else Category.ACTIVATIONS
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at memory that is there, be it a library's own (gloo's copy of what it reduces).
+
+    What `torch.tensor` makes is first seen as a view.
+    """
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and not alias.is_write and func is not torch.ops.aten.lift_fresh.default
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:

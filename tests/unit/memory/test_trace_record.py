@@ -80,3 +80,12 @@ def test_a_storage_that_gives_its_memory_back_and_gets_it_again_is_noted() -> No
         "allocate 2 8 zeros",
         "free 2 8",
     ]
+
+
+def test_a_view_of_memory_that_was_there_before_allocates_nothing() -> None:
+    before = torch.zeros(6)
+    with _recorder() as recorder:
+        parts = before.view(2, 3).split(1)
+        del parts
+        torch.tensor([1.0, 2.0])
+    assert _told(recorder.done()) == ["allocate 0 8 lift_fresh", "free 0 8"]
