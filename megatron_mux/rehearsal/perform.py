@@ -111,6 +111,7 @@ def _nothing_there(setting: Setting) -> Iterator[None]:
         if setting.device == "cuda":
             stack.enter_context(fake_gpu(setting.gpu))
             stack.enter_context(replaced(torch.cuda, "current_device", lambda: DEVICE))
+            stack.enter_context(replaced(torch.Tensor, "pin_memory", lambda tensor: tensor))
         else:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield

@@ -10,6 +10,7 @@ import pytest
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.events import Category
 from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.rehearsal.depth import deepened, shallow
 from megatron_mux.rehearsal.predict import RankPeak, predict, worst
 from megatron_mux.rehearsal.process import rehearsals
 from megatron_mux.rehearsal.recording import Recording
@@ -45,23 +46,44 @@ def _setting(
 
 
 DEEP = {
-    "all kinds": (_setting(6, tuple(KINDS)), 0),
-    "recomputed": (_setting(6, recompute="full"), 0),
-    "last of two stages": (_setting(12, stages=2), 1),
-    "sharded": (_setting(6, data=2, residence="sharded"), 1),
-    "offloaded": (_setting(6, residence="offloaded"), 0),
-    "sequence parallel": (_setting(6, tensor=2, sequence_parallel=True), 1),
+    "all kinds": (_setting(5, tuple(KINDS)), 0),
+    "recomputed": (_setting(5, recompute="full"), 0),
+    "last of two stages": (_setting(10, stages=2), 1),
+    "sharded": (_setting(5, data=2, residence="sharded"), 1),
+    "offloaded": (_setting(5, residence="offloaded"), 0),
+    "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
 }
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[str, Recording]:
-    return dict(zip(DEEP, rehearsals(list(DEEP.values()), whole=True), strict=True))
+def recordings() -> dict[str, list[Recording]]:
+    """Of each, with all layers, with two and with three to a stage."""
+    asked = {name: [setting, *shallow(setting)] for name, (setting, _) in DEEP.items()}
+    made = iter(
+        rehearsals([(one, DEEP[name][1]) for name, settings in asked.items() for one in settings], whole=True)
+    )
+    return {name: [next(made) for _ in settings] for name, settings in asked.items()}
 
 
-def test_a_deep_stage_is_what_few_layers_tell_event_for_event(whole: dict[str, Recording]) -> None:
-    told = dict(zip(DEEP, rehearsals(list(DEEP.values())), strict=True))
-    assert [name for name in DEEP if told[name] != whole[name]] == []
+@pytest.fixture(scope="module")
+def whole(recordings: dict[str, list[Recording]]) -> dict[str, Recording]:
+    return {name: found[0] for name, found in recordings.items()}
+
+
+def test_a_deep_stage_is_what_few_layers_tell_event_for_event(
+    recordings: dict[str, list[Recording]],
+) -> None:
+    for name, (all_layers, *few) in recordings.items():
+        assert deepened(*DEEP[name], *few) == all_layers, name
+
+
+def test_layers_that_differ_are_all_rehearsed() -> None:
+    one = _setting(8)
+    upper = {**KINDS["lora"], "target_modules": r".*layers\.[4-7]\.self_attn\.q_proj"}
+    casts = [replace(one.tasks[0], task={**one.tasks[0].task, "adapter": upper})]
+    assert shallow(one) and not shallow(replace(one, tasks=casts))
+    assert not shallow(replace(one, plan=replace(one.plan, stages=2, virtual=2)))
+    assert not shallow(_setting(4))
 
 
 def test_recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
