@@ -13,7 +13,7 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8"]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
 QUICKSTART = ["gguf>=0.17,<1"]
 

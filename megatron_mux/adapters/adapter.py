@@ -227,18 +227,16 @@ class TaskAdapter(ABC):
                 task's seed and the key alone.
             dim, index, partial, owner, decay: See `AdapterParameter`.
         """
-        value = nn.Parameter(torch.empty(0))
-        record = AdapterParameter(key, value, shape, dim, index, partial, owner, decay)
+        record = AdapterParameter(key, nn.Parameter(torch.empty(0)), shape, dim, index, partial, owner, decay)
         if self.initial is None:
             full = torch.empty(shape, dtype=torch.float32)
             init(full, self.host.generator(self.seed, key))
         else:
             full = self.initial[key]
-        value.data = (
-            record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype).contiguous()
-        )
+        local = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype)
+        record.value = nn.Parameter(local.contiguous())
         self.parameters.append(record)
-        return value
+        return record.value
 
 
 def tensor_key(path: str, suffix: str) -> str:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, runtime
 from megatron_mux.backbone import columns, rotary, spec, weights
-from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
+from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Key, Kind, Residence, unit_of
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.backbone.split import Split, even_split, stage_layers
@@ -86,6 +86,7 @@ class Backbone:
         split: Split | None = None,
         stage: int | None = None,
         residence: Kind = "resident",
+        absent: bool = False,
     ) -> Backbone:
         """Build a stage's tensor shard and fill it, reading nothing else.
 
@@ -97,11 +98,12 @@ class Backbone:
             split: Layers of each stage; by default as even as can be, a stage to a rank.
             stage: Which one; by default this rank's first.
             residence: Where weights live between uses: see `Residence`.
+            absent: There is a config.json alone: parameters are made, and hold anything.
 
         Raises:
             UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
         """
-        info = read_backbone_info(path)
+        info = info_without_weights(path) if absent else read_backbone_info(path)
         info.check_parallel(parallel.tp_size, parallel.pp_size)
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
         shape = dataclasses.replace(info.shape, padded_vocab=padded)
@@ -126,7 +128,7 @@ class Backbone:
         units: dict[Key, weights.Plan] = {}
         for name, pieces in filled.items():
             units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
-        with Checkpoint(info.path) as source:
+        with NoWeights() if absent else Checkpoint(info.path) as source:
             for key, own in units.items():
                 home.settle(key, weights.fill(model, own, info.stored, source, dtype, parallel.device))
         if tied_here:
@@ -341,11 +343,12 @@ def load_stages(
     recompute: Recompute = "none",
     split: Split | None = None,
     residence: Kind = "resident",
+    absent: bool = False,
 ) -> list[Backbone]:
     """All stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
-        Backbone.load(path, parallel, dtype, recompute, split, stage, residence)
+        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, absent)
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]
 

@@ -89,6 +89,23 @@ def read_backbone_info(path: str | Path) -> BackboneInfo:
         stored = weights.resolve(shape, found.names, checkpoint)
         digest = hashlib.sha256((path / "config.json").read_bytes())
         digest.update(checkpoint.digest.encode())
+    return _info(path, found, shape, stored, digest.hexdigest())
+
+
+def info_without_weights(path: str | Path) -> BackboneInfo:
+    """What config.json alone tells, as if the weights were there; the fingerprint is no backbone's.
+
+    Raises:
+        UserError: As `read_shape`.
+    """
+    path = Path(path)
+    found, shape = _read_config(path)
+    return _info(path, found, shape, {name: name for name in weights.expected(shape, found.names)}, "")
+
+
+def _info(
+    path: Path, found: Family, shape: BackboneShape, stored: dict[str, str], fingerprint: str
+) -> BackboneInfo:
     layer_modules = {op: tuple(module.path for module in found.names.ops[op]) for op in BASE_OPS}
     return BackboneInfo(
         path=path,
@@ -100,7 +117,7 @@ def read_backbone_info(path: str | Path) -> BackboneInfo:
             for module in layer_modules[op]
         ),
         layer_modules=layer_modules,
-        fingerprint=digest.hexdigest(),
+        fingerprint=fingerprint,
         family=found,
         stored=stored,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mux.backbone import columns
-from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.family import Names
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.errors import UserError
@@ -247,7 +247,7 @@ def fill(
     model: nn.Module,
     filled: Plan,
     stored: dict[str, str],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | NoWeights,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[nn.Parameter]:
@@ -281,7 +281,7 @@ def fill(
     return made
 
 
-def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint) -> None:
+def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint | NoWeights) -> None:
     features = slice(piece.start, piece.start + piece.length)
     target = value[piece.row : piece.row + piece.length]
     if piece.inputs is None:

@@ -144,6 +144,10 @@ class Engine:
         """A registered task."""
         return self._running[name].task
 
+    def optimizer(self, name: str) -> TaskOptimizer:
+        """A registered task's optimizer on this rank."""
+        return self._running[name].optimizer
+
     def progress(self, name: str) -> tuple[int, int, Status]:
         """Steps done, steps in total, status."""
         running = self._running[name]

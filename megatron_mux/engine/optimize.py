@@ -89,6 +89,10 @@ class TaskOptimizer:
         for parameter in self.parameters:
             parameter.value.grad = None
 
+    def kept_of(self, p: AdapterParameter) -> list[Tensor]:
+        """All that is kept for a parameter from step to step, the number of its steps included."""
+        return [] if self._optimizer is None else list(self._optimizer.state.get(p.value, {}).values())
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Local moments by parameter key; empty for SGD."""
         if self._optimizer is None:

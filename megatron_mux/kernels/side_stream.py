@@ -17,7 +17,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        there = device.type == "cuda" and torch.cuda.is_available()  # it may be rehearsed without
+        self._stream = torch.cuda.Stream(device) if there else None
 
     @contextmanager
     def after_what_came_before(self) -> Iterator[None]:

@@ -103,7 +103,7 @@ def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> 
         place, operator = moment.operator.split(_MARK, 1)
         return Moment(moment.phase, grouping.layer(moment.layer, int(place)), operator)
 
-    return _renamed(extended(_renamed(two, together), _renamed(three, together), groups), apart)
+    return renamed(extended(renamed(two, together), renamed(three, together), groups), apart)
 
 
 def period(case: Case) -> int:
@@ -125,7 +125,7 @@ def _first_groups(layers: int, size: int) -> list[int]:
     return [least + size * more for more in range(2)]
 
 
-def _renamed(stream: Stream, rename: Callable[[Moment], Moment]) -> Stream:
+def renamed(stream: Stream, rename: Callable[[Moment], Moment]) -> Stream:
     """A stream with other names for its moments."""
     builder = StreamBuilder()
     names = [rename(moment) for moment in stream.moment_names]

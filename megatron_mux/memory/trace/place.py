@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-LOAD, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
+LOAD, JOIN, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
     "load",
+    "join",
     "inputs",
     "forward",
     "backward",
@@ -45,6 +46,17 @@ class Place:
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
             layer.register_forward_hook(self._leaving(index, last=index == len(layers) - 1))
+
+    def arrive(self, layer: int, hidden: torch.Tensor, lowest: bool) -> None:
+        """The forward pass comes to a layer with this input; the backward pass leaves the lowest one there."""
+        self.layer = layer
+        if lowest:
+            self._mark(hidden.grad_fn, None)
+
+    def leave(self, layer: int, hidden: torch.Tensor) -> None:
+        """The forward pass leaves a layer with this output, where the backward pass comes to it."""
+        self.layer = None
+        self._mark(hidden.grad_fn, layer)
 
     def following_prefixes(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """The `update` of a cache's layer, made to tell: before the layers run, the i-th call is for the i-th layer."""

@@ -54,7 +54,7 @@ class Tracer:
                 stdout=subprocess.PIPE,
                 stderr=self._said,
                 text=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+                env=without_gpu(),
             )
 
     def __call__(self, cases: Sequence[Case]) -> list[Stream]:
@@ -107,3 +107,8 @@ class Tracer:
         words = [line for line in self._said.read().splitlines() if line.strip()]
         self._opened.close()
         return words[-1] if words else "it said nothing"
+
+
+def without_gpu() -> dict[str, str]:
+    """The environment of a process to which no GPU is visible."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

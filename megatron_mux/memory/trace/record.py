@@ -6,18 +6,22 @@ seen: it is added where a table knows of it. Workspaces that libraries keep are 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.invisible import Scratch
-from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, LOAD, OPTIMIZER, Place
+from megatron_mux.memory.trace.device import replaced
+from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
 # Fake kernels make these scalars on the meta device; where no graph is captured, the GPU's are in host memory.
@@ -35,6 +39,15 @@ class _Block:
     size: int
     category: Category
     layer: int | None
+
+
+@dataclass
+class _Live:
+    """A storage: the number of its block, also of the last one while it has no bytes (`there` is false)."""
+
+    number: int
+    there: bool
+    ended: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,11 @@ class Recorder(TorchDispatchMode):
         place: Where the program is.
         device: The type of the device whose memory counts.
         vocabulary: A tensor made outside layers whose last dimension is this are logits.
-        answer: What is read from fake tensors; None of real ones.
+        answer: What is read from fake tensors; None where there are none.
         scratch: What is added for each operator; None adds nothing.
+
+    Attributes:
+        vocabulary: As given; it may be set later.
     """
 
     def __init__(
@@ -73,15 +89,37 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._place = place
         self._devices = {device, "meta"}
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._answer = answer
         self._scratch = scratch
         self._blocks: list[_Block] = []
         self._log: list[_Entry] = []
-        self._live: dict[int, tuple[int, Any]] = {}
+        self._live: dict[int, _Live] = {}
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def events(self) -> int:
+        """How many there have been so far."""
+        return len(self._log)
+
+    def __enter__(self) -> Self:
+        # No operator: a storage is asked to change its size.
+        resize = torch.UntypedStorage.resize_
+
+        def resizing(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = resize(storage, size)
+            self._resized(storage)
+            return resized
+
+        self._stack.enter_context(replaced(torch.UntypedStorage, "resize_", resizing))
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _VALUE and self._answer is not None:
+        if func is _VALUE and self._answer is not None and isinstance(args[0], FakeTensor):
             return self._answer(args[0])
         made = func(*args, **(kwargs or {}))
         self._see(func, args, made)
@@ -113,17 +151,20 @@ class Recorder(TorchDispatchMode):
             for entry in entries:
                 block = self._blocks[entry.code]
                 # What is loaded or kept by the optimizer has been labelled since.
-                owner = block.layer if phase in (LOAD, OPTIMIZER) else layer
+                owner = block.layer if phase in (LOAD, JOIN, OPTIMIZER) else layer
                 builder.allocate(block.size, Moment(phase, owner, entry.operator), category=block.category)
         return builder.done()
 
     def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
         """Note the storages that are new among an operator's results."""
+        if _is_view(func):
+            return
         operator = func._schema.name.removeprefix("aten::")
         for index, tensor in enumerate(_tensors(made)):
             if tensor.device.type not in self._devices:
                 continue
-            if tensor.device.type == "meta" and operator == _SEEDS_ON_HOST:
+            # A model without weights is there before they are loaded.
+            if tensor.device.type == "meta" and (operator == _SEEDS_ON_HOST or self._place.phase == LOAD):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in self._live or not storage.nbytes():
@@ -143,29 +184,51 @@ class Recorder(TorchDispatchMode):
     def _allocate(
         self, storage: torch.UntypedStorage, category: Category, operator: str, layer: int | None
     ) -> None:
-        number, key = len(self._blocks), storage._cdata
-        self._blocks.append(_Block(storage.nbytes(), category, layer))
-        self._log.append(_Entry(number, self._place.phase, layer, operator))
+        key = storage._cdata
 
-        def free(_: Any) -> None:
-            del self._live[key]
-            self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
+        def end(_: Any) -> None:
+            live = self._live.pop(key)
+            if live.there:
+                self._note_free(live.number)
 
-        self._live[key] = (number, weakref.ref(storage, free))
+        number = self._note(_Block(storage.nbytes(), category, layer), layer, operator)
+        self._live[key] = _Live(number, True, weakref.ref(storage, end))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has given its memory back or has got some, for the same purpose."""
+        live = self._live.get(storage._cdata)
+        size = storage.nbytes()
+        if live is None or (live.there and size == self._blocks[live.number].size):
+            return
+        if live.there:
+            self._note_free(live.number)
+        live.there = size > 0
+        if live.there:
+            block = replace(self._blocks[live.number], size=size)
+            live.number = self._note(block, self._place.layer, "resize_")
+
+    def _note(self, block: _Block, layer: int | None, operator: str) -> int:
+        """An allocation; returns the block's number."""
+        self._blocks.append(block)
+        self._log.append(_Entry(len(self._blocks) - 1, self._place.phase, layer, operator))
+        return len(self._blocks) - 1
+
+    def _note_free(self, number: int) -> None:
+        self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
 
     def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
         """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
-        if self._place.phase != OPTIMIZER or not args:
+        if self._place.phase not in (JOIN, OPTIMIZER) or not args:
             return self._place.layer
         of = args[0]
         if isinstance(of, (list, tuple)):  # the i-th result is for the i-th tensor
             of = of[index] if isinstance(made, (list, tuple)) else None
         block = self._block_of(of) if isinstance(of, torch.Tensor) else None
-        return None if block is None else block.layer
+        return self._place.layer if block is None else block.layer
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:
         found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else self._blocks[found[0]]
+        return None if found is None else self._blocks[found.number]
 
     def _category(self, tensor: torch.Tensor) -> Category:
         """What a new tensor is for, as far as its making tells."""
@@ -176,8 +239,18 @@ class Recorder(TorchDispatchMode):
             return Category.OTHER
         if phase not in (FORWARD, BACKWARD):
             return Category.WORKSPACE
-        logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+        logits = self._place.layer is None and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
         return Category.LOGITS if logits else Category.ACTIVATIONS
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at memory that is there, be it a library's own (gloo's copy of what it reduces).
+
+    What `torch.tensor` makes is first seen as a view.
+    """
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and not alias.is_write and func is not torch.ops.aten.lift_fresh.default
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:

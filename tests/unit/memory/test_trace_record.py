@@ -8,6 +8,8 @@ from megatron_mux.memory.events import Stream
 from megatron_mux.memory.trace.place import FORWARD, Place
 from megatron_mux.memory.trace.record import Recorder
 
+_RESIZE = torch.UntypedStorage.resize_
+
 
 def _recorder() -> Recorder:
     place = Place()
@@ -56,3 +58,34 @@ def test_another_device_does_not_count() -> None:
     with Recorder(place, "cuda", vocabulary=7) as recorder:
         torch.zeros(5)
     assert not len(recorder.done())
+
+
+def test_a_storage_that_gives_its_memory_back_and_gets_it_again_is_noted() -> None:
+    with _recorder() as recorder:
+        a = torch.zeros(8)
+        storage = a.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(0)
+        storage.resize_(64)
+        del a, storage
+        b = torch.zeros(2)
+        b.untyped_storage().resize_(0)
+        del b  # nothing is left to free
+    assert torch.UntypedStorage.resize_ is _RESIZE
+    assert _told(recorder.done()) == [
+        "allocate 0 32 zeros",
+        "free 0 32",
+        "allocate 1 64 resize_",
+        "free 1 64",
+        "allocate 2 8 zeros",
+        "free 2 8",
+    ]
+
+
+def test_a_view_of_memory_that_was_there_before_allocates_nothing() -> None:
+    before = torch.zeros(6)
+    with _recorder() as recorder:
+        parts = before.view(2, 3).split(1)
+        del parts
+        torch.tensor([1.0, 2.0])
+    assert _told(recorder.done()) == ["allocate 0 8 lift_fresh", "free 0 8"]

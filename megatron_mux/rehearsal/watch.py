@@ -1,0 +1,111 @@
+"""Where the engine is in a step, and what its tensors are for: what a recorder is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.residence import Layers, Residence
+from megatron_mux.engine import Engine
+from megatron_mux.liveness import Presence
+from megatron_mux.memory.events import Category
+from megatron_mux.memory.trace.place import BACKWARD, FORWARD, OPTIMIZER, Place
+from megatron_mux.memory.trace.record import Recorder
+from megatron_mux.pipeline.action import Action
+
+_PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
+
+
+class Watch(Presence):
+    """Hears which action the engine is at, and follows it through a stage's layers.
+
+    Args:
+        place: Is told.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._label: Callable[[], None] = lambda: None
+
+    def at(self, what: object, long: bool = False) -> None:
+        """See `Presence.at`."""
+        if isinstance(what, Action):
+            if not what.is_pass:
+                self._label()
+            self._place.enter(_PHASES[what.kind])
+
+    def follow(self, stages: Sequence[Backbone], recorder: Recorder) -> None:
+        """Follow loaded stages through their layers, and say what their parameters are for."""
+        for stage in stages:
+            residence, first = stage.residence, stage.layers.start
+
+            def layers(
+                hidden: Tensor, trained_from: int, residence: Residence = residence, first: int = first
+            ) -> Layers:
+                return _Followed(self._place, first, residence, hidden, trained_from)
+
+            setattr(residence, "layers", layers)  # noqa: B010 (on the instance)
+            decoder: Any = stage.model.decoder
+            for layer, module in zip(stage.layers, decoder.layers, strict=True):
+                for parameter in module.parameters():
+                    recorder.label_layer(parameter, layer)
+
+    def follow_adapters(self, host: Host) -> None:
+        """Follow adapters that are made on these layers."""
+        find = host.sites
+
+        def sites(targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
+            for op, found in find(targets):
+                self._place.layer = host.base_ops[op].layer
+                yield op, found
+            self._place.layer = None
+
+        setattr(host, "sites", sites)  # noqa: B010 (on the instance)
+
+    def label(self, engine: Engine, recorder: Recorder) -> None:
+        """Say what tasks' tensors are for: now, and at the end of each bucket's step."""
+        prefixes = {f".{info.hf_prefix}.": info.layer for info in engine.adapters.host.base_ops}
+        trained = [
+            (parameter, engine.optimizer(name), _layer_of(parameter, prefixes))
+            for name, adapter in engine.adapters.tasks.items()
+            for parameter in adapter.parameters
+        ]
+
+        def label() -> None:
+            for parameter, optimizer, layer in trained:
+                own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
+                own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
+                for tensor, category in own:
+                    if tensor is not None:
+                        recorder.label(tensor, category)
+                        recorder.label_layer(tensor, layer)
+
+        self._label = label
+        label()
+
+
+class _Followed(Layers):
+    """A pass through layers that tells where it is."""
+
+    def __init__(
+        self, place: Place, first: int, residence: Residence, hidden: Tensor, trained_from: int
+    ) -> None:
+        super().__init__(residence, hidden, trained_from)
+        self._place = place
+        self._first = first
+
+    def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
+        """See `Layers.through`."""
+        self._place.arrive(self._first + key, self.hidden, lowest=key == 0)
+        super().through(key, compute)
+        self._place.leave(self._first + key, self.hidden)
+
+
+def _layer_of(parameter: AdapterParameter, prefixes: Mapping[str, int]) -> int | None:
+    """The layer whose module an adapter's parameter is named after; None of one that all layers share."""
+    return next((layer for prefix, layer in prefixes.items() if prefix in parameter.key), None)
