@@ -20,6 +20,9 @@ class HostComputes(TorchDispatchMode):
     Tensors of whole numbers (int64) that are made in host memory are real; all others that are made are fake.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -38,7 +41,7 @@ def _makes_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     dtype = kwargs.get("dtype")
     if dtype is None and func.overloadpacket is torch.ops.aten.arange:
         return all(isinstance(number, int) for number in args)
-    return dtype == torch.int64
+    return bool(dtype == torch.int64)
 
 
 def _is_in_place(func: Any) -> bool:

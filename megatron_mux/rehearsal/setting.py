@@ -16,8 +16,13 @@ Dtype = Precision | Literal["float64"]
 class Lengths(Protocol):
     """The part of a `TaskDataset` that is needed here."""
 
-    lengths: Any
-    label_counts: Any
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each record."""
+
+    @property
+    def label_counts(self) -> Any:
+        """Labelled tokens of each."""
 
 
 @dataclass(frozen=True)

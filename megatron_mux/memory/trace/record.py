@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resizing(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resized = resize(storage, size)
+            resized: torch.UntypedStorage = resize(storage, size)
             self._resized(storage)
             return resized
 
