@@ -28,10 +28,13 @@ LAYERS = (2, 3)
 def shallow(setting: Setting) -> list[Setting]:
     """The same with fewer layers, as `LAYERS` says; nothing if it takes all of them to tell.
 
-    That is so where layers differ (in their windows, in the adapters on them), where stages are hardly deeper, or where
-    a rank has several of them.
+    That is so where layers differ (in their windows, in the adapters on them) or share a tensor that grows with them
+    (a prefix), where stages are hardly deeper, where a rank has several of them, or where weights come and go. (And
+    where the first layer to be trained is unlike the others, since its attention is not: then `deepened` refuses.)
     """
     info = _info(setting)
+    if setting.residence != "resident":
+        return []
     if setting.device == "cpu" or setting.plan.virtual > 1 or min(_split(setting, info)) <= LAYERS[-1] + 1:
         return []
     if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in setting.tasks):
@@ -72,12 +75,14 @@ def _split(setting: Setting, info: BackboneInfo) -> tuple[int, ...]:
 
 
 def _is_everywhere(one: Cast, info: BackboneInfo) -> bool:
-    """Whether a task's adapter acts alike on all layers."""
+    """Whether a task's adapter acts alike on all layers, with tensors of their own."""
     lengths = np.array(one.lengths, np.int32)
     load = TaskLoad.of(TaskSpec.model_validate(one.task), lengths, np.array(one.labels, np.int32), info)
     sites = defaultdict(set)
     for site in load.sites:
         sites[site.layer].add((site.op, site.kind, site.size))
+    if load.virtual_tokens:
+        return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1
 
 

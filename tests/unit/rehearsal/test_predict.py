@@ -20,6 +20,11 @@ from tests.unit.memory.traced import LLAMA
 TRAINING = {"per_device_train_batch_size": 2, "max_steps": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
+    "scales": {
+        "peft_type": "IA3",
+        "target_modules": ["k_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
     "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 4, "target_modules": ["down_proj"]},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
 }
@@ -46,13 +51,15 @@ def _setting(
 
 
 DEEP = {
-    "all kinds": (_setting(5, tuple(KINDS)), 0),
+    "two kinds": (_setting(5, ("lora", "scales")), 0),
     "recomputed": (_setting(5, recompute="full"), 0),
     "last of two stages": (_setting(10, stages=2), 1),
+    "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
     "sharded": (_setting(5, data=2, residence="sharded"), 1),
     "offloaded": (_setting(5, residence="offloaded"), 0),
-    "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
+    "all kinds": (_setting(5, tuple(KINDS)), 0),
 }
+WHOLE = ("sharded", "offloaded", "all kinds")
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +80,9 @@ def whole(recordings: dict[str, list[Recording]]) -> dict[str, Recording]:
 def test_a_deep_stage_is_what_few_layers_tell_event_for_event(
     recordings: dict[str, list[Recording]],
 ) -> None:
+    assert [name for name, found in recordings.items() if len(found) == 1] == list(WHOLE)
     for name, (all_layers, *few) in recordings.items():
-        assert deepened(*DEEP[name], *few) == all_layers, name
+        assert name in WHOLE or deepened(*DEEP[name], *few) == all_layers, name
 
 
 def test_layers_that_differ_are_all_rehearsed() -> None:
@@ -84,6 +92,13 @@ def test_layers_that_differ_are_all_rehearsed() -> None:
     assert shallow(one) and not shallow(replace(one, tasks=casts))
     assert not shallow(replace(one, plan=replace(one.plan, stages=2, virtual=2)))
     assert not shallow(_setting(4))
+
+
+def test_what_few_layers_do_not_tell_is_rehearsed_whole() -> None:
+    # Its first layer's attention needs no gradient.
+    bottle = _setting(5, ("bottle",))
+    told, wanted = rehearsals([(bottle, 0)]), rehearsals([(bottle, 0)], whole=True)
+    assert shallow(bottle) and told == wanted
 
 
 def test_recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
