@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.events import Category
+from megatron_mux.memory.events import Category, StreamError
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.depth import deepened, shallow
 from megatron_mux.rehearsal.predict import RankPeak, predict, worst
@@ -50,11 +50,14 @@ def _setting(
     return Setting({**LLAMA, "num_hidden_layers": layers}, casts, plan, **more)
 
 
+BOTTLE = _setting(5, ("bottle",))
+"""Its first layer's attention needs no gradient."""
 DEEP = {
     "two kinds": (_setting(5, ("lora", "scales")), 0),
     "recomputed": (_setting(5, recompute="full"), 0),
     "last of two stages": (_setting(10, stages=2), 1),
     "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
+    "unlike first layer": (BOTTLE, 0),
     "sharded": (_setting(5, data=2, residence="sharded"), 1),
     "offloaded": (_setting(5, residence="offloaded"), 0),
     "all kinds": (_setting(5, tuple(KINDS)), 0),
@@ -82,7 +85,11 @@ def test_a_deep_stage_is_what_few_layers_tell_event_for_event(
 ) -> None:
     assert [name for name, found in recordings.items() if len(found) == 1] == list(WHOLE)
     for name, (all_layers, *few) in recordings.items():
-        assert name in WHOLE or deepened(*DEEP[name], *few) == all_layers, name
+        if name == "unlike first layer":
+            with pytest.raises(StreamError):
+                deepened(*DEEP[name], *few)
+        else:
+            assert name in WHOLE or deepened(*DEEP[name], *few) == all_layers, name
 
 
 def test_layers_that_differ_are_all_rehearsed() -> None:
@@ -94,11 +101,9 @@ def test_layers_that_differ_are_all_rehearsed() -> None:
     assert not shallow(_setting(4))
 
 
-def test_what_few_layers_do_not_tell_is_rehearsed_whole() -> None:
-    # Its first layer's attention needs no gradient.
-    bottle = _setting(5, ("bottle",))
-    told, wanted = rehearsals([(bottle, 0)]), rehearsals([(bottle, 0)], whole=True)
-    assert shallow(bottle) and told == wanted
+def test_what_few_layers_do_not_tell_is_rehearsed_whole(whole: dict[str, Recording]) -> None:
+    assert shallow(BOTTLE)
+    assert rehearsals([(BOTTLE, 0)]) == [whole["unlike first layer"]]
 
 
 def test_recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
