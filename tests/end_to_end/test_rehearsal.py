@@ -50,14 +50,13 @@ def _setting(
     return Setting({**LLAMA, "num_hidden_layers": layers}, casts, plan, **more)
 
 
-BOTTLE = _setting(5, ("bottle",))
-"""Its first layer's attention needs no gradient."""
+UNLIKE = "attention of the first layer needs no gradient"
 DEEP = {
     "two kinds": (_setting(5, ("lora", "scales")), 0),
     "recomputed": (_setting(5, recompute="full"), 0),
     "last of two stages": (_setting(10, stages=2), 1),
     "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
-    "unlike first layer": (BOTTLE, 0),
+    UNLIKE: (_setting(5, ("bottle",)), 0),
     "sharded": (_setting(5, data=2, residence="sharded"), 1),
     "offloaded": (_setting(5, residence="offloaded"), 0),
     "all kinds": (_setting(5, tuple(KINDS)), 0),
@@ -65,8 +64,7 @@ DEEP = {
 WHOLE = ("sharded", "offloaded", "all kinds")
 
 
-@pytest.fixture(scope="module")
-def recordings() -> dict[str, list[Recording]]:
+def _recordings() -> dict[str, list[Recording]]:
     """Of each, with all layers, with two and with three to a stage."""
     asked = {name: [setting, *shallow(setting)] for name, (setting, _) in DEEP.items()}
     made = iter(
@@ -75,21 +73,26 @@ def recordings() -> dict[str, list[Recording]]:
     return {name: [next(made) for _ in settings] for name, settings in asked.items()}
 
 
-@pytest.fixture(scope="module")
-def whole(recordings: dict[str, list[Recording]]) -> dict[str, Recording]:
-    return {name: found[0] for name, found in recordings.items()}
-
-
-def test_a_deep_stage_is_what_few_layers_tell_event_for_event(
-    recordings: dict[str, list[Recording]],
-) -> None:
+def test_a_deep_stage_is_what_few_layers_tell_event_for_event() -> None:
+    recordings = _recordings()  # a minute's work: one test has all of it
     assert [name for name, found in recordings.items() if len(found) == 1] == list(WHOLE)
     for name, (all_layers, *few) in recordings.items():
-        if name == "unlike first layer":
+        if name == UNLIKE:
             with pytest.raises(StreamError):
                 deepened(*DEEP[name], *few)
+            assert rehearsals([DEEP[name]]) == [all_layers], "all layers are rehearsed then"
         else:
             assert name in WHOLE or deepened(*DEEP[name], *few) == all_layers, name
+    _recomputation_and_sharding_need_less({name: found[0] for name, found in recordings.items()})
+
+
+def _recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
+    def activations(name: str) -> int:
+        return whole[name].stream.peak().breakdown[Category.ACTIVATIONS]
+
+    assert activations("recomputed") < activations("sharded")
+    assert whole["sharded"].held < 0.6 * whole["recomputed"].held
+    assert whole["offloaded"].held < 0.2 * whole["recomputed"].held
 
 
 def test_layers_that_differ_are_all_rehearsed() -> None:
@@ -99,20 +102,6 @@ def test_layers_that_differ_are_all_rehearsed() -> None:
     assert shallow(one) and not shallow(replace(one, tasks=casts))
     assert not shallow(replace(one, plan=replace(one.plan, stages=2, virtual=2)))
     assert not shallow(_setting(4))
-
-
-def test_what_few_layers_do_not_tell_is_rehearsed_whole(whole: dict[str, Recording]) -> None:
-    assert shallow(BOTTLE)
-    assert rehearsals([(BOTTLE, 0)]) == [whole["unlike first layer"]]
-
-
-def test_recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
-    def activations(name: str) -> int:
-        return whole[name].stream.peak().breakdown[Category.ACTIVATIONS]
-
-    assert activations("recomputed") < activations("sharded")
-    assert whole["sharded"].held < 0.6 * whole["recomputed"].held
-    assert whole["offloaded"].held < 0.2 * whole["recomputed"].held
 
 
 def test_each_stage_of_each_pipeline_is_predicted() -> None:
