@@ -91,8 +91,13 @@ class Members:
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
             joining.append(task)
+        before = [task.spec.name for task in self._admission.waiting]
         # Those that trained when the run was saved come before those that waited.
-        self._take_in(self._admission.offer(sorted(joining, key=lambda task: task.resume is None)))
+        admitted = self._admission.offer(sorted(joining, key=lambda task: task.resume is None))
+        for task in admitted:
+            if task.spec.name in before:  # what is wrong with others is nothing to it
+                self._take_in_later(task)
+        self._take_in([task for task in admitted if task.spec.name not in before])
         for task in self._admission.waiting:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             if name not in self.reporter.history:
@@ -177,6 +182,8 @@ class Members:
                 UserError
             ) as error:  # the same on every rank: it depends on the file and the backbone alone
                 problem = str(error)
+                for task in tasks:
+                    self._admission.withdraw(task.spec.name)
         if problem:
             self.reporter.say(f"{path.name} refused: {problem}")
             return

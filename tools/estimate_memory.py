@@ -212,7 +212,8 @@ def _print(arguments: argparse.Namespace, question: Question, answer: Answer, ch
     if choice is not None:
         from megatron_mux.choice.tables import show
 
-        command = f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {arguments.model} "
+        backbone = question.skeleton.path.parent
+        command = f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
         show(console, choice.ranking, choice.impossible, f"{command}--mux-tasks {arguments.tasks}")
 
 

@@ -18,6 +18,10 @@ def task_adapters(config: Path, tasks: Path) -> tuple[TaskAdapters, ...]:
     Raises:
         UserError: The file or the backbone is not as it must be, or a task's targets are not there.
     """
+    if config.name != "config.json":
+        raise UserError(
+            f"--model {config}: with --tasks the file must be the config.json of a backbone's directory"
+        )
     specs = load_task_file(tasks, data_later=True)
     info = Configured.read(config.parent)
     found, problems = [], []

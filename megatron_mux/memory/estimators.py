@@ -12,7 +12,8 @@ from megatron_mux.memory import llmem
 from megatron_mux.memory.batches import Batches
 from megatron_mux.memory.decision import OFFLOAD, Layout, largest_batch, layouts, select
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, Prediction
-from megatron_mux.memory.events import StreamError
+from megatron_mux.memory.events import Category, Stream, StreamError
+from megatron_mux.memory.sizes import MIB, show_size
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.process import TraceError
@@ -20,6 +21,8 @@ from megatron_mux.memory.traces import Traces
 
 LARGEST_LENGTH = 1 << 24
 MOST_GPUS = 1 << 16
+LEAST_MEMORY = 64 * MIB
+"""Below, a unit has been forgotten."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Question:
             )
         elif self.length > LARGEST_LENGTH:
             problems.append(f"--sequence-length {self.length}: must be at most {LARGEST_LENGTH}")
+        if self.gpu_memory < LEAST_MEMORY:
+            problems.append(
+                f"--gpu-memory: {show_size(self.gpu_memory)} is no GPU's: give a unit, such as 80GiB"
+            )
         if self.gpus > MOST_GPUS:
             problems.append(f"--gpus {self.gpus}: must be at most {MOST_GPUS}")
         if self.batch is not None and self.batch > LARGEST_LENGTH:
@@ -176,12 +183,29 @@ def _trace(question: Question) -> list[Entry]:
             largest = batches.largest(question.gpu_memory)
             batch = question.batch or max(largest, 1)
             prediction = batches.prediction(batch)
+            _check_layers(prediction.stream, skeleton.tensors.total)
         except (TraceError, StreamError) as error:
             raise UserError(
                 f"trace: {skeleton.path}: its step cannot be traced: {error}; closed forms answer"
             ) from None
     fits = batch <= largest
     return [Entry("trace", layout, fits, batch, largest, prediction.breakdown, prediction=prediction)]
+
+
+def _check_layers(stream: Stream, parameters: int) -> None:
+    """Whether the layers that were traced stand for all: some models' first ones are unlike the others.
+
+    Raises:
+        StreamError: The stream loads fewer bytes than the model has, or far more (buffers are loaded too).
+    """
+    loaded = sum(
+        event.size for event in stream if event.kind == "allocate" and event.category == Category.PARAMETERS
+    )
+    wanted = 2 * parameters  # bf16
+    if not 0.999 * wanted <= loaded <= 1.5 * wanted:
+        raise StreamError(
+            f"its layers differ: those traced make {show_size(loaded)} of all, and it has {show_size(wanted)}"
+        )
 
 
 ESTIMATORS: Mapping[str, Callable[[Question], list[Entry]]] = {

@@ -134,11 +134,15 @@ def _norms(a: Architecture, run: Pass) -> Iterator[Saved]:
     yield Saved("statistics of norms", "rows", 2, 4)
 
 
+def _keeps_scores(a: Architecture, run: Pass) -> bool:
+    """Whether full training keeps them: as asked, or since no kernel does without for heads that share keys in fp32."""
+    return run.attention == "eager" or (run.size > 2 and a.kv_heads < a.heads)
+
+
 def _core(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
     """Of attention. Kernels that share keys among heads and keep no scores want half precision."""
-    grouped = a.kv_heads < a.heads
-    scores = run.attention == "eager" or (run.size > 2 and grouped)
-    expanded = scores and grouped and not selective
+    scores = _keeps_scores(a, run)
+    expanded = scores and a.kv_heads < a.heads and not selective
     keys = a.queries if expanded else a.keys
     yield Saved("queries, keys, values", "columns", a.queries + 2 * keys, run.size)
     yield Saved("output of attention", "columns", a.queries, run.size)
@@ -178,6 +182,6 @@ def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved
         widths += a.ffn  # gradients of what is in between
     mlp = [Saved("gradients inside the MLP", "columns", widths * a.experts_per_token, w)]
     attention = [Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, w)]
-    if run.attention == "eager" and not frozen:
+    if _keeps_scores(a, run) and not frozen:
         attention.append(Saved("gradients of scores", "columns", 2 * a.heads * run.length, 4))
     return [hidden, *max(mlp, attention, key=lambda saved: total(saved, 1, False))]

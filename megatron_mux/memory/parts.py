@@ -237,9 +237,13 @@ class Parts:
             yield Instant("the loss", stage.index, (*base, *self._loss()))
         lines = (*base, *self._working(stage))
         if stage.last and not self.recipe.frozen and not gradients:
-            head = stage.units[-1].total or stage.units[0].total
+            head = stage.units[-1].total + (stage.units[0].total if self._shares_head(stage) else 0)
             lines += (Line("gradients", head * self.recipe.gradient_size),)
         yield Instant("the last layer's backward pass", stage.index, lines)
+
+    def _shares_head(self, stage: Stage) -> bool:
+        """Whether the output layer is the embedding, on this very stage: another one has a copy."""
+        return self.architecture.tied and stage.first
 
     def _in_flight(self, stage: Stage) -> int:
         """Micro-batches between their forward and backward pass."""

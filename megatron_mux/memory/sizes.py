@@ -9,7 +9,9 @@ GIB = 1 << 30
 MOST = 1 << 50
 """No machine has more (a pebibyte): what is beyond is a slip."""
 
-_SIZE = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,30}(?:\.\d{1,30})?) ?([KMGT]?)i?B?", re.IGNORECASE)
+_SIZE = re.compile(
+    r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,30}(?:\.\d{1,30})?) ?(?:([KMGT])i?)?B?", re.IGNORECASE
+)
 
 
 def parse_size(text: str) -> int:
@@ -25,7 +27,7 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"must be a size such as 16GiB or 24000MB, got {text!r}")
     number, unit = match.groups()
-    found = int(float(number.replace(",", "")) * 1024 ** " KMGT".index(unit.upper() or " "))
+    found = int(float(number.replace(",", "")) * 1024 ** " KMGT".index((unit or " ").upper()))
     if found <= 0:
         raise ValueError(f"must be more than nothing, got {text!r}")
     if found > MOST:

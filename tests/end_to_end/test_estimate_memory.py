@@ -240,6 +240,8 @@ def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
         (OPT, ["--gpus", "four"], "--gpus: must be a whole number of at least 1"),
         (OPT, ["--gpus", "100000000"], "--gpus 100000000: must be at most"),
         (OPT, ["--gpu-memory", "16 gigs"], "--gpu-memory: must be a size such as 16GiB"),
+        (OPT, ["--gpu-memory", "16iB"], "--gpu-memory: must be a size such as 16GiB"),
+        (OPT, ["--gpu-memory", "16"], "--gpu-memory: 16 bytes is no GPU's: give a unit, such as 80GiB"),
         (OPT, ["--gpu-memory", "0"], "--gpu-memory: must be more than nothing"),
         (OPT, ["--gpu-memory", "5000TB"], "--gpu-memory: must be at most"),
         (OPT, ["--sequence-length", "1"], "--sequence-length: must be a whole number of at least 2"),
