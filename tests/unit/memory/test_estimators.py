@@ -1,0 +1,23 @@
+"""What is checked before an estimator's word is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_mux.memory.estimators import _check_layers
+from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder, StreamError
+
+
+def _loading(size: int) -> Stream:
+    builder = StreamBuilder()
+    builder.allocate(size, Moment("load", None, "empty"), category=Category.PARAMETERS)
+    builder.allocate(10**9, Moment("forward", 0, "mm"), category=Category.ACTIVATIONS)
+    return builder.done()
+
+
+def test_traced_layers_have_to_make_the_whole_model() -> None:
+    _check_layers(_loading(2_000_000), 1_000_000)
+    _check_layers(_loading(2_400_000), 1_000_000)  # buffers
+    for other in (110_000, 1_990_000, 9_000_000):  # DeepSeek's first layers are dense, the others are not
+        with pytest.raises(StreamError, match="its layers differ"):
+            _check_layers(_loading(other), 1_000_000)

@@ -1,0 +1,95 @@
+"""Who is taken in when several come: what is wrong with one task is nothing to those that waited before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_mux import members as module
+from megatron_mux.errors import UserError
+from megatron_mux.members import Members
+
+
+class Engine:
+    """Has room for two tasks at a time, and cannot register those called `bad`."""
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        return tuple(self.tasks)
+
+    def has_room(self, tasks: list[Any]) -> bool:
+        return len(self.tasks) + len(tasks) <= 2
+
+    def check_alone(self, task: Any) -> None:
+        pass
+
+    def register_tasks(self, tasks: list[Any]) -> None:
+        names = [task.spec.name for task in tasks]
+        if "bad" in names:
+            raise UserError("task 'bad': there is no memory for its adapter")
+        self.tasks += names
+
+    def progress(self, name: str) -> tuple[int, int, str]:
+        return 1, 10, "running"
+
+
+class Reporter:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.history: dict[str, Any] = {}
+
+    def add(self, name: str, kind: str, step: int, total: int, status: str) -> None:
+        self.history[name] = SimpleNamespace(status=status)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Data(list[int]):
+    """A data set of one record."""
+
+    fingerprint = ""
+
+
+def task(name: str) -> Any:
+    spec = SimpleNamespace(
+        name=name,
+        adapter=SimpleNamespace(peft_type="LORA"),
+        plain=dict,
+        total_steps=lambda records: 10,
+    )
+    return SimpleNamespace(spec=spec, data=Data([1]), resume=None)
+
+
+@pytest.fixture
+def members() -> Members:
+    parallel = SimpleNamespace(world_size=1, presence=SimpleNamespace(at=lambda what, long=False: None))
+    made: Any = {"engine": Engine(), "parallel": parallel, "reporter": Reporter()}
+    return Members(**made, info=None, tokenizer=None, evaluate=lambda name: None, save=lambda names: None)  # type: ignore[arg-type]
+
+
+def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.register([task(name) for name in ("a", "b", "waits")])
+    engine: Any = members.engine
+    assert engine.tasks == ["a", "b"] and members.waiting
+    engine.tasks.clear()  # both have left
+    coming = [task("bad"), task("behind")]
+    monkeypatch.setattr(module, "load_task_file", lambda path, data_later: [])
+    monkeypatch.setattr(module, "joinable", lambda *arguments: None)
+    monkeypatch.setattr(module, "prepare", lambda *arguments: coming)
+    members._join(Path("bad.yaml"))
+    assert engine.tasks == ["waits"]
+    assert members.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
+    engine.tasks.clear()
+    members.admit()
+    assert engine.tasks == [] and not members.waiting, "nobody of a refused file trains later"
