@@ -48,8 +48,9 @@ class TrainingCompute:
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros for want of memory."""
         if not self.shortage.concerns(action.bucket):
-            with self.shortage.noticed(action):
-                return self._together(action, hidden)
+            made = self.shortage.attempt(action, lambda: self._together(action, hidden))
+            if made is not None:
+                return made
         backbone = self.stages[action.stage]
         shape = () if backbone.last else self.shape(action)
         return torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
@@ -83,8 +84,7 @@ class TrainingCompute:
         """Back-propagate to the adapters and to the stage's input, unless memory is wanting."""
         outputs = self._outputs.pop((action.stage, action.unit), [output])
         if not self.shortage.concerns(action.bucket):
-            with self.shortage.noticed(action):
-                self._back(action, outputs, gradient)
+            self.shortage.attempt(action, lambda: self._back(action, outputs, gradient))
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated
             self.batches.forget(action.unit)
 

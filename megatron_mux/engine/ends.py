@@ -79,11 +79,12 @@ class Ends:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
-        squares = torch.zeros(len(names), dtype=torch.float64, device=device)
         # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
         lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
-        with self.shortage.noticed(action):
-            squares = self._gradients(names, entry // len(self.buckets), lacks)
+        step = entry // len(self.buckets)
+        squares = self.shortage.attempt(action, lambda: self._gradients(names, step, lacks))
+        if squares is None:
+            squares = torch.zeros(len(names), dtype=torch.float64, device=device)
         if self.shortage.concerns(entry):
             lacks = lacks.clamp(min=1.0)
         if others is None:

@@ -7,14 +7,16 @@ stages with its tasks' norms (`ends`): they do not step, nor in what is left of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
+
+T = TypeVar("T")
 
 
 def first_sentence(error: torch.OutOfMemoryError) -> str:
@@ -42,21 +44,19 @@ class Shortage:
         """Whether a bucket, counted on over steps, is not to be computed any more in this turn."""
         return entry % self._period in self._said
 
-    @contextmanager
-    def noticed(self, action: Action) -> Iterator[None]:
-        """Catch what an action raises if it finds no memory, and give back what was kept for reuse."""
+    def attempt(self, action: Action, compute: Callable[[], T]) -> T | None:
+        """What an action's work comes to; None if it finds no memory: then all that it took is free again."""
         try:
-            yield
+            return compute()
         except torch.OutOfMemoryError as error:
             if self._together or (not action.is_pass and self._parallel.dp_size > 1):
                 raise
             what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
             self._said[action.bucket % self._period] = what
-        else:
-            return
-        # Outside the handler, where nothing refers to the pass's tensors any more.
+        # Outside the handler, and of no context manager, whose frames would be referred to: the work's tensors are gone.
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
+        return None
 
     def everywhere(self) -> dict[int, str]:
         """For each bucket that lacked memory on some rank, where; every rank calls it when one did."""

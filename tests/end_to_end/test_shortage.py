@@ -152,7 +152,7 @@ def test_a_task_that_diverged_before_memory_ran_out_is_no_hindrance(
     assert taken == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize(("policy", "share"), [("temporal", 0.8), ("spatial", 0.8), ("spatial", 0.5)])
+@pytest.mark.parametrize(("policy", "share"), [("temporal", 0.85), ("spatial", 0.8), ("spatial", 0.6)])
 def test_within_a_budget_of_bytes_every_task_finishes_all_the_same(
     policy: Any, share: float, backbone_of: BackboneOf, parallel: Parallel
 ) -> None:
