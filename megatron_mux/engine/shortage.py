@@ -53,7 +53,7 @@ class Shortage:
                 raise
             what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
             self._said[action.bucket % self._period] = what
-        # Outside the handler, and of no context manager, whose frames would be referred to: the work's tensors are gone.
+        # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
         return None
