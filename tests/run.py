@@ -78,9 +78,12 @@ def command_of(run: Run, arguments: list[str], logs: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, as several share the machine; nothing is looked for on a model hub."""
+    """One thread a process, as several share the machine; nothing is looked for on a model hub.
+
+    No GPU is in sight: tests that pretend to have one run where there is a real one too (`make gpu-check` has its own).
+    """
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:

@@ -226,7 +226,6 @@ def test_where_a_step_cannot_be_traced_closed_forms_answer(
 
 
 def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.svg"
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
     status, _, errors = estimate(config, "--method", "trace", "--plot", str(picture))

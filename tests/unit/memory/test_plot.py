@@ -42,7 +42,6 @@ def test_the_peak_of_a_long_stream_is_drawn() -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_picture(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / f"memory{suffix}"
     check(file)
     draw(_prediction(), "a model", file)
