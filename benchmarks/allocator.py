@@ -26,11 +26,11 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.fusion.roofline import cpu_name
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.extension import extended
-from megatron_mux.memory.replay import replay
-from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.caching.replay import replay
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
+from megatron_mux.memory.stream.extension import extended
 
 GOAL = 250_000
 """Events per second: 500,000 in 2 seconds."""

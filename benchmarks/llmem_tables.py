@@ -20,9 +20,9 @@ from script import add_output, command_line, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.memory.decision import OFFLOAD, layouts
-from megatron_mux.memory.dnnmem import DNNMem
-from megatron_mux.memory.llmem import Constants, LLMem
+from megatron_mux.memory.papers.decision import OFFLOAD, layouts
+from megatron_mux.memory.papers.dnnmem import DNNMem
+from megatron_mux.memory.papers.llmem import Constants, LLMem
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.tensors import Skeleton
 from tests.unit.memory.base_range import GPUS, LENGTH, Choices, Range, published

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.memory.methods import Method, Recipe
+from megatron_mux.memory.forms.methods import Method, Recipe
 
 
 def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:

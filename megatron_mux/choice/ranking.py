@@ -9,10 +9,10 @@ from typing import Any
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.fusion.roofline import Device
-from megatron_mux.memory.architecture import Architecture
-from megatron_mux.memory.decision import OFFLOAD, largest_batch
-from megatron_mux.memory.methods import Method, Recipe, methods
-from megatron_mux.memory.parts import Instant, Parts
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.methods import Method, Recipe, methods
+from megatron_mux.memory.forms.parts import Instant, Parts
+from megatron_mux.memory.papers.decision import OFFLOAD, largest_batch
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.roofline import GPUS, Device, device_of
-from megatron_mux.memory.sites import Configured, TaskAdapters
+from megatron_mux.memory.forms.sites import Configured, TaskAdapters
 from megatron_mux.tasks import load_task_file
 
 DEFAULT_DEVICE = "A100"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_mux.fusion.roofline import Device
-from megatron_mux.memory.architecture import Architecture, Unit
-from megatron_mux.memory.methods import Method, Recipe
-from megatron_mux.memory.shards import Stage, stages
+from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.methods import Method, Recipe
+from megatron_mux.memory.forms.shards import Stage, stages
 
 HOST_LINK = 25e9
 """Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""

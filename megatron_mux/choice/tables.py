@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_mux.choice.ranking import Ranked, Ranking
-from megatron_mux.memory.decision import OFFLOAD
+from megatron_mux.memory.papers.decision import OFFLOAD
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.profile import Profile, summed
-from megatron_mux.memory.sites import OPS
+from megatron_mux.memory.forms.sites import OPS
 
 Array = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.targets import match_targets, targets_of
-from megatron_mux.memory.sites import Catalogue, Site, sites_of
+from megatron_mux.memory.forms.sites import Catalogue, Site, sites_of
 from megatron_mux.tasks import TaskSpec
 
 

@@ -25,7 +25,7 @@ from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.layout import BaseOpInfo, MicroBatch, Segment
-from megatron_mux.memory.sites import OPS
+from megatron_mux.memory.forms.sites import OPS
 from megatron_mux.tasks import TaskSpec
 
 SEGMENT = 64

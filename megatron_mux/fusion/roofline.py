@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
 from megatron_mux.layout import BaseOpName
-from megatron_mux.memory.sites import OPS
+from megatron_mux.memory.forms.sites import OPS
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_mux.fusion.frozen import Attention, Frozen
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.layout import BaseOpName
-from megatron_mux.memory.sites import OPS, Site
+from megatron_mux.memory.forms.sites import OPS, Site
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind

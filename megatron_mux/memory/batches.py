@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from megatron_mux.memory.decision import MOST_SEQUENCES, largest_batch
+from megatron_mux.memory.caching.replay import replay
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction, outside, prediction
 from megatron_mux.memory.invisible import SMALL_INDEX
-from megatron_mux.memory.replay import replay
-from megatron_mux.memory.settings import Settings
-from megatron_mux.memory.symbolic import Family, UnlikeError
-from megatron_mux.memory.symbolic import family as varied
+from megatron_mux.memory.papers.decision import MOST_SEQUENCES, largest_batch
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.traces import Traces
+from megatron_mux.memory.trace.symbolic import Family, UnlikeError
+from megatron_mux.memory.trace.symbolic import family as varied
+from megatron_mux.memory.trace.traces import Traces
 
 
 class Batches:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_mux.memory import invisible
-from megatron_mux.memory.events import Moment, Stream
-from megatron_mux.memory.insertion import buckets, inserted, scaled, workspaces
-from megatron_mux.memory.replay import Replay, replay
-from megatron_mux.memory.settings import Settings
+from megatron_mux.memory.caching.replay import Replay, replay
+from megatron_mux.memory.caching.settings import Settings
+from megatron_mux.memory.stream.events import Moment, Stream
+from megatron_mux.memory.stream.insertion import buckets, inserted, scaled, workspaces
 from megatron_mux.memory.trace.case import Case
 
 FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"

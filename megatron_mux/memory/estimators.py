@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory import llmem
 from megatron_mux.memory.batches import Batches
-from megatron_mux.memory.decision import OFFLOAD, Layout, largest_batch, layouts, select
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, Prediction
-from megatron_mux.memory.events import Category, Stream, StreamError
+from megatron_mux.memory.papers import llmem
+from megatron_mux.memory.papers.decision import OFFLOAD, Layout, largest_batch, layouts, select
 from megatron_mux.memory.sizes import MIB, show_size
+from megatron_mux.memory.stream.events import Category, Stream, StreamError
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.memory.traces import Traces
+from megatron_mux.memory.trace.traces import Traces
 
 LARGEST_LENGTH = 1 << 24
 MOST_GPUS = 1 << 16
@@ -161,7 +161,7 @@ def _llmem(question: Question) -> list[Entry]:
 
 def _dnnmem(question: Question) -> list[Entry]:
     """One GPU, so conventional data parallelism only."""
-    from megatron_mux.memory import dnnmem  # imports torch, which takes seconds
+    from megatron_mux.memory.papers import dnnmem  # imports torch, which takes seconds
 
     graph = dnnmem.DNNMem(question.skeleton, question.length)
     return [_entry("dnnmem", question, layouts(question.gpus)[0], graph.breakdown)]

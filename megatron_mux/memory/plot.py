@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.estimate import Prediction
-from megatron_mux.memory.events import CATEGORIES
 from megatron_mux.memory.sizes import GIB
+from megatron_mux.memory.stream.events import CATEGORIES
 
 FORMATS = (".png", ".svg")
 _POINTS = 4000

@@ -70,7 +70,7 @@ def _sources() -> str:
     room = Path(__file__).parent
     files = [
         *sorted((room / "trace").glob("*.py")),
-        *(room / f"{n}.py" for n in ("events", "invisible", "tensors")),
+        *(room / f"{name}.py" for name in ("stream/events", "stream/extension", "invisible", "tensors")),
     ]
     return _digest("".join(file.read_text(encoding="utf-8") for file in files))[:16]
 

@@ -13,8 +13,8 @@ import numpy as np
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.memory.events import Moment, Stream
-from megatron_mux.memory.extension import extended
+from megatron_mux.memory.stream.events import Moment, Stream
+from megatron_mux.memory.stream.extension import extended
 from megatron_mux.memory.trace.depth import renamed
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.rehearsal.recording import Recording

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_mux.memory.events import Peak
+from megatron_mux.memory.stream.events import Peak
 from megatron_mux.rehearsal.process import rehearsals
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.setting import Setting
@@ -18,7 +18,7 @@ class RankPeak:
     Attributes:
         rank: Which.
         peak: The most bytes at once from loading to the last step, as asked for; with its moment and what they are for.
-        recording: All that it allocates and frees: `memory.replay.replay` tells what the allocator makes of it.
+        recording: All that it allocates and frees: `memory.caching.replay.replay` tells what the allocator makes of it.
     """
 
     rank: int

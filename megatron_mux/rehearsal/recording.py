@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from megatron_mux.memory.events import Stream
+from megatron_mux.memory.stream.events import Stream
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Presence
-from megatron_mux.memory.events import Category
+from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
 from megatron_mux.pipeline.action import Action

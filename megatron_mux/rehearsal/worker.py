@@ -46,7 +46,7 @@ def main() -> int:
 
 def _recordings(parts: list[Part], pool: Pool) -> list[Recording]:
     """In the order of the parts; deep stages from shallow ones where those line up."""
-    from megatron_mux.memory.events import StreamError
+    from megatron_mux.memory.stream.events import StreamError
     from megatron_mux.rehearsal.depth import deepened, shallow
 
     fewer: list[list[Part]] = [

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
-from megatron_mux.memory import kept, own
-from megatron_mux.memory.architecture import Architecture
-from megatron_mux.memory.kept import Pass
-from megatron_mux.memory.methods import Method
-from megatron_mux.memory.shards import Stage, stages
-from megatron_mux.memory.sites import Configured, TaskAdapters
+from megatron_mux.memory.forms import kept, own
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.kept import Pass
+from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.shards import Stage, stages
+from megatron_mux.memory.forms.sites import Configured, TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.runtime import Parallel
 from tests import tiny_models

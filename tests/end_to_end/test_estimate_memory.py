@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.memory.traces import Traces
+from megatron_mux.memory.trace.traces import Traces
 from tests.end_to_end.forked import ROOT
 from tests.end_to_end.test_plans import tool
 from tests.unit.memory.configs import CONFIGS, TABLE_3, write
@@ -206,7 +206,7 @@ def test_a_second_answer_needs_no_torch(tmp_path: Path) -> None:
     least, most = method["peak_process_interval_bytes"]
     assert least <= method["peak_process_bytes"] <= most
     imported = {line.rpartition("|")[2].strip() for line in second.stderr.splitlines()}
-    assert "megatron_mux.memory.traces" in imported
+    assert "megatron_mux.memory.trace.traces" in imported
     assert not imported & {"torch", "transformers", "peft"}
 
 

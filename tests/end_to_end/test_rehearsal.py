@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.events import Category, StreamError
+from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.depth import deepened, shallow
 from megatron_mux.rehearsal.predict import RankPeak, predict, worst

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder, StreamError
-from megatron_mux.memory.extension import extended
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
+from megatron_mux.memory.stream.extension import extended
 from megatron_mux.memory.trace.case import Case
 
 _MARK = "|"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_mux.memory.events import Category
+from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.record import Recorder
 

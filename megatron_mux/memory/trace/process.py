@@ -13,7 +13,7 @@ from threading import Event, Timer
 from types import TracebackType
 from typing import IO, Self
 
-from megatron_mux.memory.events import Stream
+from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
 
 _SECONDS = 120.0

@@ -18,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.invisible import Scratch
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.device import replaced
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
 

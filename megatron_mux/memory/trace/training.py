@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_mux.memory.events import Stream
+from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
 from megatron_mux.memory.trace.model import (

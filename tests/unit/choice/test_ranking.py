@@ -16,8 +16,8 @@ from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.errors import UserError
-from megatron_mux.memory.methods import Method, Recipe, methods
-from megatron_mux.memory.parts import Parts
+from megatron_mux.memory.forms.methods import Method, Recipe, methods
+from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.sizes import MIB
 from tests.unit.memory.architectures import llama, lora
 

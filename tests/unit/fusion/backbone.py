@@ -13,7 +13,7 @@ from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
-from megatron_mux.memory.sites import Site
+from megatron_mux.memory.forms.sites import Site
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:

@@ -14,7 +14,7 @@ from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Curve
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.memory.sites import Site
+from megatron_mux.memory.forms.sites import Site
 from tests.unit.fusion import backbone
 
 LAYERS = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_mux.memory.architecture import Architecture, Unit
-from megatron_mux.memory.sites import Site, TaskAdapters
+from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.sites import Site, TaskAdapters
 
 
 def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4, **more: Any) -> Architecture:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_mux.memory.batches import Batches
+from megatron_mux.memory.caching.replay import replay
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import outside, prediction
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.replay import replay
-from megatron_mux.memory.settings import Settings
 from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.traces import Traces
+from megatron_mux.memory.trace.traces import Traces
 
 CASE = Case({"model_type": "llama"}, 2, 1, 64, {"peft_type": "IA3"})
 

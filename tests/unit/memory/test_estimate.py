@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_mux.memory import invisible
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict, prediction
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.settings import Settings
 from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.case import Case, Gpu
 
 CASE = Case({"model_type": "llama"}, 2, 1, 8, gpu=Gpu((8, 0), False))

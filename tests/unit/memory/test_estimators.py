@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_mux.memory.estimators import _check_layers
-from megatron_mux.memory.events import Category, Moment, Stream, StreamBuilder, StreamError
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
 
 
 def _loading(size: int) -> Stream:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction
-from megatron_mux.memory.events import Category, Moment, StreamBuilder
 from megatron_mux.memory.plot import check, draw, series
-from megatron_mux.memory.settings import Settings
 from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
 
 
 def _prediction(times: int = 20) -> Prediction:

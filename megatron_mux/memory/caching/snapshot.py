@@ -1,0 +1,92 @@
+"""A device's own history, as torch records it: to see whether the replay does what the device did.
+
+torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)   # before anything is allocated
+...
+recording = from_snapshot(torch.cuda.memory._snapshot()["device_traces"][0])
+replay(recording.stream, settings, recording.addresses, recording.emptied).reserved == recording.reserved
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder, StreamError
+
+_GROWTH = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+# A block that is asked back may still be in use on another stream: it is free when that is completed.
+_NOTHING = ("free_requested", "snapshot", "oom")
+_RECORDED = Moment("recorded")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a device did.
+
+    Attributes:
+        stream: Its allocations and frees, the latter where a block could be used again.
+        reserved: Bytes that the device had reserved after each event of the stream.
+        addresses: Where `cudaMalloc` put the segments, one after the other.
+        emptied: Indices of the events before which segments were returned: by `empty_cache`, or because another one
+            could not be had. The index after the last event is among them if that was at the end. (A replay that
+            has the device's own limit, `max_split_size_mb` or `garbage_collection_threshold` returns what it has to
+            by itself, and is not given these.)
+    """
+
+    stream: Stream
+    reserved: array[int]
+    addresses: tuple[int, ...]
+    emptied: frozenset[int]
+
+
+def from_snapshot(trace: Sequence[Mapping[str, Any]]) -> Recording:
+    """Read one device's trace.
+
+    Args:
+        trace: `torch.cuda.memory._snapshot()["device_traces"][device]`, recorded from before the first allocation and
+            with `max_entries` enough.
+
+    Raises:
+        StreamError: It frees what it has not allocated (the beginning is missing), has an action that is not known, or
+            pools of CUDA graphs or `torch.cuda.MemPool`.
+    """
+    builder = StreamBuilder()
+    live: dict[int, int] = {}
+    addresses: list[int] = []
+    emptied: set[int] = set()
+    reserved, total = array("q"), 0
+    for place, entry in enumerate(trace):
+        action = entry["action"]
+        if action in _NOTHING:
+            continue
+        if tuple(entry.get("pool_id", (0, 0))) != (0, 0):
+            raise StreamError(
+                f"entry {place} of the trace ({action}) is of a pool of its own, which is not replayed"
+            )
+        if action in _GROWTH:
+            total += _GROWTH[action] * entry["size"]
+            if action == "segment_alloc":
+                addresses.append(entry["addr"])
+            elif _GROWTH[action] < 0:
+                emptied.add(len(reserved))
+            continue
+        address: int = entry["addr"]
+        if action == "alloc":
+            if address in live:
+                raise StreamError(
+                    f"entry {place} of the trace allocates at {address:#x}, where a block is in use"
+                )
+            live[address] = builder.allocate(entry["size"], _RECORDED, entry["stream"])
+        elif action == "free_completed":
+            if address not in live:
+                raise StreamError(
+                    f"entry {place} of the trace frees {address:#x}, which it has not allocated: "
+                    "record from before the first allocation, with max_entries enough"
+                )
+            builder.free(live.pop(address), _RECORDED)
+        else:
+            raise StreamError(f"entry {place} of the trace has an action that is not known: {action!r}")
+        reserved.append(total)
+    return Recording(builder.done(), reserved, tuple(addresses), frozenset(emptied))

@@ -1,0 +1,1 @@
+"""Our closed forms: what each rank holds, for any division of any model, full fine-tuning or adapters."""

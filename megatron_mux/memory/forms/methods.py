@@ -1,0 +1,194 @@
+"""Ways to divide a training step among GPUs, and what is trained how: what a prediction is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.kept import Attention, Recompute
+from megatron_mux.memory.forms.sites import TaskAdapters
+
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how: what changes results, and so is the user's to say.
+
+    Attributes:
+        length: Tokens of a sequence.
+        precision: Of weights and hidden states.
+        optimizer: Of full fine-tuning; tasks have their own.
+        master: Whether half-precision weights have fp32 copies, gradients and moments beside them, as Megatron's
+            mixed precision has it; else all of these are in the weights' precision, as `transformers` has it.
+        attention: Whether scores are kept (`eager`).
+        adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
+    """
+
+    length: int
+    precision: Precision = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    master: bool = True
+    attention: Attention = "flash"
+    adapters: tuple[TaskAdapters, ...] = ()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return bool(self.adapters)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a weight."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 copies of weights."""
+        return self.master and self.size < 4 and not self.frozen
+
+    @property
+    def gradient_size(self) -> int:
+        """Bytes of a gradient's value."""
+        return 4 if self.frozen or self.has_master else self.size
+
+    @property
+    def state_size(self) -> int:
+        """Bytes that the optimizer has for a value, a master copy included."""
+        moments = 0 if self.optimizer == "sgd" else 2 * self.gradient_size
+        return moments + (4 if self.has_master else 0)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to divide a step: what leaves results alone.
+
+    Attributes:
+        data: Data-parallel ranks.
+        tensor: Ranks that share each layer.
+        pipeline: Stages.
+        expert: Data-parallel ranks that share a layer's experts.
+        sequence_parallel: Whether tensor ranks divide the rows outside the products.
+        zero: What data-parallel ranks divide: nothing, the optimizer's states (1), gradients too (2), weights too (3:
+            FSDP). Of a frozen backbone there are weights alone to divide.
+        recompute: What is computed again in the backward pass.
+        offload: Whether host memory keeps what is not in use: a frozen backbone's weights; else the optimizer's
+            states, which are stepped there.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    zero: Literal[0, 1, 2, 3] = 0
+    recompute: Recompute = "none"
+    offload: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs it takes."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a step on each pipeline: one, or four for each stage, so that its bubble is below a fifth."""
+        return 4 * self.pipeline if self.pipeline > 1 else 1
+
+    @property
+    def name(self) -> str:
+        """Its degrees, such as `2DP+2TP`."""
+        degrees = ((self.data, "DP"), (self.tensor, "TP"), (self.pipeline, "PP"), (self.expert, "EP"))
+        return "+".join(f"{size}{kind}" for size, kind in degrees if size > 1) or "1DP"
+
+    @property
+    def details(self) -> str:
+        """The rest, in words; empty for the plainest."""
+        words = [
+            f"ZeRO-{self.zero}" if self.zero else "",
+            "sequence parallel" if self.sequence_parallel else "",
+            f"{self.recompute} recomputation" if self.recompute != "none" else "",
+            "offload" if self.offload else "",
+        ]
+        return ", ".join(filter(None, words))
+
+
+def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Method]:
+    """All sensible methods for so many GPUs, the plainest first.
+
+    Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
+    of attention that keeps no scores, division of a frozen backbone's optimizer.
+    """
+    found = [
+        Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
+        for data, tensor, pipeline in _degrees(gpus)
+        if not problem(architecture, tensor, pipeline)
+        for expert in _experts(architecture, data)
+        for sequence_parallel in ((False, True) if tensor > 1 else (False,))
+        for zero in _zeros(data, pipeline, recipe.frozen)
+        for recompute in _RECOMPUTED
+        if recompute != "selective" or _keeps_more_than_inputs(architecture, recipe)
+        for offload in (False, True)
+    ]
+    return sorted(found, key=_plainness)
+
+
+def impossible(gpus: int, architecture: Architecture) -> dict[str, str]:
+    """Methods that the model's sizes exclude, and why."""
+    return {
+        Method(data, tensor, pipeline).name: why
+        for data, tensor, pipeline in _degrees(gpus)
+        if (why := problem(architecture, tensor, pipeline)) is not None
+    }
+
+
+def problem(architecture: Architecture, tensor: int, pipeline: int) -> str | None:
+    """What keeps a model from being divided so; None if nothing does."""
+    layers = len(architecture.layers)
+    if layers < pipeline:
+        return f"{layers} layers cannot fill {pipeline} pipeline stages"
+    return architecture.tensor_problem(tensor)
+
+
+def _degrees(gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Data, tensor and pipeline degrees."""
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tensor in divisors:
+        for pipeline in divisors:
+            if gpus % (tensor * pipeline) == 0:
+                yield gpus // (tensor * pipeline), tensor, pipeline
+
+
+def _experts(architecture: Architecture, data: int) -> list[int]:
+    """Degrees of expert parallelism among so many data-parallel ranks."""
+    most = min(data, architecture.experts)
+    return [size for size in range(1, most + 1) if data % size == 0 and architecture.experts % size == 0]
+
+
+def _zeros(data: int, pipeline: int, frozen: bool) -> tuple[Literal[0, 1, 2, 3], ...]:
+    if data == 1:
+        return (0,)
+    if frozen:
+        return (0, 3)
+    return (0, 1, 3) if pipeline > 1 else (0, 1, 2, 3)
+
+
+def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:
+    """Whether computing attention again saves anything worth it."""
+    grouped = architecture.kv_heads < architecture.heads
+    return recipe.frozen or recipe.attention == "eager" or (recipe.size > 2 and grouped)
+
+
+def _plainness(method: Method) -> tuple[int, ...]:
+    return (
+        method.offload,
+        _RECOMPUTED.index(method.recompute),
+        method.zero,
+        method.tensor * method.pipeline * method.expert,
+        method.pipeline,
+        method.sequence_parallel,
+    )

@@ -1,0 +1,334 @@
+"""The peak of a step by closed forms: the worst rank's memory, by what it is for.
+
+A step has a few instants at which memory may be at its highest: while the loss is computed; when a stage's last layer
+goes backward; when its first one does, with all gradients there; in the optimizer's step. At each of them every part
+of the memory is a constant and so many bytes a row of the micro-batch; the peak is the largest sum.
+
+Shapes: T rows (tokens) of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
+from megatron_mux.memory.forms import kept, own
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.kept import Pass, Saved
+from megatron_mux.memory.forms.methods import Method, Recipe
+from megatron_mux.memory.forms.shards import Stage, stages
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
+
+PARTS = (
+    "parameters",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "workspace",
+    "communication",
+    "fragmentation",
+    "context",
+)
+"""What memory is for. `communication`: weights gathered or copied for use; `fragmentation`: held by the allocator, used
+by nothing; `context`: beside the allocator's."""
+_COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
+_FRAGMENTATION = 0.05
+"""Of what comes and goes, held by the allocator in vain. Assumed: the trace's replay tells it, closed forms do not."""
+_ROW_INPUTS = 40
+"""Bytes of a row's token, position, label, weight and place among labels."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes that a process takes beside its tensors. Assumed, not measured.
+
+    Attributes:
+        context: The CUDA context with its kernels.
+        group: Buffers of a NCCL communicator.
+    """
+
+    context: int = 512 * MIB
+    group: int = 64 * MIB
+
+    def total(self, method: Method) -> int:
+        """Of a process: a communicator for each kind of parallelism, one for all ranks, and one to each neighbour."""
+        kinds = (method.data, method.tensor, method.expert)
+        groups = sum(size > 1 for size in kinds) + 2 * (method.pipeline > 1) + (method.gpus > 1)
+        return self.context + groups * self.group
+
+
+class Line(NamedTuple):
+    """A part's bytes at an instant: `fixed + per_row * min(T, most)`."""
+
+    part: str
+    fixed: float
+    per_row: float = 0.0
+    most: float = math.inf
+
+    def bytes(self, rows: float) -> float:
+        """For so many rows."""
+        return self.fixed + self.per_row * min(rows, self.most)
+
+
+@dataclass(frozen=True)
+class Instant:
+    """When memory may be at its highest.
+
+    Attributes:
+        name: In words.
+        stage: Of the pipeline.
+        lines: What there is; a part may have several.
+    """
+
+    name: str
+    stage: int
+    lines: tuple[Line, ...]
+
+    def bytes(self, rows: float) -> float:
+        """All of it."""
+        fixed, per_row, limited = self._sums
+        return fixed + per_row * rows + sum(line.bytes(rows) for line in limited)
+
+    @cached_property
+    def _sums(self) -> tuple[float, float, list[Line]]:
+        """The lines as one, and those that end somewhere: a batch is searched for by many questions."""
+        free = [line for line in self.lines if line.most == math.inf]
+        limited = [line for line in self.lines if line.most < math.inf]
+        return sum(line.fixed for line in free), sum(line.per_row for line in free), limited
+
+    def breakdown(self, rows: float) -> dict[str, int]:
+        """By part."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for line in self.lines:
+            found[line.part] += line.bytes(rows)
+        return {part: math.ceil(size) for part, size in found.items()}
+
+
+class Parts:
+    """The memory of a method on its worst rank.
+
+    Args:
+        architecture: The model.
+        recipe: What is trained and how.
+        method: How it is divided.
+        device: `cuda` or `cpu`.
+        outside: What a process takes beside its tensors.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        method: Method,
+        device: str = "cuda",
+        outside: Outside | None = None,
+    ) -> None:
+        self.architecture, self.recipe, self.method = architecture, recipe, method
+        self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
+        self._outside = (outside or Outside()).total(method)
+        self._known: dict[tuple[int, bool], float] = {}
+
+    @cached_property
+    def instants(self) -> list[Instant]:
+        """Of all stages."""
+        found: list[Instant] = []
+        for stage in stages(self.architecture, self.method):
+            for instant in self._of_stage(stage):
+                in_vain = (
+                    Line("fragmentation", _FRAGMENTATION * fixed, _FRAGMENTATION * per_row, most)
+                    for part, fixed, per_row, most in instant.lines
+                    if part in _COMES_AND_GOES
+                )
+                found.append(replace(instant, lines=(*instant.lines, *in_vain)))
+        return found
+
+    def worst(self, batch: int) -> Instant:
+        """The highest of all, for so many sequences of a micro-batch."""
+        rows = batch * self.recipe.length
+        return max(self.instants, key=lambda instant: instant.bytes(rows))
+
+    def peak(self, batch: int) -> int:
+        """Bytes of the worst rank, the context included."""
+        return sum(self.breakdown(batch).values())
+
+    def breakdown(self, batch: int) -> dict[str, int]:
+        """The same by part."""
+        return self.worst(batch).breakdown(batch * self.recipe.length)
+
+    def at(self, stage: int, batch: int) -> dict[str, int]:
+        """The peak of one stage's ranks, by part."""
+        rows = batch * self.recipe.length
+        own = [instant for instant in self.instants if instant.stage == stage]
+        return max(own, key=lambda instant: instant.bytes(rows)).breakdown(rows)
+
+    # -- what is always there
+
+    def _of_stage(self, stage: Stage) -> Iterator[Instant]:
+        standing = [Line("context", self._outside), *self._weights(stage)]
+        if self.recipe.frozen:
+            standing += self._adapters(stage)
+            yield from self._passes(stage, standing, [])
+            return
+        standing.append(Line("optimizer", self._states(stage)))
+        gradients = self._gradients(stage)
+        # Buffers of gradients that outlive a pass: they are summed over micro-batches or over ranks.
+        stays = self.recipe.has_master or self.method.data > 1 or self.method.micro_batches > 1
+        yield from self._passes(stage, standing, gradients if stays else [])
+        working = self._working(stage)
+        late = [*gradients, *self._stack(stage, self._in_flight(stage) - 1), *working, self._inputs()]
+        yield Instant("the first layer's backward pass", stage.index, (*standing, *late))
+        step = Line("workspace", self._step(stage))
+        yield Instant("the optimizer's step", stage.index, (*standing, *gradients, step))
+
+    def _weights(self, stage: Stage) -> list[Line]:
+        """Weights between uses, and those brought for use."""
+        size, method = self.recipe.size, self.method
+        brought = Line("communication", stage.two_in_use * size)
+        if self.recipe.frozen and method.offload:
+            return [brought]
+        if method.zero == 3:
+            return [Line("parameters", stage.divided(method) * size), brought]
+        return [Line("parameters", stage.values * size)]
+
+    def _states(self, stage: Stage) -> float:
+        if self.method.offload:
+            return 0.0
+        values = stage.divided(self.method) if self.method.zero else stage.values
+        return values * self.recipe.state_size
+
+    def _gradients(self, stage: Stage) -> list[Line]:
+        size = self.recipe.gradient_size
+        if self.method.zero < 2:
+            return [Line("gradients", stage.values * size)]
+        # A unit's are whole until they have been summed over ranks.
+        return [
+            Line("gradients", stage.divided(self.method) * size),
+            Line("communication", stage.largest * size),
+        ]
+
+    def _step(self, stage: Stage) -> float:
+        """What the optimizer's step takes: without fp32 copies torch's AdamW makes one list of tensors anew."""
+        if self.recipe.has_master or self.recipe.optimizer == "sgd" or self.method.offload:
+            return 0.0
+        values = stage.divided(self.method) if self.method.zero else stage.values
+        return values * self.recipe.gradient_size
+
+    def _adapters(self, stage: Stage) -> Iterator[Line]:
+        """Of all tasks: fp32 values, gradients and moments."""
+        for task in self.recipe.adapters:
+            values = task.values(stage.layers, self.method.tensor)
+            yield Line("adapters", 4 * values)
+            yield Line("gradients", 4 * values)
+            yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
+
+    # -- what passes keep
+
+    def _passes(self, stage: Stage, standing: Sequence[Line], gradients: Sequence[Line]) -> Iterator[Instant]:
+        """The loss, where it is computed, and the last layer's backward pass."""
+        base = (*standing, *gradients, *self._stack(stage, self._in_flight(stage)), self._inputs())
+        if stage.last:
+            yield Instant("the loss", stage.index, (*base, *self._loss()))
+        lines = (*base, *self._working(stage))
+        if stage.last and not self.recipe.frozen and not gradients:
+            head = stage.units[-1].total + (stage.units[0].total if self._shares_head(stage) else 0)
+            lines += (Line("gradients", head * self.recipe.gradient_size),)
+        yield Instant("the last layer's backward pass", stage.index, lines)
+
+    def _shares_head(self, stage: Stage) -> bool:
+        """Whether the output layer is the embedding, on this very stage: another one has a copy."""
+        return self.architecture.tied and stage.first
+
+    def _in_flight(self, stage: Stage) -> int:
+        """Micro-batches between their forward and backward pass."""
+        return _in_flight(stage.count, self.method.micro_batches)[stage.index]
+
+    def _stack(self, stage: Stage, count: int) -> Iterator[Line]:
+        """What so many micro-batches keep."""
+        trained = [layer for layer in stage.layers if layer >= self._lowest]
+        entry = self._bytes([kept.entry(self.architecture, self._run.size)])
+        if self.method.recompute == "full":
+            per_row, fixed = entry * len(trained), 0.0
+        else:
+            per_row = sum(self._layer(layer) for layer in trained)
+            fixed = sum(self._copies(layer) for layer in trained)
+        if trained and not stage.last:
+            per_row += entry  # what was sent to the next stage
+        yield Line("activations", count * fixed, count * per_row)
+
+    def _working(self, stage: Stage) -> Iterator[Line]:
+        """What a layer's backward pass takes beside what is kept: all that it computes anew, and gradients."""
+        last = stage.layers[-1]
+        if last < self._lowest:
+            return
+        transient = kept.workspace(self.architecture, self._run, self.recipe.frozen)
+        yield Line("workspace", 0, self._bytes(transient))
+        if self.method.recompute == "full":
+            yield Line("activations", self._copies(last), self._layer(last))
+        elif self.method.recompute == "selective":
+            yield Line("activations", 0, self._layer(last, selective=False) - self._layer(last))
+
+    @cached_property
+    def _lowest(self) -> int:
+        """The first layer that needs anything for its backward pass."""
+        sites = [site.layer for task in self.recipe.adapters for site in task.sites]
+        return min(sites) if sites else 0
+
+    def _layer(self, layer: int, selective: bool | None = None) -> float:
+        """Bytes of a row that a layer keeps when it is not computed again."""
+        if selective is None:
+            selective = self.method.recompute == "selective"
+        key = layer if self.recipe.frozen else 0, selective
+        if key not in self._known:
+            self._known[key] = self._bytes(self._saved(layer, selective))
+        return self._known[key]
+
+    def _saved(self, layer: int, selective: bool) -> list[Saved]:
+        """What a layer keeps; of adapters' own, the mean of tasks, among which rows are divided evenly."""
+        tasks = self.recipe.adapters
+        if not tasks:
+            return kept.trained(self.architecture, self._run, selective)
+        inputs = own.inputs(tasks, layer)
+        each = [saved for task in tasks for saved in own.rows(task, layer, self.architecture, self._run)]
+        shares = [saved._replace(width=saved.width / len(tasks)) for saved in each]
+        return [*kept.engine(self.architecture, self._run, inputs, selective), *shares]
+
+    def _copies(self, layer: int) -> float:
+        """Bytes of the adapters' factors of a layer as its products take them."""
+        tasks = self.recipe.adapters
+        return sum(own.factors(t, layer, self.architecture, self._run, self.method.tensor) for t in tasks)
+
+    def _bytes(self, saved: Sequence[Saved]) -> float:
+        return kept.total(saved, self.method.tensor, self.method.sequence_parallel)
+
+    def _inputs(self) -> Line:
+        turns = self.architecture.head_dim * self._run.size if self.architecture.rotary else 0
+        return Line("activations", 0, _ROW_INPUTS + turns)
+
+    def _loss(self) -> Iterator[Line]:
+        """Logits and what is made of them, and the final norm's."""
+        a, size = self.architecture, self._run.size
+        vocabulary = -(-a.vocabulary // self.method.tensor)
+        hidden = Saved("final", "all", a.hidden, size)
+        if self.recipe.frozen:
+            # Chunk by chunk: logits, in fp32, and rounded again for the product.
+            chunk = max(1, CHUNK_ELEMENTS[self._run.device] // vocabulary)
+            yield Line("logits", 0, vocabulary * (4 if size == 4 else 4 + 2 * size), chunk)
+            yield Line("activations", 0, self._bytes([hidden, hidden, hidden]))
+            return
+        yield Line("logits", 0, 12 * vocabulary)  # of the log-softmax, its gradient, and the logits' gradient
+        norm = 2 * size + (4 + size if a.rms_norm else 0)
+        yield Line("activations", 0, a.hidden * norm)
+
+
+@lru_cache(maxsize=256)
+def _in_flight(count: int, micro_batches: int) -> tuple[int, ...]:
+    """`[S]` the most micro-batches of each stage of 1F1B between their forward and backward pass."""
+    template = one_f_one_b(count, plain([micro_batches]))
+    return tuple(most_in_flight((actions,)) for actions in template)

@@ -1,0 +1,124 @@
+"""Blocks that dispatch does not see, put into a stream: workspaces that cuBLAS keeps, and DDP's gradient buckets."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_mux.memory import invisible
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.stream.events import CATEGORIES, Category, Moment, Stream
+
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm"))
+_FIRST_BUCKET, _BUCKET = MIB, 25 * MIB
+"""`DistributedDataParallel`'s: bytes that a bucket of gradients is filled up to."""
+
+
+class Block(NamedTuple):
+    """A block that is allocated before an event of a stream, and kept."""
+
+    before: int
+    size: int
+    category: Category
+    moment: Moment
+
+
+def workspaces(stream: Stream, size: int) -> list[Block]:
+    """cuBLAS's workspaces: forward and backward pass run in threads of their own, each with a handle.
+
+    Args:
+        stream: A step.
+        size: Of each.
+    """
+    found: dict[str, Block] = {}
+    products = {place for place, moment in enumerate(stream.moment_names) if moment.operator in _PRODUCTS}
+    for index, (code, at) in enumerate(zip(stream.codes, stream.moments, strict=True)):
+        if code >= 0 and at in products:
+            phase = stream.moment_names[at].phase
+            # The product's result is allocated first.
+            moment = Moment(phase, None, invisible.CUBLAS)
+            found.setdefault(phase, Block(index + 1, size, Category.WORKSPACE, moment))
+    return list(found.values())
+
+
+def buckets(stream: Stream) -> list[Block]:
+    """The gradient buckets of `DistributedDataParallel`, which hold a copy of every gradient.
+
+    They are made before the first step, in the order in which gradients come about; gradients of one type are taken for
+    granted. (torch makes them in reverse order of the parameters first, and anew after the first step: of the same
+    number of bytes, once the old ones are gone.)
+    """
+    moment = Moment("load", None, "gradient bucket")
+    begin = next((i for i, at in enumerate(stream.moments) if stream.moment_names[at].phase != "load"), 0)
+    return [Block(begin, size, Category.COMMUNICATION, moment) for size in bucket_sizes(_gradients(stream))]
+
+
+def bucket_sizes(gradients: Sequence[int]) -> Iterator[int]:
+    """Bytes of each bucket, from bytes of each gradient: a bucket is full once it has reached its limit."""
+    size, limit = 0, _FIRST_BUCKET
+    for gradient in gradients:
+        size += gradient
+        if size >= limit:
+            yield size
+            size, limit = 0, _BUCKET
+    if size:
+        yield size
+
+
+def inserted(stream: Stream, blocks: Sequence[Block]) -> Stream:
+    """A stream with further blocks. They are numbered in the order of allocation, like all."""
+    blocks = sorted(blocks, key=lambda block: block.before)
+    names = dict.fromkeys((*stream.moment_names, *(block.moment for block in blocks)))
+    place = {moment: at for at, moment in enumerate(names)}
+    ends = [block.before for block in blocks]
+    codes, moments, numbers = array("i"), array("I"), array("i")
+    sizes, streams, categories = array("q"), array("q"), array("B")
+    for begin, end, new in zip((0, *ends), (*ends, len(stream)), (*blocks, None), strict=True):
+        for code in stream.codes[begin:end]:
+            if code < 0:
+                codes.append(~numbers[~code])
+                continue
+            numbers.append(len(sizes))
+            codes.append(len(sizes))
+            sizes.append(stream.sizes[code])
+            streams.append(stream.streams[code])
+            categories.append(stream.categories[code])
+        moments += stream.moments[begin:end]
+        if new is not None:
+            codes.append(len(sizes))
+            moments.append(place[new.moment])
+            sizes.append(new.size)
+            streams.append(0)
+            categories.append(CATEGORIES.index(new.category))
+    order = {at: place for place, at in enumerate(dict.fromkeys(moments))}  # of first use
+    listed = tuple(names)
+    named = tuple(listed[at] for at in order)
+    return Stream(codes, array("I", map(order.__getitem__, moments)), sizes, streams, categories, named)
+
+
+def scaled(stream: Stream, most: bool) -> Stream:
+    """A stream with the least or the most that what operators take for themselves may really be."""
+    shares = {
+        at: entry.most if most else entry.least
+        for at, moment in enumerate(stream.moment_names)
+        if (entry := invisible.TABLE.get(moment.operator)) is not None
+    }
+    sizes = stream.sizes[:]
+    for code, at in zip(stream.codes, stream.moments, strict=True):
+        if code >= 0 and at in shares:
+            sizes[code] = round(sizes[code] * shares[at])
+    return replace(stream, sizes=sizes)
+
+
+def _gradients(stream: Stream) -> list[int]:
+    """Bytes of each gradient of the first step, in the order in which they come about."""
+    category, found = CATEGORIES.index(Category.GRADIENTS), list[int]()
+    ends = [at for at, moment in enumerate(stream.moment_names) if moment.phase in ("optimizer", "clear")]
+    for code, at in zip(stream.codes, stream.moments, strict=True):
+        if found and at in ends:
+            break
+        if code >= 0 and stream.categories[code] == category:
+            found.append(stream.sizes[code])
+    return found

@@ -1,0 +1,74 @@
+"""Sizes and units of models, from their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mux.errors import UserError
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.shards import stages
+from megatron_mux.memory.tensors import Skeleton
+from tests.unit.memory.architectures import gpt2, llama
+from tests.unit.memory.configs import PARAMETERS, write
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1000,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("facebook/opt-350m", (1024, 64, 16, 4096, False, "relu", False, True)),
+        ("bigcode/gpt_bigcode-santacoder", (2048, 128, 1, 8192, False, "gelu_pytorch_tanh", False, True)),
+        ("llama-7b", (4096, 128, 32, 11008, True, "silu", True, False)),
+    ],
+)
+def test_sizes(model: Callable[[str], Skeleton], name: str, sizes: tuple[Any, ...]) -> None:
+    a = Architecture.of(model(name))
+    found = (a.hidden, a.head_dim, a.kv_heads, a.ffn, a.gated, a.activation, a.rms_norm, a.dropout)
+    assert found == sizes and a.total == PARAMETERS[name]
+    assert len(a.layers) == model(name).tensors.layers and len(set(a.layers)) == 1
+
+
+def test_experts(tmp_path: Path) -> None:
+    a = Architecture.of(Skeleton(write(tmp_path, MIXTRAL)))
+    assert (a.experts, a.experts_per_token, a.ffn, a.gated) == (8, 2, 512, True)
+    assert a.layers[0].experts == 8 * 3 * 256 * 512
+    one, four = (stages(a, Method(data=4, expert=size))[0] for size in (1, 4))
+    assert one.values - four.values == 3 * 6 * 3 * 256 * 512, "six of eight experts in each of three layers"
+    assert one.divided(Method(4)) == four.divided(Method(4, expert=4)), (
+        "four ranks have all of them between them"
+    )
+
+
+def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 100}
+    skeleton = Skeleton(write(tmp_path, {**config, "n_routed_experts": 8, "moe_intermediate_size": 64}))
+    with pytest.raises(UserError, match="attention of model_type 'deepseek_v3' is not understood"):
+        Architecture.of(skeleton)
+
+
+def test_every_parameter_is_somewhere_once() -> None:
+    for architecture in (llama(5), gpt2(5)):
+        for method in (Method(), Method(pipeline=5), Method(pipeline=2)):
+            own = stages(architecture, method)
+            copies = architecture.tied and method.pipeline > 1
+            extra = architecture.embedding.divided if copies else 0  # the output layer is on another stage
+            assert sum(stage.values for stage in own) == architecture.total + extra
+            assert [layer for stage in own for layer in stage.layers] == list(range(5))
+    whole = stages(llama(2), Method())[0].values
+    half = stages(llama(2), Method(tensor=2))[0].values
+    assert half == (whole + 5 * 256) / 2, "norms are not divided"
+
+
+def test_what_keeps_tensor_ranks_from_sharing_a_layer() -> None:
+    assert llama().tensor_problem(4) is None and llama(kv_heads=2).tensor_problem(8) is None
+    assert "8 attention heads" in str(llama().tensor_problem(3))
+    assert "MLP of width 700" in str(llama(ffn=700).tensor_problem(8))

@@ -1,0 +1,99 @@
+"""What layers keep: against figures of a trace, and against the trace itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.kept import Pass, engine, total, trained, workspace
+from megatron_mux.memory.forms.methods import Method, Precision, Recipe
+from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.stream.events import Category, Stream
+from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.trace.training import trace
+from tests.unit.memory.architectures import gpt2, llama
+from tests.unit.memory.configs import write
+from tests.unit.memory.traced import GPT2, LLAMA
+
+
+@pytest.mark.parametrize(
+    ("architecture", "run", "traced"),
+    [
+        (llama(), Pass(2, 128), 11304),
+        (llama(), Pass(4, 128), 25608),  # no kernel shares keys in fp32 without keeping scores
+        (llama(), Pass(2, 128, "eager"), 17928),
+        (gpt2(), Pass(2, 128), 14896),
+        (gpt2(activation="relu"), Pass(2, 128), 6704),
+    ],
+    ids=["llama", "llama in fp32", "llama, eager", "gpt2", "opt"],
+)
+def test_bytes_of_a_row_as_traced(architecture: Architecture, run: Pass, traced: int) -> None:
+    # Traced are models of these sizes, two sequences of 128 tokens: the third layer's share.
+    assert total(trained(architecture, run), 1, False) == traced
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [(LLAMA, {}), (LLAMA, {"recompute": True}), (GPT2, {"weights": "float32"})],
+    ids=["llama", "llama recomputed", "gpt2 in fp32"],
+)
+def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+    """Every parameter trained on one GPU: a layer's share exactly, the peak from above."""
+    batch, length = 2, 64
+    two, three = (trace(Case(config, layers, batch, length, **more)) for layers in (2, 3))
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    architecture = Architecture.of(Skeleton(write(tmp_path, {**config, layers: 3})))
+    precision: Precision = "fp32" if more.get("weights") == "float32" else "bf16"
+    recipe = Recipe(length, precision, master=False)
+    method = Method(recompute="full" if more.get("recompute") else "none")
+    parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
+    if not more.get("recompute"):
+        share = _kept(three) - _kept(two)
+        form = total(trained(architecture, Pass(recipe.size, length)), 1, False)
+        assert share == pytest.approx(batch * length * form, rel=2e-4)  # a seed and the like
+    found = parts.breakdown(batch)
+    allocated = sum(found.values()) - found["fragmentation"]
+    assert (
+        0.99 < allocated / three.peak().size < 1.1
+    )  # gradients within a layer come and go, the form has them all
+
+
+def _kept(stream: Stream) -> int:
+    """Bytes of activations when the last forward pass is done."""
+    last = max(i for i in range(len(stream)) if stream.moment(i).phase == "forward")
+    return stream.breakdown(last)[Category.ACTIVATIONS]
+
+
+def test_a_frozen_layer_keeps_an_input_only_for_an_adapter() -> None:
+    architecture, run = llama(), Pass(2, 128)
+
+    def kept(*inputs: str, **more: Any) -> float:
+        return total(engine(architecture, run, frozenset(inputs), more.get("selective", False)), 1, False)
+
+    plain = kept()
+    # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp and statistics in fp32.
+    assert plain == 2 * (2 * 256 + 2 * 704 + 2 * 256 + 2 * 128) + 4 * 8 + 4 * 2
+    assert kept("linear_qkv") - plain == 2 * 256
+    assert kept("linear_proj") == plain, "attention keeps its output anyway"
+    assert kept("linear_fc2") - plain == 2 * 704
+    assert plain - kept(selective=True) == 2 * 256 + 4 * 8
+    assert kept("linear_proj", selective=True) - kept(selective=True) == 2 * 256
+    assert plain < total(trained(architecture, run), 1, False)
+
+
+def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> None:
+    saved = engine(llama(), Pass(2, 128), frozenset({"linear_qkv"}), selective=False)
+    whole = sum(s.width * s.size for s in saved if s.where == "all")
+    rows = sum(s.width * s.size for s in saved if s.where == "rows")
+    columns = sum(s.width * s.size for s in saved if s.where == "columns")
+    assert total(saved, 4, False) == whole + rows + columns / 4
+    assert total(saved, 4, True) == whole + (rows + columns) / 4
+    assert total(workspace(llama(), Pass(2, 4096, "eager"), frozen=False), 1, False) > total(
+        workspace(llama(), Pass(2, 4096), frozen=False), 1, False
+    )

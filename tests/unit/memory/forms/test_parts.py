@@ -1,0 +1,166 @@
+"""Peaks of methods by closed forms: by hand where few numbers tell, and laws that hold for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.methods import PRECISIONS, Method, Recipe, impossible, methods
+from megatron_mux.memory.forms.parts import PARTS, Outside, Parts
+from tests.unit.memory.architectures import gpt2, llama, lora
+
+NOTHING = Outside(0, 0)
+FULL = Recipe(128)
+FROZEN = Recipe(128, adapters=(lora(llama(8)), lora(llama(8), 16, "other")))
+EXPERTS = replace(
+    llama(8, experts=8, experts_per_token=2), layers=(Unit(200_000, 512, 8 * 3 * 256 * 704),) * 8
+)
+
+
+def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> dict[str, int]:
+    return Parts(llama(layers), recipe, method, outside=NOTHING, **more).breakdown(4)
+
+
+def test_states_of_full_fine_tuning_by_hand() -> None:
+    values = llama(8).total
+    plain = of(Method())
+    assert plain["parameters"] == 2 * values and plain["optimizer"] == 12 * values
+    assert plain["gradients"] == 4 * values, "fp32, and there all the time"
+    one = of(Method(data=4, zero=1))
+    assert one["optimizer"] == pytest.approx(3 * values, rel=1e-4) and one["gradients"] == 4 * values
+    three = of(Method(data=4, zero=3))
+    assert three["parameters"] == pytest.approx(values / 2, rel=1e-4)
+    assert three["gradients"] == pytest.approx(values, rel=1e-4)
+    layer = llama().layers[0].total
+    two_weights, one_gradient = 2 * 2 * layer, 4 * layer
+    assert three["communication"] == two_weights + one_gradient
+    bare = Recipe(128, "bf16", master=False)
+    peak = Parts(llama(8), bare, Method(), outside=NOTHING)
+    step = next(i for i in peak.instants if i.name == "the optimizer's step").breakdown(512)
+    assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
+        2 * values, 2 * values, 4 * values, 2 * values,
+    ]  # fmt: skip
+    assert of(Method(), Recipe(128, "fp32", "sgd"))["optimizer"] == 0
+    assert of(Method(offload=True))["optimizer"] == 0
+
+
+def test_states_of_adapters_by_hand() -> None:
+    plain = of(Method(), FROZEN)
+    values = 8 * (8 + 16) * (2 * 256 + 256 + 128)
+    assert plain["parameters"] == 2 * llama(8).total
+    assert (plain["adapters"], plain["gradients"], plain["optimizer"]) == (4 * values, 4 * values, 8 * values)
+    assert of(Method(tensor=2), FROZEN)["adapters"] == 4 * 8 * 24 * (512 + (256 + 128) / 2)
+    layer = llama().layers[0].total
+    for method, share in ((Method(data=4, zero=3), 4), (Method(data=4, zero=3, offload=True), 0)):
+        found = of(method, FROZEN)
+        assert found["communication"] == 2 * 2 * layer
+        assert found["parameters"] == pytest.approx(2 * llama(8).total / share if share else 0, rel=1e-4)
+
+
+def test_micro_batches_in_flight() -> None:
+    method = Method(pipeline=4)
+    parts = Parts(llama(8), FULL, method, outside=NOTHING)
+    kept = [parts.at(stage, 4)["activations"] for stage in range(4)]
+    assert kept[0] > kept[1] > kept[2]
+    sent = 2 * 256 * 512  # hidden states that a stage has sent on, of each micro-batch
+    rest = 512 * (40 + 64)
+    a, b = ((kept[stage] - rest) / (4 - stage) - sent for stage in (0, 1))
+    assert a == pytest.approx(b) and parts.worst(4).stage in (0, 3)
+
+
+def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
+    high = lora(llama(8))
+    high = replace(high, sites=tuple(site for site in high.sites if site.layer >= 6))
+    low, few = (of(Method(), replace(FROZEN, adapters=(task,))) for task in (lora(llama(8)), high))
+    final, inputs = 512 * 3 * 512, 512 * (40 + 64)
+    assert few["activations"] - final - inputs == pytest.approx(
+        (low["activations"] - final - inputs) / 4, rel=1e-6
+    )
+
+
+def test_logits_of_a_frozen_backbone_come_in_chunks() -> None:
+    big = Parts(llama(8, vocabulary=1 << 17), FROZEN, Method(), outside=NOTHING)
+    assert big.breakdown(64)["logits"] == (1 << 27) * 8 == big.breakdown(128)["logits"]
+
+
+SIZES = st.sampled_from([1, 2, 4, 8])
+HOW = st.builds(
+    Method,
+    data=SIZES,
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=SIZES,
+    sequence_parallel=st.booleans(),
+    zero=st.sampled_from([0, 1, 2, 3]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    offload=st.booleans(),
+)
+RECIPES = st.builds(
+    Recipe,
+    st.sampled_from([16, 128, 1024]),
+    st.sampled_from(PRECISIONS),
+    st.sampled_from(["adamw", "sgd"]),
+    st.booleans(),
+    st.sampled_from(["flash", "eager"]),
+    st.sampled_from([(), FROZEN.adapters]),
+)
+
+
+@given(HOW, RECIPES, st.integers(1, 64))
+@settings(max_examples=60, deadline=None)
+def test_parts_are_the_peak_and_batches_add_to_it(method: Method, recipe: Recipe, batch: int) -> None:
+    parts = Parts(llama(8), recipe, method)
+    found = parts.breakdown(batch)
+    assert tuple(found) == PARTS and min(found.values()) >= 0
+    assert (
+        parts.peak(batch)
+        == sum(found.values())
+        >= max(sum(parts.at(stage, batch).values()) for stage in range(method.pipeline))
+    )
+    assert parts.peak(batch) <= parts.peak(batch + 1)
+
+
+@given(HOW, RECIPES, st.sampled_from(["data", "tensor", "expert", "zero", "sequence_parallel"]))
+@settings(max_examples=60, deadline=None)
+def test_dividing_more_never_takes_more(method: Method, recipe: Recipe, what: str) -> None:
+    """Pipeline stages are left out: those in the middle keep more micro-batches, and each step has more of them."""
+    architecture = EXPERTS if what == "expert" and not recipe.frozen else llama(8)
+    if what == "data" and (method.data == 1 or not method.zero):
+        return  # plain replicas divide nothing, and gradients that are summed over them stay
+    if what == "zero":
+        # A few layers' weights in use are more than a share saves of a model as small as a stage of these.
+        if method.zero > 0 or method.data == 1 or recipe.frozen:
+            return
+        more = replace(method, zero=1)
+    elif what == "sequence_parallel":
+        method, more = replace(method, sequence_parallel=False), replace(method, sequence_parallel=True)
+    elif what == "expert":
+        method = replace(method, data=8, expert=1)
+        more = replace(method, expert=4)
+    else:
+        more = replace(method, **{what: 2 * getattr(method, what)})
+        if what == "tensor" and more.tensor > 4:
+            return
+    less = Parts(architecture, recipe, method, outside=NOTHING).peak(4)
+    assert Parts(architecture, recipe, more, outside=NOTHING).peak(4) <= less + 64  # values are not cut
+
+
+def test_every_method_of_some_gpus() -> None:
+    found = methods(8, llama(8), FULL)
+    assert len(found) == len(set(found)) and all(method.gpus == 8 for method in found)
+    assert found[0] == Method(data=8) and {m.zero for m in found} == {0, 1, 2, 3}
+    assert not any(m.zero == 2 and m.pipeline > 1 for m in found)
+    assert {m.name for m in found} == {
+        "8DP", "4DP+2TP", "2DP+4TP", "8TP", "4DP+2PP", "2DP+4PP", "8PP", "2DP+2TP+2PP", "4TP+2PP", "2TP+4PP",
+    }  # fmt: skip
+    assert {m.expert for m in methods(8, EXPERTS, FULL)} == {1, 2, 4, 8}
+    assert {m.zero for m in methods(8, llama(8), FROZEN)} == {0, 3}
+    assert [m.name for m in methods(1, gpt2(), FULL)] == ["1DP"] * 4
+    why = impossible(6, llama(2))
+    assert why["6TP"] == "8 attention heads cannot be divided among 6 GPUs"
+    assert why["2DP+3PP"] == "2 layers cannot fill 3 pipeline stages"
+    assert not any(name in why for name in ("6DP", "3DP+2TP", "3DP+2PP"))

@@ -1,0 +1,115 @@
+"""LLMem's equations by hand on a small model, and what its tables publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_mux.errors import UserError
+from megatron_mux.memory.papers.decision import layouts
+from megatron_mux.memory.papers.llmem import Constants, LLMem
+from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.tensors import Skeleton
+from tests.unit.memory.base_range import GPUS, LENGTH, Choices, published
+from tests.unit.memory.configs import CONFIGS, TABLE_2, TABLE_3, write
+
+Models = Callable[[str], Skeleton]
+CDP, ADP, TP, BOTH = layouts(4)
+RANGE_MIB = (4840.0, 5489.5)
+"""What the docstring of `Constants.base_memory` and the benchmark say."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> LLMem:
+    """A Llama of two layers, hidden 8, an untied output layer; pages of 64 bytes, sequences of 4 tokens."""
+    config = {
+        **CONFIGS["llama-7b"],
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+        "vocab_size": 10,
+    }
+    tensors = Skeleton(write(tmp_path_factory.mktemp("small"), config)).tensors
+    return LLMem(tensors, 4, Constants(base_memory=1000, page=64))
+
+
+def test_terms_by_hand(small: LLMem) -> None:
+    # Embedding and output layer 80 each; a layer 4 x 64 + 3 x 128 + 2 x 8 = 656, two and the last norm 1320.
+    assert small.chunk_size == 1320  # less than the least chunk: one that holds it exactly
+    assert small.parameters(6) == 8448  # 1400 x 6 = 8400, to whole pages
+    assert small.parameters(2) == 2816 and small.parameters(4) == 5632
+    # Two fp32 values for each: embedding 640, q k v o 512 each, gate up down 1024 each. All whole pages.
+    assert small.optimizer == 640 + 2 * (4 * 512 + 3 * 1024)
+    assert small.outputs(3) == 576  # (1 + 2) x 3 x 4 x 8 x 2
+    # 3 x 4 x 10 x 2 = 240 -> 256; twice 3 x 3 x 10 x 2 = 180 -> 192; the output layer 160, not in pages.
+    assert small.head(3) == 256 + 2 * 192 + 160
+    assert small.backward_gather(3, 4) == 320  # 2 x 3 x 4 x 8 x 2 x 3/4 = 288
+    assert small.backward_gather(3, 1) == 0
+
+
+def test_peaks_by_hand(small: LLMem) -> None:
+    rest = 1000 + 576 + 800  # base, outputs, logits
+    assert small.peak(CDP, 3) == rest + 8448 + 10880
+    assert small.peak(ADP, 3) == rest + 2816 + (5632 + 10880) // 4
+    assert small.peak(TP, 3) == rest + (8448 + 10880) // 4 + 320
+    assert small.peak(BOTH, 3) == small.peak(ADP, 3) - 2816 // 2 + small.backward_gather(3, 2)
+
+
+def test_a_tied_output_layer_is_the_embedding(model: Models) -> None:
+    tensors = model("bigscience/bloom-560m").tensors
+    difference = LLMem(tensors, 8, Constants(count_tied_head=True)).head(1) - LLMem(tensors, 8).head(1)
+    assert difference == 250880 * 1024 * 2
+
+
+def test_positions_and_biases(model: Models) -> None:
+    forms = LLMem(model("EleutherAI/gpt-neo-1.3B").tensors, 512)
+    pages = [50257 * 2048, 2048 * 2048, *[2048 * 2048] * 4 * 24, *[2048 * 8192] * 2 * 24]
+    assert forms.optimizer == sum(-(-count * 8 // (2 * MIB)) * 2 * MIB for count in pages)
+    assert forms.outputs(1) == (2 + 24) * 512 * 2048 * 2
+
+
+@pytest.mark.parametrize(("name", "width"), [("Salesforce/codegen-350M-nl", 4), ("llama-7b", 2)])
+def test_logits_by_family(model: Models, name: str, width: int) -> None:
+    forms = LLMem(model(name).tensors, 512)
+    tensors = forms.model
+    own = tensors.vocabulary * tensors.hidden * 2
+    exact = 16 * (512 + 2 * 511) * tensors.vocabulary * width
+    assert 0 <= forms.head(16) - own - exact < 3 * 2 * MIB
+
+
+def test_another_family_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
+    with pytest.raises(UserError, match="no forms for model_type 'gpt2': it knows opt, bloom"):
+        LLMem(Skeleton(write(tmp_path, config)).tensors, 8)
+
+
+def _choices(model: Models, constants: Constants) -> dict[str, Choices]:
+    return {name: Choices(LLMem(model(name).tensors, LENGTH, constants)) for name in TABLE_3}
+
+
+def test_table_3(model: Models) -> None:
+    choices = _choices(model, Constants(base_memory=0))
+    assert {name: choices[name].at(Constants().base_memory) for name in TABLE_3} == TABLE_3
+
+
+def test_the_range_of_the_base_memory(model: Models) -> None:
+    ((low, high),) = published(_choices(model, Constants(base_memory=0)), TABLE_3)
+    assert (low / MIB, high / MIB) == pytest.approx(RANGE_MIB, abs=0.1)
+    assert low <= Constants().base_memory <= high
+
+
+def test_no_base_memory_serves_if_tied_heads_are_counted(model: Models) -> None:
+    assert published(_choices(model, Constants(base_memory=0, count_tied_head=True)), TABLE_3) == []
+
+
+@pytest.mark.parametrize("name", TABLE_2)
+def test_table_2_is_approached(model: Models, name: str) -> None:
+    forms, wanted = LLMem(model(name).tensors, LENGTH), TABLE_2[name][0]
+    nearest = min(
+        (forms.peak(layouts(1)[0], batch) / MIB for batch in range(1, 200)), key=lambda m: abs(m - wanted)
+    )
+    assert nearest == pytest.approx(wanted, rel=0.03)
+    assert GPUS == 4

@@ -1,0 +1,160 @@
+"""Streams of allocations: what is refused and where, peaks, and the way to JSON and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.memory.stream.events import (
+    CATEGORIES,
+    Category,
+    Event,
+    Moment,
+    Stream,
+    StreamBuilder,
+    StreamError,
+)
+
+FORWARD, BACKWARD = Moment("forward", 0, "mm"), Moment("backward", None, "add")
+
+
+def moments() -> st.SearchStrategy[Moment]:
+    return st.builds(
+        Moment,
+        st.sampled_from(["forward", "backward", "optimizer"]),
+        st.none() | st.integers(0, 3),
+        st.sampled_from(["mm", "add", ""]),
+    )
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Stream:
+    builder = StreamBuilder()
+    live: list[int] = []
+    for may_free in draw(st.lists(st.booleans(), max_size=30)):
+        if live and may_free:
+            builder.free(live.pop(draw(st.integers(0, len(live) - 1))), draw(moments()))
+        else:
+            category = draw(st.sampled_from(CATEGORIES))
+            size, stream = draw(st.integers(0, 1 << 40)), draw(st.integers(0, 2))
+            live.append(builder.allocate(size, draw(moments()), stream, category))
+    return builder.done()
+
+
+@settings(max_examples=50, deadline=None)
+@given(streams())
+def test_json_round_trip(stream: Stream) -> None:
+    again = Stream.from_json(stream.to_json())
+    assert again == stream
+    assert list(again) == list(stream)
+
+
+@settings(max_examples=50, deadline=None)
+@given(streams())
+def test_peak_and_breakdown_by_hand(stream: Stream) -> None:
+    live: dict[int, Event] = {}
+    totals = []
+    for event in stream:
+        if event.kind == "allocate":
+            live[event.block] = event
+        else:
+            del live[event.block]
+        totals.append(sum(held.size for held in live.values()))
+        by_category = dict.fromkeys(CATEGORIES, 0)
+        for held in live.values():
+            by_category[held.category] += held.size
+        assert stream.breakdown(len(totals) - 1) == {key: size for key, size in by_category.items() if size}
+    peak = stream.peak()
+    assert stream.live().tolist() == totals
+    assert peak.size == max(totals, default=0) == sum(peak.breakdown.values())
+    if totals:
+        assert (peak.index, peak.moment) == (totals.index(peak.size), stream[peak.index].moment)
+
+
+def test_a_free_tells_its_block_again() -> None:
+    builder = StreamBuilder()
+    first = builder.allocate(7, FORWARD, stream=3, category=Category.LOGITS)
+    builder.free(first, BACKWARD)
+    assert list(builder.done()) == [
+        Event("allocate", 0, 7, 3, Category.LOGITS, FORWARD),
+        Event("free", 0, 7, 3, Category.LOGITS, BACKWARD),
+    ]
+
+
+def test_what_is_done_does_not_change() -> None:
+    builder = StreamBuilder()
+    builder.allocate(1, FORWARD)
+    before = builder.done()
+    builder.allocate(2, BACKWARD)
+    assert (len(before), len(builder.done())) == (1, 2)
+    assert before.moment_names == (FORWARD,)
+
+
+def test_an_empty_stream() -> None:
+    peak = StreamBuilder().done().peak()
+    assert (peak.size, peak.index, peak.moment, peak.breakdown) == (0, -1, None, {})
+
+
+def test_errors_name_the_place() -> None:
+    builder = StreamBuilder()
+    block = builder.allocate(1, FORWARD)
+    with pytest.raises(StreamError, match=r"event 1 \(forward, layer 0, mm\) allocates -5 bytes"):
+        builder.allocate(-5, FORWARD)
+    with pytest.raises(
+        StreamError, match=r"event 1 \(backward, outside layers, add\) frees block 1, which nothing"
+    ):
+        builder.free(1, BACKWARD)
+    builder.free(block, BACKWARD)
+    with pytest.raises(
+        StreamError, match=r"event 2 \(backward, outside layers, add\) frees block 0 a second time"
+    ):
+        builder.free(block, BACKWARD)
+
+
+def written() -> dict[str, object]:
+    builder = StreamBuilder()
+    builder.free(builder.allocate(4, FORWARD), BACKWARD)
+    builder.allocate(5, FORWARD)
+    found = json.loads(builder.done().to_json())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format", 9, "format 9"),
+        ("codes", [0, -1, -1], "event 2 .* second time"),
+        ("codes", [0, -2, 1], "event 1 .* frees block 1"),
+        ("codes", [1, -2, 0], "block 1 is allocated where block 0 should be"),
+        ("codes", [0, -1], "no stream"),
+        ("sizes", [4, -5], "event 2 .* allocates -5 bytes"),
+        ("sizes", [4], "differ in length"),
+        ("sizes", [4, "five"], "no stream"),
+        ("sizes", [4, 1 << 80], "no stream"),
+        ("moments", [0, 1, 7], "no stream"),
+        ("categories", ["activation"], "no stream"),
+    ],
+)
+def test_json_that_cannot_be(key: str, value: object, said: str) -> None:
+    data = written()
+    data[key] = value
+    with pytest.raises(StreamError, match=said):
+        Stream.from_json(json.dumps(data))
+
+
+def test_json_with_blocks_that_nothing_allocates() -> None:
+    data = written()
+    for column in ("codes", "moments"):
+        data[column] = data[column][:2]  # type: ignore[index]
+    with pytest.raises(StreamError, match="of 2 blocks, 1 are allocated"):
+        Stream.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '"x"'])
+def test_json_of_something_else(text: str) -> None:
+    with pytest.raises(StreamError, match="no stream"):
+        Stream.from_json(text)

@@ -1,0 +1,175 @@
+"""A traced step: of any depth from two and three layers, and against a step that really computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.memory.invisible import TABLE
+from megatron_mux.memory.stream.events import Category, Moment, Stream
+from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.memory.trace.depth import step
+from megatron_mux.memory.trace.model import UntraceableError
+from megatron_mux.memory.trace.process import TraceError, Tracer
+from megatron_mux.memory.trace.training import count, trace
+from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a fake GPU needs a process without a real one"
+)
+
+
+@functools.cache
+def traced(config: str, adapter: str, layers: int, **more: Any) -> Stream:
+    return trace(Case(CONFIGS[config], layers, 2, 16, ADAPTERS[adapter], **more))
+
+
+def assert_few_layers_tell(config: str, adapter: str, layers: int, **more: Any) -> None:
+    def few(cases: Sequence[Case]) -> list[Stream]:
+        assert len(cases) == 2, "the whole was traced"
+        return [traced(config, adapter, case.layers, **more) for case in cases]
+
+    whole = Case(CONFIGS[config], layers, 2, 16, ADAPTERS[adapter], **more)
+    _assert_same(step(whole, few), traced(config, adapter, layers, **more))
+
+
+WAYS = [(adapter, recompute) for adapter in ADAPTERS for recompute in (False, True)]
+WAYS.remove(("prefix", True))  # peft does not do it
+
+
+@pytest.mark.parametrize(("adapter", "recompute"), WAYS)
+def test_few_layers_tell_of_more(adapter: str, recompute: bool) -> None:
+    # Each way on one of the models: tests of steps that compute have all ways on both.
+    config = "gpt2" if (adapter, recompute) in (("full", False), ("ia3", True)) else "llama"
+    # Recomputation changes nothing in the optimizer, which is what a second step is for.
+    assert_few_layers_tell(config, adapter, 4, recompute=recompute, steps=1 if recompute else 2)
+
+
+def test_few_layers_tell_of_many() -> None:
+    assert_few_layers_tell("llama", "lora", 8, recompute=True, steps=1)
+    assert_few_layers_tell("gpt2", "full", 16)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"autocast": "bfloat16", "optimizer": "adamw_fused", "clip": None},
+        {"autocast": "float16", "weights": "float32", "recompute": True},
+        {"optimizer": "sgd", "padded": True, "gpu": Gpu((7, 5), False), "weights": "float16"},
+        {"attention": "eager", "padded": True},
+    ],
+    ids=str,
+)
+def test_few_layers_tell_however_they_are_trained(more: dict[str, Any]) -> None:
+    assert_few_layers_tell("llama", "lora", 4, **more)
+
+
+def _assert_same(found: Stream, expected: Stream) -> None:
+    for index, (one, other) in enumerate(zip(found, expected, strict=False)):
+        assert one == other, f"event {index}"
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(("adapter", "recompute"), WAYS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_that_computes_takes_what_was_traced(config: str, adapter: str, recompute: bool) -> None:
+    # A GPU's dropout makes a mask of bytes, the CPU's one of numbers.
+    plain = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if config == "gpt2" else {}
+    section = ADAPTERS[adapter]
+    section = section and {**section, **({"lora_dropout": 0.0} if adapter == "lora" else {})}
+    case = Case(CONFIGS[config] | plain, 2, 2, 16, section, "float32", attention="eager", recompute=recompute)
+    case = replace(case, steps=1 if recompute else 2)
+    found, real = trace(case), count(case)
+    assert _large(found) == _large(real)
+    assert found.peak().moment == real.peak().moment
+    assert found.peak().size == pytest.approx(real.peak().size, abs=1000)  # step numbers are in host memory
+
+
+def _large(stream: Stream) -> list[tuple[str, int, Moment]]:
+    """Without step numbers (host memory), norms, the copy of a prefix's token numbers (to a GPU), and what is added."""
+    added = {event.block for event in stream if event.moment.operator in TABLE}
+    return [
+        (event.kind, event.size, event.moment)
+        for event in stream
+        if event.size > 80 and event.block not in added
+    ]
+
+
+def test_parameters_and_states_are_told_apart() -> None:
+    found = traced("llama", "lora", 2)
+    weights = dict.fromkeys(Category, 0)
+    for event in found:
+        if event.kind == "allocate":
+            weights[event.category] += event.size
+    hidden, rank, layers = 64, 4, 2
+    pairs = layers * (rank * (hidden + hidden) + rank * (hidden + hidden // 2))  # q_proj, v_proj
+    assert weights[Category.ADAPTERS] == 4 * pairs
+    assert weights[Category.GRADIENTS] == 2 * 4 * pairs, "in both steps"
+    assert weights[Category.OPTIMIZER] == 2 * 4 * pairs, "made once"
+
+
+def test_attention_saves_no_scores_unless_it_is_asked_to() -> None:
+    def largest(attention: str) -> int:
+        case = Case(LLAMA, 2, 2, 128, ADAPTERS["lora"], attention=attention)  # type: ignore[arg-type]
+        return trace(case).peak().size
+
+    scores = 2 * 4 * 128 * 128 * 2  # batch, heads, length, length, bytes
+    assert largest("eager") - largest("sdpa") > 2 * scores
+
+
+def test_a_mask_is_made_where_sequences_are_padded() -> None:
+    plain, padded = (
+        trace(Case(LLAMA, 2, 2, 64, ADAPTERS["lora"], padded=padded, gpu=Gpu((8, 0), False)))
+        for padded in (False, True)
+    )
+    assert padded.peak().size > plain.peak().size + 2 * 64 * 64
+
+
+def test_traces_in_a_process_of_their_own() -> None:
+    cases = [Case(GPT2, layers, 2, 16, ADAPTERS["ia3"]) for layers in (2, 3)]
+    with Tracer() as tracer:
+        tracer.start()
+        for case, found in zip(cases, [*tracer(cases[:1]), *tracer(cases[1:])], strict=True):
+            _assert_same(found, traced("gpt2", "ia3", case.layers))
+        with pytest.raises(TraceError, match="knows no model_type 'ggpt'"):
+            tracer([Case({"model_type": "ggpt"}, 2, 2, 16)])
+    with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match=r"longer than 0\.01 s"):
+        tracer(cases)
+
+
+def test_a_prefix_and_recomputation_exclude_each_other() -> None:
+    with pytest.raises(UntraceableError, match="prefix"):
+        trace(Case(LLAMA, 2, 2, 16, ADAPTERS["prefix"], recompute=True))
+
+
+def test_torch_is_as_before_afterwards() -> None:
+    before = torch._C._accelerator_getAccelerator(), torch.nn.functional.scaled_dot_product_attention
+    traced("gpt2", "ia3", 2)
+    after = torch._C._accelerator_getAccelerator(), torch.nn.functional.scaled_dot_product_attention
+    assert before == after
+
+
+NEO: dict[str, Any] = {
+    "model_type": "gpt_neo",
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+    "hidden_size": 64,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 8,
+}
+
+
+def test_layers_of_two_kinds_are_extended_in_pairs() -> None:
+    def few(cases: Sequence[Case]) -> list[Stream]:
+        assert [case.layers for case in cases] == [4, 6]
+        return [trace(case) for case in cases]
+
+    whole = Case(NEO, 8, 2, 16, {"peft_type": "LORA", "r": 4}, attention="eager", steps=1)
+    _assert_same(step(whole, few), trace(whole))
