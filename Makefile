@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench bench-pipeline gpu-check gpu-bench clean
+.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench bench-pipeline gpu-check gpu-bench gpu-memory clean
 
 # PY for commands that run in another folder: a path is made absolute, a bare name is found on PATH anyway.
 PY_ANYWHERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
@@ -70,6 +70,10 @@ bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Cor
 
 gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: bf16, an 8B-shaped random backbone
 	$(PY) benchmarks/vs_peft.py --device cuda
+
+gpu-memory: $(VENV_TARGET)  ## memory on a GPU: predictions are written down, then measured (half an hour)
+	$(PY) benchmarks/gpu_memory.py predict --this-gpu --output gpu-memory-predicted.json
+	$(PY) benchmarks/gpu_memory.py measure --predicted gpu-memory-predicted.json --output gpu-memory.json
 
 clean:  ## remove environments, caches and the quickstart's folder
 	rm -rf .venv .venv312 .quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

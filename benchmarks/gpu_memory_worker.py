@@ -1,0 +1,148 @@
+"""One training run of `transformers.Trainer` in a process of its own, and what the GPU says of it.
+
+Reads one JSON object from standard input: `case` (as `Case.to_dict` gives it), `limit` (bytes of the GPU that the
+process may take, its context included; null: all there is), `history` (whether to record the allocator's). Prints one
+JSON object. Nothing of megatron-mux takes part in the training: only the history is replayed with it, afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+import torch
+from torch import nn
+
+STEPS = 3
+"""From the second one on, the optimizer's states are there."""
+
+
+def main() -> int:
+    """Train, measure, tell."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print
+    asked = json.loads(sys.stdin.readline())
+    print(json.dumps(measured(asked)), file=answers, flush=True)
+    return 0
+
+
+def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What one run takes of the GPU, in bytes."""
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free  # this process has nothing but its context yet, and nobody else is there
+    if asked["limit"] is not None:
+        torch.cuda.set_per_process_memory_fraction((asked["limit"] - outside) / total)
+    if asked["history"]:
+        torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)
+    found: dict[str, Any] = {"context_before": outside, "fits": True}
+    try:
+        train(asked["case"], torch.device("cuda"))
+    except torch.OutOfMemoryError as error:
+        found |= {"fits": False, "why": str(error).split(". ")[0]}
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    found |= {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        # Kernels are loaded as they are used: the context has grown.
+        "outside": total - free - torch.cuda.memory_reserved(),
+    }
+    if asked["history"]:
+        found |= replayed(torch.cuda.memory._snapshot()["device_traces"][0])
+    return found
+
+
+def replayed(trace: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether the replayed allocator reserves what the device did, after every event."""
+    from megatron_mux.memory.caching.replay import replay
+    from megatron_mux.memory.caching.settings import Settings
+    from megatron_mux.memory.caching.snapshot import from_snapshot
+
+    recording = from_snapshot(trace)
+    settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    ours = replay(recording.stream, settings, recording.addresses, recording.emptied)
+    pairs = enumerate(zip(ours.reserved, recording.reserved, strict=True))
+    differ = next((index for index, (mine, theirs) in pairs if mine != theirs), None)
+    return {"events": len(recording.stream), "first_event_replayed_otherwise": differ}
+
+
+def train(case: Mapping[str, Any], device: torch.device) -> None:
+    """Some steps of a case, as a user of `transformers` and `peft` takes them."""
+    from transformers import Trainer
+
+    model = build(case).to(device)
+    batch, length, vocabulary = case["batch"], case["length"], model.config.get_text_config().vocab_size
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            model=model,
+            args=arguments(case, directory, device),
+            train_dataset=records(STEPS * batch, length, vocabulary, case["padded"]),  # type: ignore[arg-type]
+        )
+        trainer.train()
+
+
+def build(case: Mapping[str, Any]) -> nn.Module:
+    """The model with random weights, in host memory."""
+    from peft import PeftType, get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    fields = dict(case["config"])
+    config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, case["weights"]), attn_implementation=case["attention"]
+    )
+    if case["adapter"] is None:
+        return model  # type: ignore[no-any-return]
+    fields = dict(case["adapter"])
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields.pop("peft_type"))]
+    return get_peft_model(model, kind(task_type="CAUSAL_LM", **fields))
+
+
+def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> Any:
+    """What `Trainer` is told."""
+    from transformers import TrainingArguments
+
+    optimizers = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
+    return TrainingArguments(
+        output_dir=directory,
+        per_device_train_batch_size=case["batch"],
+        max_steps=STEPS,
+        optim=optimizers[case["optimizer"]],
+        max_grad_norm=case["clip"] or 0.0,
+        bf16=case["autocast"] == "bfloat16",
+        fp16=case["autocast"] == "float16",
+        gradient_checkpointing=case["recompute"],
+        gradient_checkpointing_kwargs={"use_reentrant": False} if case["recompute"] else None,
+        learning_rate=1e-4,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+        use_cpu=device.type == "cpu",
+    )
+
+
+def records(count: int, length: int, vocabulary: int, padded: bool) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, all of them labels; the last one is padding if there is some."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(0, vocabulary, (length,), generator=generator)
+        mask = torch.ones(length, dtype=torch.long)
+        if padded:
+            mask[-1] = 0
+        found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()})
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The script that holds predictions against a GPU, as far as it can be run without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.memory.trace.case import Case, Gpu
+from tests.unit.memory.traced import ADAPTERS, CONFIGS
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_memory
+    import gpu_memory_cases
+    import gpu_memory_worker
+
+    return gpu_memory, gpu_memory_cases, gpu_memory_worker
+
+
+def test_there_are_cases_enough_and_limits_are_of_them(scripts: Any) -> None:
+    _, cases, _ = scripts
+    found = cases.cases(Gpu())
+    assert len(found) >= 24
+    assert sorted(cases.LIMITS) == [16, 24, 40, 80]
+    assert all(name in found for names in cases.LIMITS.values() for name in names)
+    for name, (model, case) in found.items():
+        assert case.config is cases.MODELS[model], name
+        assert case.layers in case.config.values(), name
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("more", [{}, {"weights": "float32", "autocast": "bfloat16"}])
+def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any]) -> None:
+    _, _, worker = scripts
+    recompute = adapter != "prefix"  # transformers drops a prefix where layers are recomputed
+    case = Case(
+        CONFIGS["llama"], 2, 2, 16, ADAPTERS[adapter], padded=adapter == "lora", recompute=recompute, **more
+    )
+    worker.train(case.to_dict(), torch.device("cpu"))
+
+
+def test_a_history_that_is_replayed_otherwise_is_found(scripts: Any) -> None:
+    _, _, worker = scripts
+    mib = 1 << 20
+    trace = [
+        {"action": "segment_alloc", "addr": 1 << 30, "size": 2 * mib, "stream": 0},
+        {"action": "alloc", "addr": 1 << 30, "size": 512, "stream": 0},
+        {"action": "alloc", "addr": (1 << 30) + 512, "size": 512, "stream": 0},
+    ]
+    assert worker.replayed(trace) == {"events": 2, "first_event_replayed_otherwise": None}
+    more = {"action": "segment_alloc", "addr": 2 << 30, "size": 2 * mib, "stream": 0}
+    assert worker.replayed([*trace[:2], more, trace[2]])["first_event_replayed_otherwise"] == 1
+
+
+def test_predictions_are_written_down_and_compared(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, cases, _ = scripts
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tiny = Case(CONFIGS["llama"], 2, 2, 16)
+    known = {"tiny full": ("tiny", tiny), "tiny LoRA": ("tiny", replace(tiny, adapter=ADAPTERS["lora"]))}
+    monkeypatch.setattr(cases, "cases", lambda _: known)
+    monkeypatch.setattr(cases, "LIMITS", {1: ("tiny full",)})
+    path = tmp_path / "predicted.json"
+    script.main(["predict", "--output", str(path)])
+    predicted = json.loads(path.read_text())
+    full = predicted["cases"]["tiny full"]
+    assert full["peak_allocated"] <= full["peak_reserved"] < full["process"]
+    assert {"LLMem", "DNNMem"} <= full["others"].keys() and not predicted["cases"]["tiny LoRA"]["others"]
+    assert predicted["limits"][0]["largest"] > 100
+
+    def run(asked: Any, name: str) -> dict[str, Any]:
+        """A GPU on which everything takes 4% more than was predicted."""
+        if asked["limit"] is not None:
+            return {"fits": asked["case"]["batch"] <= predicted["limits"][0]["largest"]}
+        one = predicted["cases"][name]
+        peaks = {key: one[key] * 1.04 for key in ("peak_allocated", "peak_reserved")}
+        return {**peaks, "outside": 512 << 20, "fits": True, "first_event_replayed_otherwise": 7}
+
+    monkeypatch.setattr(script, "run", run)
+    monkeypatch.setattr(script, "machine", lambda: {"gpu": "made up"})
+    script.main(["measure", "--predicted", str(path), "--output", str(tmp_path / "measured.json")])
+    said = (tmp_path / "measured.md").read_text()
+    assert "median 3.85% off (goal 1%), worst 3.85% (goal 3%), of 2; 0 histories" in said
+    assert "not event 7" in said and "| runs | does not fit |" in said
+
+
+def test_measuring_without_predictions_is_refused() -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_memory.py"), "measure", "--output", "x.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--predicted FILE" in done.stderr
