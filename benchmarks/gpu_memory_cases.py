@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.rehearsal.setting import Cast, Setting
 
 LLAMA_1B: dict[str, Any] = {
     "model_type": "llama",
@@ -111,6 +113,58 @@ def cases(gpu: Gpu) -> dict[str, tuple[str, Case]]:
     add("full", "opt-1.3b", 8, 256)
     add("LoRA, fp16 by autocast", "opt-1.3b", 16, 256, **fp32, adapter=_QV, autocast="float16")
     add("LoRA, fp32", "opt-1.3b", 4, 512, **fp32, adapter=_QV)
+    return found
+
+
+_TOGETHER: Mapping[str, dict[str, Any]] = {
+    "LORA": {**_QV, "lora_dropout": 0.1},
+    "EVERYWHERE": {**_ALL, "r": 64},
+    "IA3": _IA3,
+    "BOTTLENECK": {"peft_type": "BOTTLENECK", "bottleneck_size": 64, "target_modules": ["down_proj"]},
+    "PREFIX_TUNING": _PREFIX,
+    "DIFF_PRUNING": {"peft_type": "DIFF_PRUNING", "sparsity": 0.99, "target_modules": ["q_proj", "v_proj"]},
+}
+
+
+def settings(gpu: Gpu) -> dict[str, tuple[str, Setting]]:
+    """By name: a model, and tasks that our engine trains on it together, on one such GPU."""
+    found: dict[str, tuple[str, Setting]] = {}
+
+    def add(
+        name: str,
+        model: str,
+        kinds: Sequence[str],
+        batch: int,
+        length: int,
+        policy: Literal["spatial", "temporal"] = "spatial",
+        parts: int = 1,
+        **more: Any,
+    ) -> None:
+        casts = [
+            Cast(
+                {
+                    "name": f"task-{i}",
+                    "adapter": _TOGETHER[kind],
+                    "data": {"path": "none", "max_length": length},
+                    "training": {"per_device_train_batch_size": batch, "max_steps": 8},
+                },
+                [length] * batch,
+                [length // 2] * batch,
+            )
+            for i, kind in enumerate(kinds)
+        ]
+        plan = plan_for(policy, {one.task["name"]: 1 for one in casts}, 1, micro_batches=parts)
+        found[f"{model} {name}"] = model, Setting(MODELS[model], casts, plan, gpu=gpu, **more)
+
+    add("together: one LoRA", "llama-1b", ["LORA"], 8, 1024)
+    add("together: eight LoRA", "llama-1b", ["LORA"] * 8, 4, 512)
+    add("together: eight LoRA in turn", "llama-1b", ["LORA"] * 8, 4, 512, "temporal")
+    add("together: in four parts", "llama-1b", ["LORA", "EVERYWHERE"], 8, 1024, parts=4)
+    add("together: all kinds", "llama-1b", list(_TOGETHER), 2, 1024)
+    add("together: recomputed", "llama-8b", ["LORA", "EVERYWHERE", "IA3"], 4, 2048, recompute="full")
+    add("together: long", "llama-8b", ["LORA", "LORA"], 1, 8192)
+    add("together: biases", "qwen2-1.5b", ["LORA", "PREFIX_TUNING"], 4, 1024)
+    add("together: offloaded", "llama-8b", ["LORA", "BOTTLENECK"], 2, 1024, residence="offloaded")
     return found
 
 

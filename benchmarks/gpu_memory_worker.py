@@ -1,8 +1,9 @@
-"""One training run of `transformers.Trainer` in a process of its own, and what the GPU says of it.
+"""One training run in a process of its own, and what the GPU says of it.
 
-Reads one JSON object from standard input: `case` (as `Case.to_dict` gives it), `limit` (bytes of the GPU that the
-process may take, its context included; null: all there is), `history` (whether to record the allocator's). Prints one
-JSON object. Nothing of megatron-mux takes part in the training: only the history is replayed with it, afterwards.
+Reads one JSON object from standard input: `case` (as `Case.to_dict` gives it: trained by `transformers.Trainer`, with
+nothing of megatron-mux) or `setting` (as `rehearsal.Setting.to_dict` gives it: trained by our engine), `limit` (bytes
+of the GPU that the process may take, its context included; null: all there is), `history` (whether to record the
+allocator's, which is replayed afterwards). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)
     found: dict[str, Any] = {"context_before": outside, "fits": True}
     try:
-        train(asked["case"], torch.device("cuda"))
+        if "setting" in asked:
+            train_together(asked["setting"], torch.device("cuda"))
+        else:
+            train(asked["case"], torch.device("cuda"))
     except torch.OutOfMemoryError as error:
         found |= {"fits": False, "why": str(error).split(". ")[0]}
     torch.cuda.synchronize()
@@ -142,6 +146,42 @@ def records(count: int, length: int, vocabulary: int, padded: bool) -> list[dict
             mask[-1] = 0
         found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()})
     return found
+
+
+def train_together(setting: Mapping[str, Any], device: torch.device) -> None:
+    """Steps of our engine on one rank, with weights that are random."""
+    from typing import cast
+
+    from megatron_mux import runtime
+    from megatron_mux.backbone.model import load_stages
+    from megatron_mux.data.dataset import TaskDataset
+    from megatron_mux.engine import Engine, Planning, Task
+    from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
+    from megatron_mux.rehearsal.setting import Setting
+    from megatron_mux.tasks import TaskSpec
+
+    given = Setting.from_dict(setting)
+    parallel = runtime.initialize(1, 1, device=device)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(given.config))
+        dtype, split = getattr(torch, given.dtype), given.plan.split or None
+        stages = load_stages(
+            Path(directory), parallel, dtype, given.recompute, split, given.residence, absent=True
+        )
+    for stage in stages:
+        tensors = [parameter.data for parameter in stage.model.parameters()]
+        there = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+        for tensor in (*there, *(unit.share for unit in stage.residence.units.values())):
+            tensor.normal_(0.0, 0.02)
+    planning = Planning("auto", given.plan.stages, AsGiven(given.plan), given=given.plan)
+    engine = Engine(stages, parallel, planning)
+    engine.register_tasks(
+        [Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one))) for one in given.tasks]
+    )
+    for _ in range(STEPS):
+        for name, result in engine.step().items():
+            if result.status == "failed":
+                raise RuntimeError(f"{name}: {result.reason}")
 
 
 if __name__ == "__main__":

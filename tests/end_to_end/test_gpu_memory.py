@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.runtime import Parallel
 from tests.unit.memory.traced import ADAPTERS, CONFIGS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -48,6 +49,20 @@ def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any
         CONFIGS["llama"], 2, 2, 16, ADAPTERS[adapter], padded=adapter == "lora", recompute=recompute, **more
     )
     worker.train(case.to_dict(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["all kinds", "in four parts", "offloaded"])
+def test_what_is_measured_together_trains(scripts: Any, name: str, parallel: Parallel) -> None:
+    _, cases, worker = scripts
+    (setting,) = (
+        one for known, (_, one) in cases.settings(Gpu()).items() if known.endswith(f"together: {name}")
+    )
+    casts = [
+        replace(one, lengths=[16] * len(one.lengths), labels=[8] * len(one.labels)) for one in setting.tasks
+    ]
+    config = {**CONFIGS["llama"], "max_position_embeddings": 64}
+    tiny = replace(setting, config=config, tasks=casts, device="cpu", dtype="float32")
+    worker.train_together(tiny.to_dict(), parallel.device)
 
 
 def test_a_history_that_is_replayed_otherwise_is_found(scripts: Any) -> None:
