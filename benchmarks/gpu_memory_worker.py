@@ -170,9 +170,11 @@ def train_together(setting: Mapping[str, Any], device: torch.device) -> None:
         )
     for stage in stages:
         tensors = [parameter.data for parameter in stage.model.parameters()]
-        there = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
-        for tensor in (*there, *(unit.share for unit in stage.residence.units.values())):
-            tensor.normal_(0.0, 0.02)
+        for tensor in tensors:
+            if tensor.untyped_storage().nbytes():
+                tensor.normal_(0.0, 0.02)
+        for unit in stage.residence.units.values():
+            unit.share.random_(0, 60)  # bytes: numbers below a hundredth, of any precision
     planning = Planning("auto", given.plan.stages, AsGiven(given.plan), given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(
