@@ -2,7 +2,7 @@
 
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
-    python tools/estimate_memory.py --model DIR --tasks tasks.yaml --gpus 8 --gpu-memory 80GB --sequence-length 2048
+    python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml
     python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_mux.choice.answer import Choice
+    from megatron_mux.choice.recipes import TaskFile
     from megatron_mux.memory.estimate import Prediction
     from megatron_mux.memory.estimators import Answer, Entry, Question
+    from megatron_mux.memory.tensors import Skeleton
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,8 +48,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", type=path, required=True, metavar="CONFIG_OR_DIR", help="config.json, or its directory")
     add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
     add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
-    add("--sequence-length", type=at_least(2), required=True, metavar="L", help="tokens of a sequence")
-    add("--batch-size", type=at_least(1), metavar="B", help="sequences on each GPU (default: what fits)")
+    add(
+        "--sequence-length",
+        type=at_least(2),
+        metavar="L",
+        help="tokens of a sequence; with --tasks each task's data.max_length counts, and must not be more",
+    )
+    add(
+        "--batch-size",
+        type=at_least(1),
+        metavar="B",
+        help="sequences on each GPU (default: what fits); with --tasks the file says it",
+    )
     add(
         "--method",
         default="all",
@@ -58,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tasks",
         type=path,
         metavar="FILE",
-        help="tasks.yaml: train these adapters (default: every parameter)",
+        help="tasks.yaml: train these tasks, with their own batches and lengths (default: every parameter)",
     )
     _add_recipe(parser)
     add(
@@ -99,15 +111,17 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.method not in ("all", "trace"):
             raise UserError(_NOT_DRAWN)
         check(arguments.plot)
+    skeleton = Skeleton(arguments.model, Store("models"))
+    file = _task_file(arguments, skeleton)
     question = Question(
-        Skeleton(arguments.model, Store("models")),
+        skeleton,
         arguments.gpus,
         arguments.gpu_memory,
-        arguments.sequence_length,
+        file.step.longest if file is not None else arguments.sequence_length,
         arguments.batch_size,
         arguments.llmem_base_memory,
     )
-    choice, refusals = _choice(arguments, question)
+    choice, refusals = _choice(arguments, question, file)
     answer = Answer([], None, None)
     if arguments.method != "ours" and arguments.tasks is None:
         try:
@@ -129,19 +143,38 @@ def run(arguments: argparse.Namespace) -> None:
         print(refusal, file=sys.stderr)
 
 
-def _choice(arguments: argparse.Namespace, question: Question) -> tuple[Choice | None, list[str]]:
+def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile | None:
+    """The tasks, if there are any; they say all that a step computes."""
+    if arguments.tasks is None:
+        if arguments.sequence_length is None:
+            raise UserError("--sequence-length: is missing: give the tokens of a sequence, or --tasks FILE")
+        return None
+    if arguments.method not in ("ours", "all"):
+        raise UserError(f"--tasks: --method {arguments.method} knows full fine-tuning only: use ours")
+    if arguments.batch_size is not None:
+        raise UserError(
+            "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
+        )
+    from megatron_mux.choice.recipes import TaskFile
+
+    file = TaskFile.read(skeleton.path, arguments.tasks)
+    file.check(skeleton.tensors.positions, arguments.sequence_length)
+    return file
+
+
+def _choice(
+    arguments: argparse.Namespace, question: Question, file: TaskFile | None
+) -> tuple[Choice | None, list[str]]:
     """Our own ranking, and why there is none where others may answer."""
     if arguments.method not in ("ours", "all"):
-        if arguments.tasks is not None:
-            raise UserError(f"--tasks: --method {arguments.method} knows full fine-tuning only: use ours")
         return None, []
     from megatron_mux.choice.answer import Choice
 
     question.check()
     try:
-        return Choice.of(question, arguments), []
+        return Choice.of(question, arguments, file), []
     except UserError as error:
-        if arguments.method == "ours" or arguments.tasks is not None or "--device" in str(error):
+        if arguments.method == "ours" or file is not None or "--device" in str(error):
             raise
         return None, list(error.problems)
 

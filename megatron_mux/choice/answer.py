@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_mux.choice.ranking import Ranking, rank
-from megatron_mux.choice.recipes import gpu, task_adapters
+from megatron_mux.choice.recipes import TaskFile, gpu
 from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Recipe, impossible
@@ -22,31 +22,35 @@ class Choice:
         ranking: The methods.
         impossible: Methods that the model's sizes exclude, and why.
         device: The GPU that speeds are of.
+        file: The tasks that are trained; None: every parameter is.
     """
 
     ranking: Ranking
     impossible: Mapping[str, str]
     device: str
+    file: TaskFile | None = None
 
     @classmethod
-    def of(cls, question: Question, how: Namespace) -> Choice:
+    def of(cls, question: Question, how: Namespace, file: TaskFile | None = None) -> Choice:
         """Rank all methods.
 
         Args:
             question: The model, the GPUs, the length and the batch.
-            how: `tasks`, `precision`, `optimizer`, `master_weights`, `attention`, `device`, as the tool has them.
+            how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as the tool has them.
+            file: The tasks that train a frozen backbone; None: every parameter is trained.
 
         Raises:
-            UserError: A name or a file is not as it must be, or the model is not understood.
+            UserError: A name is not as it must be, or the model is not understood.
         """
         device = gpu(how.device)
         architecture = Architecture.of(question.skeleton)
-        adapters = task_adapters(question.skeleton.path, how.tasks) if how.tasks is not None else ()
+        adapters = file.adapters if file is not None else ()
         recipe = Recipe(
             question.length, how.precision, how.optimizer, how.master_weights, how.attention, adapters
         )
-        ranking = rank(architecture, recipe, question.gpus, question.gpu_memory, device, question.batch)
-        return cls(ranking, impossible(question.gpus, architecture), device.name)
+        step = file.step if file is not None else None
+        ranking = rank(architecture, recipe, question.gpus, question.gpu_memory, device, question.batch, step)
+        return cls(ranking, impossible(question.gpus, architecture), device.name, file)
 
     def to_json(self) -> dict[str, Any]:
         """As programs read it."""
@@ -58,5 +62,6 @@ class Choice:
             "flags": list(best.flags) if best else [],
             "device": self.device,
             "impossible": dict(self.impossible),
+            "tasks": [asdict(task) for task in self.file.step.tasks] if self.file else [],
             "methods": [entry.to_json() for entry in self.ranking.entries],
         }

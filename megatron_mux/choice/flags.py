@@ -27,9 +27,8 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     """Of `pretrain_mux.py`; data parallelism follows from the number of processes."""
     words = _degrees(method)
     if method.pipeline > 1:
-        # As predicted: the fewest micro-batches in flight, layers evenly divided.
+        # As predicted: the fewest in flight, layers evenly divided.
         words += ["--mux-schedule", "1f1b", "--mux-layer-split", "even"]
-        words += ["--mux-micro-batches", str(method.micro_batches)]
     if recipe.precision == "bf16":
         words.append("--bf16")
     if method.recompute != "none":
@@ -39,7 +38,8 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     )
     if residence:
         words += ["--mux-backbone-weights", residence]
-    return [*words, "--mux-policy", "spatial"]
+    # All tasks in each micro-batch, and as many of these as were predicted.
+    return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 
 
 def megatron_flags(method: Method, recipe: Recipe) -> list[str]:

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mux.choice.fit import Fit, as_many_as_fit, of_file
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.speed import Speed, speed
+from megatron_mux.choice.step import FileStep
 from megatron_mux.fusion.roofline import Device
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.forms.parts import Instant, Parts
-from megatron_mux.memory.papers.decision import OFFLOAD, largest_batch
+from megatron_mux.memory.forms.parts import Instant
+from megatron_mux.memory.papers.decision import OFFLOAD
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,10 @@ class Ranked:
     """What is predicted of a method.
 
     Attributes:
-        method: The method.
-        fits: Whether the batch asked for fits, or one sequence if none was.
-        batch: Sequences of a micro-batch for which the rest is given.
-        largest_batch: The most that fit; 0 if not even one does.
+        method: The method, with its number of micro-batches.
+        fits: Whether a task file trains; else the batch asked for, or one sequence if none was.
+        batch: Sequences of the heaviest micro-batch, for which the rest is given.
+        largest_batch: The most that fit, of the same tasks in the same proportion; 0 if not even one does.
         worst: When and on which stage memory is at its highest.
         breakdown: Bytes of that rank then, by part.
         speed: Of a step.
@@ -118,6 +120,7 @@ def rank(
     memory: int,
     device: Device,
     batch: int | None = None,
+    step: FileStep | None = None,
 ) -> Ranking:
     """Rank every method.
 
@@ -128,10 +131,16 @@ def rank(
         memory: Bytes of each.
         device: What they are.
         batch: Sequences of a micro-batch; None for as many as fit.
+        step: Of a task file, which says so itself.
     """
+
+    def fit(method: Method) -> Fit:
+        if step is not None:
+            return of_file(architecture, recipe, method, memory, step)
+        return as_many_as_fit(architecture, recipe, method, memory, batch)
+
     found = [
-        _ranked(architecture, recipe, method, memory, device, batch)
-        for method in methods(gpus, architecture, recipe)
+        _ranked(architecture, recipe, fit(method), device) for method in methods(gpus, architecture, recipe)
     ]
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((e for e in found if e.fits), key=lambda e: -e.speed.throughput)
@@ -139,22 +148,18 @@ def rank(
     return Ranking([*fitting, *others])
 
 
-def _ranked(
-    architecture: Architecture, recipe: Recipe, method: Method, memory: int, device: Device, batch: int | None
-) -> Ranked:
-    parts = Parts(architecture, recipe, method)
-    largest = largest_batch(parts.peak, memory)
-    shown = batch or max(largest, 1)
+def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device) -> Ranked:
+    method, parts = fit.method, fit.parts
     elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
     words = megatron_flags(method, recipe) if elsewhere else flags(method, recipe)
     return Ranked(
         method,
-        shown <= largest,
-        shown,
-        largest,
-        parts.worst(shown),
-        parts.breakdown(shown),
-        speed(architecture, recipe, method, shown, device),
+        fit.fits,
+        fit.sequences,
+        fit.largest,
+        parts.worst(fit.rows),
+        parts.breakdown(fit.rows),
+        speed(architecture, parts.recipe, method, fit.work, device),
         tuple(words),
         elsewhere,
     )

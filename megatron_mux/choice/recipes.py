@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.roofline import GPUS, Device, device_of
 from megatron_mux.memory.forms.sites import Configured, TaskAdapters
@@ -12,27 +14,67 @@ from megatron_mux.tasks import load_task_file
 DEFAULT_DEVICE = "A100"
 
 
-def task_adapters(config: Path, tasks: Path) -> tuple[TaskAdapters, ...]:
-    """The adapters of a task file on the backbone of a config.json. No data is read.
+@dataclass(frozen=True)
+class TaskFile:
+    """A task file, as far as it decides about memory and time.
 
-    Raises:
-        UserError: The file or the backbone is not as it must be, or a task's targets are not there.
+    Attributes:
+        path: Where it is.
+        adapters: Of its tasks, in the file's order.
+        step: The sequences of one optimizer step of each.
     """
-    if config.name != "config.json":
-        raise UserError(
-            f"--model {config}: with --tasks the file must be the config.json of a backbone's directory"
-        )
-    specs = load_task_file(tasks, data_later=True)
-    info = Configured.read(config.parent)
-    found, problems = [], []
-    for spec in specs:
-        try:
-            found.append(TaskAdapters.of(spec, info))
-        except UserError as error:
-            problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
-    if problems:
-        raise UserError(*problems)
-    return tuple(found)
+
+    path: Path
+    adapters: tuple[TaskAdapters, ...]
+    step: FileStep
+
+    @classmethod
+    def read(cls, config: Path, tasks: Path) -> TaskFile:
+        """A task file for the backbone of a config.json. No data is read.
+
+        Raises:
+            UserError: The file or the backbone is not as it must be, or a task's targets are not there.
+        """
+        if config.name != "config.json":
+            raise UserError(
+                f"--model {config}: with --tasks the file must be the config.json of a backbone's directory"
+            )
+        specs = load_task_file(tasks, data_later=True)
+        info = Configured.read(config.parent)
+        found, problems = [], []
+        for spec in specs:
+            try:
+                found.append(TaskAdapters.of(spec, info))
+            except UserError as error:
+                problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
+        if problems:
+            raise UserError(*problems)
+        return cls(tasks, tuple(found), FileStep(tuple(TaskBatch.of(spec) for spec in specs)))
+
+    def check(self, positions: int | None, length: int | None) -> None:
+        """Refuse sequences that are longer than the model or the user has it.
+
+        Args:
+            positions: Of the model; None: not limited.
+            length: Tokens of the longest sequence as the user says; None: nothing is said.
+
+        Raises:
+            UserError: A sentence for each task.
+        """
+        problems = []
+        for task, adapter in zip(self.step.tasks, self.adapters, strict=True):
+            place = f"{self.path}: task {task.name!r}: data.max_length: {task.length}"
+            needed = task.length + adapter.virtual_tokens
+            if positions is not None and needed > positions:
+                more = f" plus {adapter.virtual_tokens} virtual tokens" if adapter.virtual_tokens else ""
+                problems.append(f"{place}{more} is more than the {positions} positions of the model")
+            if length is not None and task.length > length:
+                problems.append(
+                    f"{place} is more than --sequence-length {length}: a run cuts sequences at max_length alone: "
+                    "lower it there, or leave the flag out"
+                )
+        if problems:
+            raise UserError(*problems)
 
 
 def gpu(name: str) -> Device:

@@ -19,11 +19,23 @@ HOST_LINK = 25e9
 """Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""
 HOST_MEMORY = 100e9
 """Bytes a second of host memory, for an optimizer's step there."""
-SEQUENCES = 64
-"""Of a step, at least: what a method does once a step is shared by as many with every method, by further micro-batches
-where one's largest batch is less."""
 _OPERATORS = 12
 """Of a layer's pass, each with the device's overhead."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes.
+
+    Attributes:
+        rows: Of each micro-batch, in the mean.
+        micro_batches: On each pipeline.
+        tokens: Of the whole step on all pipelines.
+    """
+
+    rows: float
+    micro_batches: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -44,32 +56,29 @@ class Speed:
         return self.tokens / self.seconds
 
 
-def speed(architecture: Architecture, recipe: Recipe, method: Method, batch: int, device: Device) -> Speed:
-    """Of a step with so many sequences in each micro-batch, and enough micro-batches for `SEQUENCES`."""
-    passes = _Passes(architecture, recipe, method, batch, device)
+def speed(architecture: Architecture, recipe: Recipe, method: Method, work: Work, device: Device) -> Speed:
+    """Of a step."""
+    passes = _Passes(architecture, recipe, method, work.rows, device)
     own = stages(architecture, method)
     times = [passes.stage(stage) for stage in own]
     each = [forward + backward for forward, backward in times]
-    together = method.data * method.micro_batches * batch
-    parts = method.micro_batches * -(-SEQUENCES // together)
-    seconds = sum(each) + (parts - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
+    seconds = sum(each) + (work.micro_batches - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
     # A step's sums of gradients hide behind the last backward pass as far as that goes.
     ends = (
         max(0.0, passes.gradients(stage) - backward) + passes.optimizer(stage)
         for stage, (_, backward) in zip(own, times, strict=True)
     )
-    tokens = method.data * parts * batch * recipe.length
-    return Speed(seconds + max(ends), tokens)
+    return Speed(seconds + max(ends), work.tokens)
 
 
 class _Passes:
     """Seconds of one rank's work."""
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, method: Method, batch: int, device: Device
+        self, architecture: Architecture, recipe: Recipe, method: Method, rows: float, device: Device
     ) -> None:
         self._a, self._recipe, self._method, self._device = architecture, recipe, method, device
-        self._rows = batch * recipe.length
+        self._rows = rows
         self._size = recipe.size
         self._known: dict[Unit, tuple[float, float]] = {}
 
@@ -88,7 +97,9 @@ class _Passes:
         a, method = self._a, self._method
         dense = unit.divided + unit.experts * a.experts_per_token / a.experts
         products = 2 * self._rows * dense / method.tensor
-        scores = 2 * self._rows * self._recipe.length * a.queries / method.tensor  # half of them are masked
+        scores = (
+            2 * self._rows * self._recipe.mean_length * a.queries / method.tensor
+        )  # half of them are masked
         weights = self._size * (unit.divided + unit.experts / method.expert) / method.tensor
         width = 6 * a.hidden + 2 * (2 * a.queries + 2 * a.keys + a.inner + a.ffn) / method.tensor
         traffic = weights + self._size * self._rows * width

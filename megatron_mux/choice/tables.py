@@ -20,8 +20,8 @@ def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], comm
     """Print a ranking.
 
     Args:
-        console: Where to. (`here`: whether our engine runs it; `batch`: the most that fit, or what was asked for;
-            `worst`: the pipeline stage.)
+        console: Where to. (`here`: whether our engine runs it; `parts`: micro-batches of a step on each pipeline;
+            `batch`: sequences of one: the task file's, what was asked for, or the most that fit; `worst`: the stage.)
         ranking: The methods.
         impossible: Those that the model's sizes exclude, and why.
         command: What begins the command line that runs a method of ours.
@@ -31,7 +31,7 @@ def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], comm
     table = Table(title=f"by closed forms of ours: the first {_SHOWN} of {len(ranking.entries)} methods")
     table.add_column("method", no_wrap=True)
     table.add_column("")
-    for column in ("fits", "here", "batch", "GiB", "worst", "tokens/s"):
+    for column in ("fits", "here", "parts", "batch", "GiB", "worst", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     for entry in ranking.entries[:_SHOWN]:
         table.add_row(*_row(entry))
@@ -47,6 +47,7 @@ def _row(entry: Ranked) -> list[str]:
         entry.method.details,
         "yes" if entry.fits else "no",
         "no" if entry.elsewhere else "yes",
+        str(entry.method.micro_batches),
         str(entry.batch),
         f"{entry.peak_process / GIB:.1f}",
         f"{entry.worst.stage + 1}/{entry.method.pipeline}",
@@ -63,7 +64,8 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
     parts = ", ".join(f"{part} {show_size(size)}" for part, size in best.breakdown.items() if size)
     offloaded = f"{OFFLOAD}: " if best.method.offload else ""
     details = f" ({best.method.details})" if best.method.details else ""
-    batches = f"{best.batch} sequence(s) in each of {best.method.micro_batches} micro-batch(es)"
+    many = "at most " if best.method.parts else ""
+    batches = f"{many}{best.batch} sequence(s) in each of {best.method.micro_batches} micro-batch(es)"
     lines = [
         f"selected: {offloaded}{best.method.name}{details}, {batches}",
         f"its peak, at {best.worst.name}: {parts}",

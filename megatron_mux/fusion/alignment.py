@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import Literal
 
 Mode = Literal["dense", "max-length", "longest"]
@@ -154,10 +155,13 @@ def share_out(items: Sequence[Item], costs: Sequence[float], filled: list[float]
         A list for each part, items in their original order; some may be empty. Deterministic.
     """
     chosen: list[list[int]] = [[] for _ in filled]
+    least = [(cost, 0, part) for part, cost in enumerate(filled)]
+    heapify(least)
     for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
-        part = min(range(len(filled)), key=lambda p: (filled[p], len(chosen[p]), p))
+        _, count, part = least[0]
         filled[part] += costs[i]
         chosen[part].append(i)
+        heapreplace(least, (filled[part], count + 1, part))
     return [[items[i] for i in sorted(indices)] for indices in chosen]
 
 

@@ -16,17 +16,31 @@ _RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
+class Portion:
+    """What a task has of a micro-batch.
+
+    Attributes:
+        share: Of its rows.
+        length: Tokens of each of its sequences.
+    """
+
+    share: float
+    length: int
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What is trained and how: what changes results, and so is the user's to say.
 
     Attributes:
-        length: Tokens of a sequence.
+        length: Tokens of the longest sequence.
         precision: Of weights and hidden states.
         optimizer: Of full fine-tuning; tasks have their own.
         master: Whether half-precision weights have fp32 copies, gradients and moments beside them, as Megatron's
             mixed precision has it; else all of these are in the weights' precision, as `transformers` has it.
         attention: Whether scores are kept (`eager`).
         adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
+        mix: A portion for each of them; empty: all have the same, of sequences of `length` tokens.
     """
 
     length: int
@@ -35,6 +49,18 @@ class Recipe:
     master: bool = True
     attention: Attention = "flash"
     adapters: tuple[TaskAdapters, ...] = ()
+    mix: tuple[Portion, ...] = ()
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """A portion for each task."""
+        count = len(self.adapters)
+        return self.mix or (Portion(1 / count, self.length),) * count
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of the sequence that a row is of, in the mean of rows."""
+        return sum(part.share * part.length for part in self.mix) if self.mix else self.length
 
     @property
     def frozen(self) -> bool:
@@ -78,6 +104,7 @@ class Method:
         recompute: What is computed again in the backward pass.
         offload: Whether host memory keeps what is not in use: a frozen backbone's weights; else the optimizer's
             states, which are stepped there.
+        parts: Micro-batches of a step on each pipeline; None for the usual number.
     """
 
     data: int = 1
@@ -88,6 +115,7 @@ class Method:
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"
     offload: bool = False
+    parts: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -96,8 +124,8 @@ class Method:
 
     @property
     def micro_batches(self) -> int:
-        """Parts of a step on each pipeline: one, or four for each stage, so that its bubble is below a fifth."""
-        return 4 * self.pipeline if self.pipeline > 1 else 1
+        """Of a step on each pipeline; usually one, or four for each stage, so that its bubble is below a fifth."""
+        return self.parts or (4 * self.pipeline if self.pipeline > 1 else 1)
 
     @property
     def name(self) -> str:

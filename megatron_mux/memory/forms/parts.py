@@ -149,22 +149,20 @@ class Parts:
                 found.append(replace(instant, lines=(*instant.lines, *in_vain)))
         return found
 
-    def worst(self, batch: int) -> Instant:
-        """The highest of all, for so many sequences of a micro-batch."""
-        rows = batch * self.recipe.length
+    def worst(self, rows: int) -> Instant:
+        """The highest of all, for a micro-batch of so many rows."""
         return max(self.instants, key=lambda instant: instant.bytes(rows))
 
-    def peak(self, batch: int) -> int:
+    def peak(self, rows: int) -> int:
         """Bytes of the worst rank, the context included."""
-        return sum(self.breakdown(batch).values())
+        return sum(self.breakdown(rows).values())
 
-    def breakdown(self, batch: int) -> dict[str, int]:
+    def breakdown(self, rows: int) -> dict[str, int]:
         """The same by part."""
-        return self.worst(batch).breakdown(batch * self.recipe.length)
+        return self.worst(rows).breakdown(rows)
 
-    def at(self, stage: int, batch: int) -> dict[str, int]:
+    def at(self, stage: int, rows: int) -> dict[str, int]:
         """The peak of one stage's ranks, by part."""
-        rows = batch * self.recipe.length
         own = [instant for instant in self.instants if instant.stage == stage]
         return max(own, key=lambda instant: instant.bytes(rows)).breakdown(rows)
 
@@ -290,13 +288,16 @@ class Parts:
         return self._known[key]
 
     def _saved(self, layer: int, selective: bool) -> list[Saved]:
-        """What a layer keeps; of adapters' own, the mean of tasks, among which rows are divided evenly."""
+        """What a layer keeps; of adapters' own, what the tasks' portions of the rows make."""
         tasks = self.recipe.adapters
         if not tasks:
             return kept.trained(self.architecture, self._run, selective)
         inputs = own.inputs(tasks, layer)
-        each = [saved for task in tasks for saved in own.rows(task, layer, self.architecture, self._run)]
-        shares = [saved._replace(width=saved.width / len(tasks)) for saved in each]
+        shares = [
+            saved._replace(width=saved.width * portion.share)
+            for task, portion in zip(tasks, self.recipe.portions, strict=True)
+            for saved in own.rows(task, layer, self.architecture, replace(self._run, length=portion.length))
+        ]
         return [*kept.engine(self.architecture, self._run, inputs, selective), *shares]
 
     def _copies(self, layer: int) -> float:

@@ -155,6 +155,11 @@ class TaskAdapters:
         optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
         return cls(spec.name, optimizer, sites_of(spec.adapter, targets, info), tuple(divided), tuple(copied))
 
+    @property
+    def virtual_tokens(self) -> int:
+        """In front of each sequence."""
+        return max((site.size for site in self.sites if site.kind == "PREFIX_TUNING"), default=0)
+
     @cached_property
     def by_layer(self) -> Mapping[int, tuple[Site, ...]]:
         """The sites of each layer that has any."""

@@ -14,7 +14,7 @@ from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
-from megatron_mux.choice.speed import Speed, speed
+from megatron_mux.choice.speed import Speed, Work, speed
 from megatron_mux.errors import UserError
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
 from megatron_mux.memory.forms.parts import Parts
@@ -45,22 +45,30 @@ def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int |
         assert entry.peak_process == sum(entry.breakdown.values())
         assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
         parts = Parts(ARCHITECTURE, recipe, entry.method)
-        assert parts.peak(entry.largest_batch + 1) > mib * MIB
+        assert parts.peak((entry.largest_batch + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
 
 
 def test_host_memory_helps_where_nothing_else_does() -> None:
-    least = min(Parts(ARCHITECTURE, FULL, m).peak(1) for m in methods(1, ARCHITECTURE, FULL) if not m.offload)
+    least = min(
+        Parts(ARCHITECTURE, FULL, m).peak(128) for m in methods(1, ARCHITECTURE, FULL) if not m.offload
+    )
     found = rank(ARCHITECTURE, FULL, 1, least - 1, A100)
     assert found.selected == "offload" and found.chosen is not None and found.chosen.method.offload
     none = rank(ARCHITECTURE, FULL, 1, 500 * MIB, A100)  # less than the context alone
     assert none.selected is None and none.entries[0].peak_process == min(e.peak_process for e in none.entries)
 
 
+def work(method: Method, batch: int) -> Work:
+    """64 sequences of 1024 tokens, so many in a micro-batch."""
+    return Work(batch * 1024, 64 // batch // method.data, 64 * 1024)
+
+
 @pytest.mark.parametrize("recipe", [Recipe(1024), ON_LARGE], ids=["full", "frozen"])
 def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
     def of(batch: int = 4, **degrees: Any) -> Speed:
-        return speed(LARGE, recipe, Method(**degrees), batch, A100)
+        method = Method(**degrees)
+        return speed(LARGE, recipe, method, work(method, batch), A100)
 
     assert of().seconds < of(recompute="full").seconds
     assert of(1).seconds < of(1, offload=True).seconds, "copies take longer than a small batch"
@@ -68,7 +76,7 @@ def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
     assert of(tensor=4).throughput < 4 * of().throughput
     two = of(pipeline=2)
     assert two.tokens == of().tokens == 64 * 1024 and of().throughput < two.throughput < 2 * of().throughput
-    slow, fast = (speed(LARGE, recipe, Method(), 4, gpu(name)) for name in ("V100", "H100"))
+    slow, fast = (speed(LARGE, recipe, Method(), work(Method(), 4), gpu(name)) for name in ("V100", "H100"))
     assert fast.throughput > slow.throughput
     flops = (
         2 * 64 * 1024 * LARGE.total
@@ -78,7 +86,8 @@ def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
 
 
 def test_weights_gathered_for_a_small_batch_cost_time() -> None:
-    plain, gathered = (speed(LARGE, ON_LARGE, Method(data=4, zero=z), 1, A100).seconds for z in (0, 3))
+    methods_ = Method(data=4), Method(data=4, zero=3)
+    plain, gathered = (speed(LARGE, ON_LARGE, m, work(m, 1), A100).seconds for m in methods_)
     assert plain < gathered
 
 

@@ -57,7 +57,7 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
         share = _kept(three) - _kept(two)
         form = total(trained(architecture, Pass(recipe.size, length)), 1, False)
         assert share == pytest.approx(batch * length * form, rel=2e-4)  # a seed and the like
-    found = parts.breakdown(batch)
+    found = parts.breakdown(batch * length)
     allocated = sum(found.values()) - found["fragmentation"]
     assert (
         0.99 < allocated / three.peak().size < 1.1
