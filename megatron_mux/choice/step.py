@@ -6,7 +6,6 @@ among pipelines and micro-batches as the engine does it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -97,8 +96,8 @@ class FileStep:
         return max(task.length for task in self.tasks)
 
     def most(self, data: int) -> int:
-        """How many micro-batches each of so many pipelines can have: one for each sequence."""
-        return math.ceil(sum(task.sequences for task in self.tasks) / data)
+        """How many micro-batches so many pipelines can have: one for each sequence of the one that has most."""
+        return max(content.count for content in _whole(self.tasks, data))
 
     def divided(self, data: int, micro_batches: int) -> Division:
         """The step on so many pipelines, in so many micro-batches."""
@@ -116,17 +115,26 @@ class FileStep:
 
 @lru_cache(maxsize=4096)
 def _divided(tasks: tuple[TaskBatch, ...], data: int, micro_batches: int) -> Division:
-    names = sorted(task.name for task in tasks)
-    plan = plan_for("spatial", dict.fromkeys(names, 1), 1, micro_batches)
-    # Labels are nothing that micro-batches are balanced by.
-    lengths = {t.name: Lengths((t.length,) * t.sequences, (t.length,) * t.sequences) for t in tasks}
-    pipelines = [
-        [_content(chunk) for (chunk,) in step_grid(replace(plan, data=data), lengths, rank).chunks.values()]
-        for rank in range(data)
-    ]
+    pipelines = _pipelines(tasks, data, micro_batches)
     longest = max(pipelines, key=lambda own: sum(part.total for part in own))
     contents = [part for own in pipelines for part in own]
     return Division(_maximal(contents), len(longest), sum(part.total for part in longest))
+
+
+@lru_cache(maxsize=256)
+def _whole(tasks: tuple[TaskBatch, ...], data: int) -> tuple[Content, ...]:
+    """All that each pipeline has."""
+    return tuple(content for own in _pipelines(tasks, data, 1) for content in own)
+
+
+def _pipelines(tasks: Sequence[TaskBatch], data: int, micro_batches: int) -> list[list[Content]]:
+    """The micro-batches of each pipeline."""
+    names = sorted(task.name for task in tasks)
+    plan = replace(plan_for("spatial", dict.fromkeys(names, 1), 1, micro_batches), data=data)
+    # Labels are nothing that micro-batches are balanced by.
+    lengths = {t.name: Lengths((t.length,) * t.sequences, (t.length,) * t.sequences) for t in tasks}
+    grids = (step_grid(plan, lengths, rank) for rank in range(data))
+    return [[_content(chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
 
 
 def _content(chunk: Chunk) -> Content:

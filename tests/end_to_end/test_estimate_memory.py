@@ -7,14 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_mux.arguments import parse_args
+from megatron_mux.engine.planning import Planning
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.memory.trace.traces import Traces
-from tests.end_to_end.forked import ROOT
+from megatron_mux.tasks import load_task_file
+from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.test_plans import tool
+from tests.end_to_end.workplace import Workplace
 from tests.unit.memory.configs import CONFIGS, TABLE_3, write
 
 Call = Callable[..., tuple[int, str, str]]
@@ -137,6 +146,77 @@ def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
     assert "run it with: torchrun --nproc-per-node 4 pretrain_mux.py --backbone" in output
 
 
+def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> None:
+    file = Path(tasks)
+    file.write_text(TASKS.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))
+    _, output, _ = estimate(OURS, "--tasks", tasks, "--json", "--gpu-memory", "900MiB")
+    found = json.loads(output)
+    assert [(t["name"], t["sequences"], t["length"]) for t in found["tasks"]] == [
+        ("a", 24, 64),
+        ("b", 24, 64),
+    ]
+    assert found["sequence_length"] == 64, "that of the tasks, not the flag's 512"
+    for method in found["methods"]:
+        together = method["data_parallel"] * method["micro_batches"] * method["batch_size"]
+        assert together >= 48 and method["fits"] == (method["batch_size"] <= method["largest_batch"])
+    plain = next(m for m in found["methods"] if m["name"] == "4DP" and not m["details"])
+    assert (plain["micro_batches"], plain["batch_size"]) == (1, 12)
+    # Half of what that leaves room for: as much in each of two micro-batches.
+    half = (plain["peak_process_bytes"] + plain["breakdown"]["context"]) // 2
+    less = json.loads(estimate(OURS, "--tasks", tasks, "--json", "--gpu-memory", str(half))[1])
+    again = next(m for m in less["methods"] if m["name"] == "4DP" and not m["details"])
+    assert again["fits"] and again["micro_batches"] > 1 and again["batch_size"] < 12
+    assert ["--mux-micro-batches", str(again["micro_batches"])] == again["flags"][-2:]
+
+
+def test_a_run_does_what_was_predicted(
+    workplace: Workplace, server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The printed flags are the run's own, and its plan has as many micro-batches, of as many rows at most."""
+    usual = [
+        "--model",
+        str(workplace.backbone),
+        "--tasks",
+        str(workplace.tasks),
+        "--precision",
+        "fp32",
+        "--json",
+    ]
+
+    def predicted(gpus: int, memory: int) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        words = [*usual, "--gpus", str(gpus), "--gpu-memory", str(memory)]
+        assert tool("estimate_memory").main(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        return list(found["methods"])
+
+    specs = load_task_file(workplace.tasks)
+    lengths = {
+        s.name: Lengths((s.data.max_length,) * s.sequences_per_step, (1,) * s.sequences_per_step)
+        for s in specs
+    }
+    loads: Any = {s.name: SimpleNamespace(accumulation=s.training.gradient_accumulation_steps) for s in specs}
+    for method in (*predicted(4, 1 << 40), *predicted(4, 700 << 20)):
+        arguments = parse_args(workplace.arguments(*method["flags"]))
+        assert arguments.mux_policy == "spatial"
+        planning = Planning(
+            "spatial", arguments.pipeline_model_parallel_size, micro_batches=arguments.mux_micro_batches
+        )
+        plan = replace(planning.next(loads), data=method["data_parallel"])
+        grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
+        chunks = [chunk for grid in grids for (chunk,) in grid.chunks.values()]
+        assert max(len(grid.sizes[0]) for grid in grids) == method["micro_batches"]
+        assert method["batch_size"] in {len(chunk) for chunk in chunks}
+        assert max(map(len, chunks)) <= method["largest_batch"] or not method["fits"]
+    plenty = next(m for m in predicted(1, 1 << 40) if not m["details"])
+    scarce = next(m for m in predicted(1, plenty["peak_process_bytes"] - 1) if not m["details"])
+    assert plenty["micro_batches"] == 1 < scarce["micro_batches"] and scarce["fits"]
+    run = server.run(workplace.arguments(*scarce["flags"], "--save", tmp_path / "run"))
+    assert run.status == 0, run.errors
+    plan = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
+    assert [bucket.micro_batches for bucket in plan.buckets] == [scarce["micro_batches"]]
+
+
 def test_ours_is_the_answer_where_all_are_asked(estimate: Call) -> None:
     found = json.loads(estimate(OURS, "--json", "--gpus", "2", "--precision", "fp32", "--device", "H100")[1])
     assert {m["estimator"] for m in found["methods"]} == {"ours", "llmem", "dnnmem", "trace"}
@@ -253,6 +333,7 @@ def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
         (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
         (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
+        (OPT, ["--tasks", "x.yaml", "--batch-size", "4"], "--batch-size: --tasks says it"),
         (
             OPT,
             ["--tasks", "tasks.yaml", "--method", "llmem"],
@@ -291,6 +372,21 @@ def test_what_is_wrong_is_said_in_one_line(
     assert status == 2 and not output
     (line,) = errors.splitlines()
     assert line.startswith("estimate_memory.py: ") and said in line
+
+
+def test_lengths_that_contradict(estimate: Call, tasks: str, tmp_path: Path) -> None:
+    _, output, errors = estimate(OURS, "--tasks", tasks, "--sequence-length", "32")
+    assert not output and "task 'a': data.max_length: 64 is more than --sequence-length 32" in errors
+    assert len(errors.splitlines()) == 2, "one line for each task"
+    short = {**OURS, "max_position_embeddings": 66}
+    _, output, errors = estimate(short, "--tasks", tasks)
+    (line,) = errors.splitlines()
+    assert not output and "task 'b': data.max_length: 64 plus 4 virtual tokens is more than the 66" in line
+    command = ["--model", str(tmp_path), "--gpus", "1", "--gpu-memory", "1GiB"]
+    assert tool("estimate_memory").main([*command, "--tasks", tasks]) == 2, "of the short model still"
+    write(tmp_path, OURS)
+    assert tool("estimate_memory").main([*command, "--tasks", tasks]) == 0, "the file says all"
+    assert tool("estimate_memory").main(command) == 2
 
 
 def test_cold_answer_for_70b(tmp_path: Path) -> None:
