@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
     from megatron_mux.choice.answer import Choice
     from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.memory.answers import Said
     from megatron_mux.memory.estimate import Prediction
     from megatron_mux.memory.estimators import Answer, Entry, Question
     from megatron_mux.memory.tensors import Skeleton
+    from megatron_mux.memory.trace.process import Tracer
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -82,16 +84,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    """What only `ours` asks."""
-    add = parser.add_argument_group("for --method ours").add_argument
+    """What only `ours` and `trace` ask: the papers' methods have mixed precision and Adam."""
+    add = parser.add_argument_group("for --method ours and trace").add_argument
     add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights (bf16)")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of full fine-tuning (adamw)")
     add(
         "--master-weights", action=argparse.BooleanOptionalAction, default=True,
-        help="fp32 copies, gradients and moments beside half-precision weights (default)",
+        help="fp32 copies, gradients and moments beside half-precision weights; traced: fp32 weights that autocast "
+        "computes with, as bf16=True of transformers has it (default)",
     )  # fmt: skip
     add("--attention", choices=("flash", "eager"), default="flash", help="eager: scores are kept (flash)")
-    add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: for speed (A100)")
+    add(
+        "--recompute", choices=("none", "full"), default="none",
+        help="traced: layers are recomputed in the backward pass (none); ours ranks methods with and without",
+    )  # fmt: skip
+    add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: speed and kernels (A100)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,59 +109,129 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     start = time.perf_counter()
-    from megatron_mux.memory.estimators import Answer, Question, estimate
-    from megatron_mux.memory.plot import check, draw
+    from megatron_mux.memory.answers import Answers
     from megatron_mux.memory.store import Store
-    from megatron_mux.memory.tensors import Skeleton
+
+    console = None
+    if not arguments.json:
+        from rich.console import Console
+
+        console = Console()
+    shape = (console.width, console.color_system) if console is not None else None
+    answers = Answers(Store("answers"), arguments, shape)
+    said = None if arguments.plot else answers.read()
+    if said is None:
+        said, lasting = _said(arguments, console)
+        if lasting:
+            answers.write(said)
+    if console is None:
+        print(json.dumps({**json.loads(said.output), "seconds": time.perf_counter() - start}))
+    else:
+        print(said.output, end="")
+    for line in said.errors:
+        print(line, file=sys.stderr)
+
+
+def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said, bool]:
+    """The answer, as a table if there is a console for it; and whether it would be the same another time."""
+    from megatron_mux.memory.answers import Said
+    from megatron_mux.memory.estimators import NOT_TRACED
+    from megatron_mux.memory.plot import check
+    from megatron_mux.memory.trace.process import Tracer
 
     if arguments.plot:
         if arguments.method not in ("all", "trace"):
             raise UserError(_NOT_DRAWN)
         check(arguments.plot)
-    skeleton = Skeleton(arguments.model, Store("models"))
-    file = _task_file(arguments, skeleton)
+    with Tracer() as tracer:
+        question, file = _question(arguments, tracer)
+        choice, answer, refusals = _asked(arguments, question, file)
+    if arguments.plot:
+        _draw(arguments, question, answer)
+    if console is None:
+        output = json.dumps(_json(question, answer, choice))
+    else:
+        with console.capture() as captured:
+            _print(console, arguments, question, answer, choice)
+        output = captured.get()
+    return Said(output, refusals), not any(NOT_TRACED in refusal for refusal in refusals)
+
+
+def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:
+    """What the command line asks; the tasks, where they train together.
+
+    Raises:
+        UserError: It cannot be asked.
+    """
+    from megatron_mux.memory.caching.settings import Settings
+    from megatron_mux.memory.estimators import Question
+    from megatron_mux.memory.store import Store
+    from megatron_mux.memory.tensors import Skeleton
+    from megatron_mux.memory.trace.options import Options, of_task
+
+    options = Options(
+        arguments.device,
+        arguments.precision,
+        arguments.master_weights,
+        arguments.optimizer,
+        arguments.attention,
+        arguments.recompute == "full",
+    )
+    skeleton = Skeleton(arguments.model, Store("models"), tracer.sizes)
+    if not skeleton.is_known:
+        tracer.start()  # what it imports takes seconds
+    length, batch, file = arguments.sequence_length, arguments.batch_size, None
+    if arguments.tasks is not None:
+        if batch is not None:
+            raise UserError(f"--batch-size: {arguments.tasks} says it for its tasks: leave it out")
+        if arguments.method == "trace":
+            options, batch, longest = of_task(arguments.tasks, options)
+            if length is not None and length < longest:
+                raise UserError(
+                    f"--sequence-length {length}: {arguments.tasks} has sequences of {longest} tokens"
+                )
+        else:
+            file = _task_file(arguments, skeleton)
+            longest = file.step.longest
+        length = longest
+    elif length is None:
+        raise UserError("--sequence-length: is missing: give the tokens of a sequence, or --tasks FILE")
     question = Question(
         skeleton,
         arguments.gpus,
         arguments.gpu_memory,
-        file.step.longest if file is not None else arguments.sequence_length,
-        arguments.batch_size,
+        length,
+        batch,
         arguments.llmem_base_memory,
+        options,
+        Settings.of_environment(),
+        tracer,
     )
+    return question, file
+
+
+def _asked(
+    arguments: argparse.Namespace, question: Question, file: TaskFile | None
+) -> tuple[Choice | None, Answer, list[str]]:
+    """Our own ranking, what the others say, and why some say nothing."""
+    from megatron_mux.memory.estimators import Answer, estimate
+
     choice, refusals = _choice(arguments, question, file)
     answer = Answer([], None, None)
-    if arguments.method != "ours" and arguments.tasks is None:
+    if arguments.method == "trace" or (arguments.method != "ours" and arguments.tasks is None):
         try:
             answer = estimate(question, arguments.method)
         except UserError as error:
             if choice is None:
                 raise UserError(*refusals, *error.problems) from None
             refusals += error.problems
-    if arguments.plot:
-        entry, prediction = _traced(answer)
-        title = f"{question.skeleton.tensors.model_type}, {entry.batch} x {question.length} tokens on one GPU"
-        draw(prediction, title, arguments.plot)
-    seconds = time.perf_counter() - start
-    if arguments.json:
-        print(json.dumps(_json(question, answer, choice, seconds)))
-    else:
-        _print(arguments, question, answer, choice)
-    for refusal in (*refusals, *answer.refusals):
-        print(refusal, file=sys.stderr)
+    return choice, answer, [*refusals, *answer.refusals]
 
 
-def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile | None:
-    """The tasks, if there are any; they say all that a step computes."""
-    if arguments.tasks is None:
-        if arguments.sequence_length is None:
-            raise UserError("--sequence-length: is missing: give the tokens of a sequence, or --tasks FILE")
-        return None
+def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
+    """The tasks that train together; they say all that a step computes."""
     if arguments.method not in ("ours", "all"):
         raise UserError(f"--tasks: --method {arguments.method} knows full fine-tuning only: use ours")
-    if arguments.batch_size is not None:
-        raise UserError(
-            "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
-        )
     from megatron_mux.choice.recipes import TaskFile
 
     file = TaskFile.read(skeleton.path, arguments.tasks)
@@ -182,6 +259,15 @@ def _choice(
 _NOT_DRAWN = "--plot: only a traced step can be drawn (--method trace)"
 
 
+def _draw(arguments: argparse.Namespace, question: Question, answer: Answer) -> None:
+    """Draw the traced step."""
+    from megatron_mux.memory.plot import draw
+
+    entry, prediction = _traced(answer)
+    title = f"{question.skeleton.tensors.model_type}, {entry.batch} x {question.length} tokens on one GPU"
+    draw(prediction, title, arguments.plot)
+
+
 def _traced(answer: Answer) -> tuple[Entry, Prediction]:
     """The entry of a traced step, which alone can be drawn.
 
@@ -194,8 +280,8 @@ def _traced(answer: Answer) -> tuple[Entry, Prediction]:
     raise UserError(_NOT_DRAWN, *answer.refusals)
 
 
-def _json(question: Question, answer: Answer, choice: Choice | None, seconds: float) -> dict[str, Any]:
-    """What programs read."""
+def _json(question: Question, answer: Answer, choice: Choice | None) -> dict[str, Any]:
+    """What programs read, but for the time that it took."""
     tensors = question.skeleton.tensors
     ranked = choice.to_json() if choice is not None else {}
     return {
@@ -208,7 +294,6 @@ def _json(question: Question, answer: Answer, choice: Choice | None, seconds: fl
         "gpus": question.gpus,
         "gpu_memory_bytes": question.gpu_memory,
         "sequence_length": question.length,
-        "seconds": seconds,
     }
 
 
@@ -235,11 +320,10 @@ def _breakdown(answer: Answer) -> Table:
     return table
 
 
-def _print(arguments: argparse.Namespace, question: Question, answer: Answer, choice: Choice | None) -> None:
+def _print(
+    console: Console, arguments: argparse.Namespace, question: Question, answer: Answer, choice: Choice | None
+) -> None:
     """What people read."""
-    from rich.console import Console
-
-    console = Console()
     if answer.entries:
         _print_layouts(console, question, answer, choice is None)
     if choice is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.batches import Batches
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, Prediction
 from megatron_mux.memory.papers import llmem
 from megatron_mux.memory.papers.decision import OFFLOAD, Layout, largest_batch, layouts, select
@@ -16,11 +17,14 @@ from megatron_mux.memory.sizes import MIB, show_size
 from megatron_mux.memory.stream.events import Category, Stream, StreamError
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.trace.options import Options
+from megatron_mux.memory.trace.process import TraceError, Tracer
 from megatron_mux.memory.trace.traces import Traces
 
 LARGEST_LENGTH = 1 << 24
 MOST_GPUS = 1 << 16
+NOT_TRACED = "its step cannot be traced"
+"""What is said where closed forms answer instead: the next time, it may be traced."""
 LEAST_MEMORY = 64 * MIB
 """Below, a unit has been forgotten."""
 
@@ -39,8 +43,12 @@ class Question:
     """Sequences on each GPU; None for as many as fit."""
     base_memory: int | None = None
     """LLMem's `m_base`, bytes; None for its default."""
-    adapter: Mapping[str, Any] | None = None
-    """`peft_type` and the fields of peft's config class; None for full fine-tuning. Traces alone know adapters."""
+    options: Options = field(default_factory=Options)
+    """How it is trained. Traces alone look at it."""
+    settings: Settings = field(default_factory=Settings)
+    """The caching allocator's options. Traces alone look at them."""
+    tracer: Tracer = field(default_factory=Tracer, compare=False)
+    """The process that does what needs torch."""
 
     def check(self) -> None:
         """Refuse what no model or machine has.
@@ -160,39 +168,43 @@ def _llmem(question: Question) -> list[Entry]:
 
 
 def _dnnmem(question: Question) -> list[Entry]:
-    """One GPU, so conventional data parallelism only."""
-    from megatron_mux.memory.papers import dnnmem  # imports torch, which takes seconds
+    """What `dnnmem` says, in the process that has torch."""
+    sizes = {name: getattr(question, name) for name in ("gpus", "gpu_memory", "length", "batch")}
+    try:
+        (found,) = question.tracer.ask([("dnnmem", {"config": str(question.skeleton.path), **sizes})])
+    except TraceError as error:
+        raise UserError(f"dnnmem: {question.skeleton.path}: {error}") from None
+    return [Entry("dnnmem", layouts(question.gpus)[0], **found)]
 
-    graph = dnnmem.DNNMem(question.skeleton, question.length)
-    return [_entry("dnnmem", question, layouts(question.gpus)[0], graph.breakdown)]
+
+def dnnmem(question: Question) -> Entry:
+    """One GPU, so conventional data parallelism only. This imports torch, which takes seconds."""
+    from megatron_mux.memory.papers.dnnmem import DNNMem
+
+    graph = DNNMem(question.skeleton, question.length)
+    return _entry("dnnmem", question, layouts(question.gpus)[0], graph.breakdown)
 
 
 def _trace(question: Question) -> list[Entry]:
-    """A traced step of `transformers` on one GPU, or on several with plain `DistributedDataParallel`.
-
-    Weights are bf16, and AdamW's states too, as `Trainer` trains a model that was loaded so.
-    """
+    """A traced step of `transformers` on one GPU, or on several with plain `DistributedDataParallel`."""
     skeleton, layout = question.skeleton, layouts(question.gpus)[0]
-    with Traces() as traces:
-        if not skeleton.is_known:
-            traces.start()
-        layers = skeleton.tensors.layers
-        case = Case(skeleton.raw, layers, 1, question.length, question.adapter)
-        batches = Batches(case, traces, gpus=question.gpus)
-        try:
-            largest = batches.largest(question.gpu_memory)
-            batch = question.batch or max(largest, 1)
-            prediction = batches.prediction(batch)
-            _check_layers(prediction.stream, skeleton.tensors.total)
-        except (TraceError, StreamError) as error:
-            raise UserError(
-                f"trace: {skeleton.path}: its step cannot be traced: {error}; closed forms answer"
-            ) from None
-    fits = batch <= largest
-    return [Entry("trace", layout, fits, batch, largest, prediction.breakdown, prediction=prediction)]
+    case = question.options.case(skeleton.raw, skeleton.tensors.layers, question.length)
+    batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus)
+    try:
+        largest = batches.largest(question.gpu_memory)
+        batch = question.batch or max(largest, 1)
+        prediction = batches.prediction(batch)
+        _check_layers(prediction.stream, skeleton.tensors.total, case)
+    except (TraceError, StreamError) as error:
+        raise UserError(
+            f"trace: {skeleton.path}: {NOT_TRACED}: {error}; closed forms answer"
+        ) from None
+    return [
+        Entry("trace", layout, batch <= largest, batch, largest, prediction.breakdown, prediction=prediction)
+    ]
 
 
-def _check_layers(stream: Stream, parameters: int) -> None:
+def _check_layers(stream: Stream, parameters: int, case: Case) -> None:
     """Whether the layers that were traced stand for all: some models' first ones are unlike the others.
 
     Raises:
@@ -201,7 +213,7 @@ def _check_layers(stream: Stream, parameters: int) -> None:
     loaded = sum(
         event.size for event in stream if event.kind == "allocate" and event.category == Category.PARAMETERS
     )
-    wanted = 2 * parameters  # bf16
+    wanted = (4 if case.weights == "float32" else 2) * parameters
     if not 0.999 * wanted <= loaded <= 1.5 * wanted:
         raise StreamError(
             f"its layers differ: those traced make {show_size(loaded)} of all, and it has {show_size(wanted)}"

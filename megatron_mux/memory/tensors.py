@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +70,10 @@ class ModelTensors:
     vocabulary: int
     positions: int | None
     """The longest sequence, where the config limits it."""
+    config: Mapping[str, Any]
+    """The text model's config as `transformers` understands it: what of it is a number, a truth or a word."""
+    kinds: tuple[str, ...]
+    """Names of the modules' classes."""
 
     @property
     def total(self) -> int:
@@ -93,7 +98,7 @@ class ModelTensors:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         tensors = (ParameterTensor(t["name"], tuple(t["shape"]), t["operator"]) for t in data["tensors"])
-        return cls(**{**data, "tensors": tuple(tensors)})
+        return cls(**{**data, "tensors": tuple(tensors), "kinds": tuple(data["kinds"])})
 
     @property
     def head_tensors(self) -> tuple[ParameterTensor, ...]:
@@ -112,15 +117,20 @@ class Skeleton:
     Args:
         path: config.json, or a directory that has one.
         kept: Where sizes are kept; None keeps none.
+        measure: Tells sizes by the path of a config.json, as JSON, where this process need not import torch
+            (`Tracer.sizes`); None measures here.
 
     Raises:
         UserError: There is none, or it is no JSON object.
     """
 
-    def __init__(self, path: Path, kept: Store | None = None) -> None:
+    def __init__(
+        self, path: Path, kept: Store | None = None, measure: Callable[[Path], str] | None = None
+    ) -> None:
         self.path = path / "config.json" if path.is_dir() else path
         self.raw = read_json(self.path)
         self._kept = kept
+        self._measure = measure
         self._about = {"config": self.raw, "versions": versions()}
 
     @cached_property
@@ -171,7 +181,7 @@ class Skeleton:
         text = None if self._kept is None else self._kept.read(self._about)
         if text is not None:
             return ModelTensors.from_json(text)
-        found = self._measured()
+        found = self._measured() if self._measure is None else ModelTensors.from_json(self._measure(self.path))
         if self._kept is not None:
             self._kept.write(self._about, found.to_json())
         return found
@@ -196,6 +206,8 @@ class Skeleton:
             heads=sizes.num_attention_heads,
             vocabulary=sizes.vocab_size,
             positions=getattr(sizes, "max_position_embeddings", None),
+            config=_plain(sizes),
+            kinds=tuple(sorted({type(m).__name__ for m in self.module.modules()})),
         )
 
     def _parameters(self) -> Iterator[ParameterTensor]:
@@ -206,6 +218,18 @@ class Skeleton:
                     seen.add(id(parameter))
                     full = f"{name}.{own}" if name else own
                     yield ParameterTensor(full, tuple(parameter.shape), _operator(module))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """What of a config is a number, a truth or a word; attributes that stand for others, and properties, among it."""
+    kind = type(config)
+    properties = [name for name in dir(kind) if isinstance(getattr(kind, name, None), property)]
+    names = {*config.to_dict(), *kind.attribute_map, *properties}
+    found = {}
+    for name in sorted(names):
+        with suppress(Exception):  # properties raise whatever they do for what a config lacks
+            found[name] = getattr(config, name)
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))}
 
 
 def _operator(module: nn.Module) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from megatron_mux.errors import UserError
 from megatron_mux.memory.sizes import MIB
 
 SMALLEST = 512
@@ -14,6 +16,8 @@ SMALL_SEGMENT = 2 * MIB
 MIDDLE_LIMIT = 10 * MIB
 """Requests from here on have segments of their own, in multiples of `LARGE_STEP`."""
 LARGE_STEP = 2 * MIB
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that may hold the options; the second is the older."""
 _IN_MIB = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")
 _KEYS = (*_IN_MIB, "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
 
@@ -87,11 +91,27 @@ class Settings:
                     raise ValueError(f"{key} is True or False, not {value!r}")
                 found[key] = value == "True"
             else:
-                number = float(value) if key == "garbage_collection_threshold" else int(value)
+                number = _number(key, value)
                 found[key.removesuffix("_mb").replace("_segment_size", "_segment")] = (
                     number * MIB if key in _IN_MIB else number
                 )
         return cls(**found, limit=limit, capacity=capacity)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_environment(cls) -> Settings:
+        """What torch takes from this process's environment, see `said_in_environment`.
+
+        Raises:
+            UserError: It holds what torch would refuse, or what is not replayed.
+        """
+        said = said_in_environment()
+        if said is None:
+            return cls()
+        name, text = said
+        try:
+            return cls.parse(text)
+        except ValueError as error:
+            raise UserError(f"{name}={text}: {error}") from None
 
     def rounded(self, size: int) -> int:
         """Bytes of the block that serves a request: a multiple of 512."""
@@ -108,3 +128,23 @@ class Settings:
         if rounded < MIDDLE_LIMIT:
             return self.large_segment
         return -(-rounded // LARGE_STEP) * LARGE_STEP
+
+
+def said_in_environment() -> tuple[str, str] | None:
+    """The environment variable that holds the allocator's options, and what it holds; None if none does.
+
+    Raises:
+        UserError: Both do: some of torch's options come from the one, and some from the other.
+    """
+    found = [(name, text) for name in NAMES if (text := os.environ.get(name))]
+    if len({text for _, text in found}) > 1:
+        raise UserError(f"{NAMES[0]} and {NAMES[1]} say different things: set one of them")
+    return found[0] if found else None
+
+
+def _number(key: str, value: str) -> float:
+    """Raises ValueError with a sentence of ours."""
+    try:
+        return float(value) if key == "garbage_collection_threshold" else int(value)
+    except ValueError:
+        raise ValueError(f"{key} is a number, not {value!r}") from None

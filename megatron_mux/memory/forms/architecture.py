@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_mux.errors import UserError
@@ -94,7 +95,7 @@ class Architecture:
         Raises:
             UserError: Its layers are not what is known here.
         """
-        tensors, config = skeleton.tensors, skeleton.config.get_text_config()
+        tensors, config = skeleton.tensors, SimpleNamespace(**skeleton.tensors.config)
         experts = _first(config, ("num_local_experts", "num_experts", "n_routed_experts")) or 1
         if experts > 1 and not any("expert" in tensor.name for tensor in tensors.tensors):
             experts = 1  # a config may have the field for a model without
@@ -110,7 +111,6 @@ class Architecture:
             raise UserError(f"the attention of model_type {tensors.model_type!r} is not understood.")
         ffn, gated = reader.mlp()
         embedding, head, final = reader.ends()
-        modules = {type(module).__name__ for module in skeleton.module.modules()}
         return cls(
             tensors.model_type,
             tensors.hidden,
@@ -120,8 +120,8 @@ class Architecture:
             ffn,
             gated,
             str(_first(config, ("hidden_act", "activation_function")) or "gelu"),
-            any("RMSNorm" in name for name in modules),
-            any("Rotary" in name for name in modules) or getattr(config, "rotary_dim", None) is not None,
+            any("RMSNorm" in name for name in tensors.kinds),
+            any("Rotary" in name for name in tensors.kinds) or getattr(config, "rotary_dim", None) is not None,
             any(
                 getattr(config, name, 0)
                 for name in ("resid_pdrop", "hidden_dropout", "dropout", "resid_dropout")

@@ -41,6 +41,7 @@ class Case:
         steps: Optimizer steps: from the second one on, the optimizer's states are there.
         optimizer: `torch.optim`'s AdamW in its foreach or its fused form, or SGD (foreach, no momentum).
         clip: Largest norm of the gradient; None does not clip.
+        accumulate: Whether a step is two micro-batches, the second of which finds gradients (more change nothing).
         gpu: The GPU.
     """
 
@@ -57,6 +58,7 @@ class Case:
     steps: int = 2
     optimizer: Literal["adamw", "adamw_fused", "sgd"] = "adamw"
     clip: float | None = 1.0
+    accumulate: bool = False
     gpu: Gpu = field(default_factory=Gpu)
 
     def to_dict(self) -> dict[str, Any]:

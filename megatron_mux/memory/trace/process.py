@@ -1,4 +1,7 @@
-"""Tracing in a process of its own: what a fake GPU needs does not touch this one, and a real GPU is out of sight."""
+"""What needs torch, in a process of its own: a fake GPU does not touch this one, and a real GPU is out of its sight.
+
+Importing torch and transformers takes seconds. One process does so for all that is asked, and can begin early.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from threading import Event, Timer
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
+from megatron_mux.errors import UserError
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
 
 _SECONDS = 120.0
+
+Request = tuple[str, Mapping[str, Any]]
+"""What is asked, a name of `worker.ANSWERS`, and about what, as JSON has it."""
 
 
 class TraceError(RuntimeError):
@@ -63,6 +71,27 @@ class Tracer:
         Raises:
             TraceError: It failed, or took longer. The next call begins with another process.
         """
+        return [Stream.from_json(text) for text in self.ask([("trace", case.to_dict()) for case in cases])]
+
+    def sizes(self, config: Path) -> str:
+        """A model's sizes by its config.json, as `ModelTensors.to_json` has them.
+
+        Raises:
+            UserError: It is not the config of a causal language model, or the process failed.
+        """
+        try:
+            (text,) = self.ask([("sizes", {"config": str(config)})])
+        except TraceError as error:
+            raise UserError(f"{config}: its sizes cannot be told: {error}") from None
+        return str(text)
+
+    def ask(self, requests: Sequence[Request]) -> list[Any]:
+        """What the process answers, one after the other.
+
+        Raises:
+            UserError: The user's input is wrong.
+            TraceError: It failed, or all took longer than it may. The next call begins with another process.
+        """
         self.start()
         assert self._process is not None
         process, late = self._process, Event()
@@ -74,8 +103,8 @@ class Tracer:
         timer = Timer(self._seconds, expire)
         timer.start()
         try:
-            return [Stream.from_json(self._answer(process, case)) for case in cases]
-        except (TraceError, OSError) as error:
+            return [self._answer(process, request) for request in requests]
+        except OSError as error:
             word = self._end()
             raise TraceError(
                 f"the trace took longer than {self._seconds:g} s" if late.is_set() else word
@@ -83,14 +112,19 @@ class Tracer:
         finally:
             timer.cancel()
 
-    def _answer(self, process: subprocess.Popen[str], case: Case) -> str:
+    def _answer(self, process: subprocess.Popen[str], request: Request) -> Any:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(case.to_dict()) + "\n")
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
         if not line.endswith("\n"):
-            raise TraceError("the traced process has ended")
-        return line
+            raise BrokenPipeError("the traced process has ended")
+        found = json.loads(line)
+        if "refused" in found:
+            raise UserError(*found["refused"])
+        if "failed" in found:
+            raise TraceError(found["failed"])
+        return found["answer"]
 
     def _end(self) -> str:
         """End the process, and return its last word."""

@@ -20,7 +20,7 @@ class Traces:
 
     Args:
         kept: Where streams of few layers are kept.
-        tracer: Traces what is not.
+        tracer: Traces what is not; leaving the context ends it.
     """
 
     def __init__(self, kept: Store | None = None, tracer: Tracer | None = None) -> None:

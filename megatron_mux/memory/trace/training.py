@@ -79,13 +79,14 @@ class _Training:
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         case, place = self._case, self._place
-        place.enter(INPUTS)
-        inputs = self._inputs()
-        place.enter(FORWARD)
-        loss = self._loss(model, inputs)
-        place.enter(BACKWARD)
-        scaler.scale(loss).backward()
-        label_trained(self._recorder, model, case, optimizer)
+        for _ in range(2 if case.accumulate else 1):
+            place.enter(INPUTS)
+            inputs = self._inputs()
+            place.enter(FORWARD)
+            loss = self._loss(model, inputs)
+            place.enter(BACKWARD)
+            scaler.scale(loss).backward()
+            label_trained(self._recorder, model, case, optimizer)
         place.enter(OPTIMIZER)
         if case.clip is not None:
             scaler.unscale_(optimizer)

@@ -1,29 +1,71 @@
-"""The traced process: a case a line on standard input, its stream a line on standard output."""
+"""The process that knows torch: a request a line on standard input, its answer a line on standard output, in JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from megatron_mux.errors import UserError
+from megatron_mux.memory.tensors import Skeleton, one_line
 from megatron_mux.memory.trace.case import Case
 
 
-def main() -> int:
-    """Trace until the input ends. Whatever libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    from megatron_mux.memory.trace.guard import NoFakeGpu
-    from megatron_mux.memory.trace.model import UntraceableError
+def _trace(**case: Any) -> str:
+    """The stream of a case."""
     from megatron_mux.memory.trace.training import trace
 
+    return trace(Case.from_dict(case)).to_json()
+
+
+def _sizes(config: str) -> str:
+    """A model's sizes."""
+    return _skeleton(config).tensors.to_json()
+
+
+def _dnnmem(config: str, **question: Any) -> Mapping[str, Any]:
+    """What DNNMem says of a model, without the layout."""
+    from megatron_mux.memory.estimators import Question, dnnmem
+
+    entry = dnnmem(Question(_skeleton(config), **question))
+    return {key: getattr(entry, key) for key in ("fits", "batch", "largest_batch", "breakdown", "why")}
+
+
+ANSWERS: Mapping[str, Callable[..., Any]] = {"trace": _trace, "sizes": _sizes, "dnnmem": _dnnmem}
+"""What can be asked."""
+
+
+@cache
+def _skeleton(config: str) -> Skeleton:
+    return Skeleton(Path(config))
+
+
+def main() -> int:
+    """Answer until the input ends. Whatever libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # What every request needs is imported before the first one is there.
+    import transformers.modeling_utils  # noqa: F401
+
+    from megatron_mux.memory.trace.guard import NoFakeGpu
+    from megatron_mux.memory.trace.model import UntraceableError
+
     for line in sys.stdin:
+        what, about = json.loads(line)
         try:
-            answers.write(trace(Case.from_dict(json.loads(line))).to_json() + "\n")
-            answers.flush()
+            said = {"answer": ANSWERS[what](**about)}
+        except UserError as error:
+            said = {"refused": error.problems}
         except (NoFakeGpu, UntraceableError) as error:
-            print(error, file=sys.stderr)
-            return 1
+            said = {"failed": str(error)}
+        except Exception as error:  # models raise whatever they do without values
+            said = {"failed": f"{type(error).__name__}: {one_line(error)}"}
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
     return 0
 
 

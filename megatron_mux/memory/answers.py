@@ -1,0 +1,118 @@
+"""What was answered before, word for word, as long as nothing that it depends on has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.memory.caching.settings import NAMES
+from megatron_mux.memory.store import Store, versions
+
+_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", *NAMES)
+_READ = ("config.json", "adapter_config.json", "tokenizer*", "vocab*", "merges*")
+"""Files of a directory that an answer may depend on; a user may well write the answer to another one in it."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer.
+
+    Attributes:
+        output: For standard output.
+        errors: Lines for standard error.
+    """
+
+    output: str
+    errors: Sequence[str]
+
+
+class Answers:
+    """Answers by a program's arguments and everything else that they depend on: what the files hold that arguments
+    name, packages and this one's sources, the environment.
+
+    Args:
+        kept: Where they are kept.
+        arguments: Of the program.
+        more: What else an answer depends on, such as the width of a terminal.
+    """
+
+    def __init__(self, kept: Store, arguments: Namespace, more: object = None) -> None:
+        self._kept = kept
+        self._about = {
+            "arguments": {name: _told(value) for name, value in sorted(vars(arguments).items())},
+            "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+            "versions": {**versions(), "package": _sources()},
+            "more": more,
+        }
+
+    def read(self) -> Said | None:
+        """The answer that was given before; None if there was none."""
+        text = self._kept.read(self._about)
+        return None if text is None else Said(**json.loads(text))
+
+    def write(self, said: Said) -> None:
+        """Keep an answer."""
+        self._kept.write(self._about, json.dumps(asdict(said)))
+
+
+def _told(value: Any) -> Any:
+    """An argument; of a path also what is there, and in the files that a YAML file names."""
+    if not isinstance(value, Path):
+        return value
+    named = _named(value) if value.suffix in (".yaml", ".yml") else ()
+    return [str(value.absolute()), _content(value), [_content(path) for path in named]]
+
+
+def _content(path: Path) -> Any:
+    """What tells whether a file has changed, or what is read of a directory's files."""
+    try:
+        if path.is_dir():
+            files = sorted(file for name in _READ for file in path.glob(name) if file.is_file())
+            return [[file.name, _changed(file)] for file in files]
+        return [path.name, _changed(path)]
+    except OSError:
+        return None
+
+
+def _changed(file: Path) -> list[int]:
+    about = file.stat()
+    return [about.st_size, about.st_mtime_ns, about.st_ino]
+
+
+def _named(file: Path) -> list[Path]:
+    """Files and directories that a YAML file names, by paths from its directory."""
+    import yaml
+
+    try:
+        texts = sorted(set(_texts(yaml.safe_load(file.read_text(encoding="utf-8")))))
+        return [path for text in texts if "\0" not in text and (path := file.parent / text).exists()]
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
+@cache
+def _sources() -> str:
+    """A digest of this package's modules."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

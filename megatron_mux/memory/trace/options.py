@@ -1,0 +1,159 @@
+"""From what a user says of a training to the case that is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_mux.errors import UserError
+from megatron_mux.memory.trace.case import Case, Gpu, Precision
+from megatron_mux.tasks import load_task_file
+
+GPUS: Mapping[str, Gpu] = {
+    # A part of the device's own name, of which a longer one counts first: its compute capability, and whether torch
+    # tries cuDNN before flash attention on it (as far as torch's wheels bring a cuDNN that is new enough).
+    "B200": Gpu((10, 0), True),
+    "H100": Gpu((9, 0), True),
+    "H200": Gpu((9, 0), True),
+    "H800": Gpu((9, 0), True),
+    "H20": Gpu((9, 0), True),
+    "L40S": Gpu((8, 9), False),
+    "L40": Gpu((8, 9), False),
+    "L4": Gpu((8, 9), False),
+    "4090": Gpu((8, 9), False),
+    "3090": Gpu((8, 6), False),
+    "A6000": Gpu((8, 6), False),
+    "A40": Gpu((8, 6), False),
+    "A10": Gpu((8, 6), False),
+    "A100": Gpu((8, 0), False),
+    "A800": Gpu((8, 0), False),
+    "T4": Gpu((7, 5), False),
+    "V100": Gpu((7, 0), False),
+}
+PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING")
+"""Kinds of a task's adapter that peft has, too."""
+
+_DTYPES: Mapping[str, Precision] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is trained with `transformers` and `peft`, and on which GPU.
+
+    Attributes:
+        device: A part of the GPU's name, a key of `GPUS`.
+        precision: `bf16`, `fp16` or `fp32`.
+        master_weights: With half a precision, whether weights are fp32 and autocast computes (`bf16=True` or
+            `fp16=True` of `TrainingArguments`) where all of them are trained; else they are loaded in the precision.
+            A frozen backbone is always loaded in the precision.
+        optimizer: AdamW or SGD.
+        attention: Fused kernels as `scaled_dot_product_attention` has them, or scores in memory.
+        recompute: Whether layers are recomputed in the backward pass (`gradient_checkpointing`).
+        adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
+        accumulate: Whether gradients of several micro-batches are added up before the optimizer's step.
+        clip: Largest norm of the gradient; None does not clip.
+    """
+
+    device: str = "A100"
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    master_weights: bool = True
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    attention: Literal["flash", "eager"] = "flash"
+    recompute: bool = False
+    adapter: Mapping[str, Any] | None = None
+    accumulate: bool = False
+    clip: float | None = 1.0
+
+    def case(self, config: Mapping[str, Any], layers: int, length: int, batch: int = 1) -> Case:
+        """The case to trace.
+
+        Args:
+            config: What `config.json` says.
+            layers: Of the model.
+            length: Tokens of a sequence.
+            batch: Sequences of a micro-batch.
+
+        Raises:
+            UserError: The GPU is not known, or has no such precision.
+        """
+        gpu, dtype = gpu_of(self.device), _DTYPES[self.precision]
+        if self.precision == "bf16" and gpu.capability < (8, 0):
+            raise UserError(
+                f"--device {self.device}: has no bf16, so that transformers refuses it: use --precision fp16"
+            )
+        mixed = self.master_weights and self.adapter is None and self.precision != "fp32"
+        return Case(
+            config,
+            layers,
+            batch,
+            length,
+            self.adapter,
+            weights="float32" if mixed else dtype,
+            autocast=dtype if mixed else None,
+            attention="sdpa" if self.attention == "flash" else "eager",
+            recompute=self.recompute,
+            optimizer=self.optimizer,
+            clip=self.clip,
+            accumulate=self.accumulate,
+            gpu=gpu,
+        )
+
+    def told(self) -> str:
+        """In words."""
+        kind = str(self.adapter["peft_type"]) if self.adapter else "every parameter"
+        weights = (
+            f"fp32 weights, {self.precision} autocast"
+            if self.master_weights and self.adapter is None and self.precision != "fp32"
+            else f"{self.precision} weights"
+        )
+        more = [
+            "layers recomputed" if self.recompute else "",
+            f"{self.attention} attention" if self.attention != "flash" else "",
+        ]
+        return ", ".join(filter(None, (kind, weights, self.optimizer, *more, self.device)))
+
+
+def gpu_of(name: str) -> Gpu:
+    """What of a GPU decides which kernels run, by its name.
+
+    Raises:
+        UserError: It is not known.
+    """
+    for part in sorted(GPUS, key=len, reverse=True):
+        if part in name.upper():
+            return GPUS[part]
+    raise UserError(f"--device {name}: is not known to traces: choose from {', '.join(GPUS)}")
+
+
+def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
+    """How the one task of a file is trained: options, sequences of a micro-batch, and tokens of a sequence.
+
+    Args:
+        file: tasks.yaml. No data is read.
+        options: What the file does not say.
+
+    Raises:
+        UserError: The file is not as it must be, has several tasks, or one that peft does not know.
+    """
+    specs = load_task_file(file, data_later=True)
+    if len(specs) > 1:
+        names = ", ".join(spec.name for spec in specs[:3]) + (", ..." if len(specs) > 3 else "")
+        raise UserError(
+            f"--tasks {file}: --method trace follows one task, as transformers and peft train it, and there are "
+            f"{len(specs)} ({names}): use --method ours, which is for tasks that train together, or a file of one"
+        )
+    spec = specs[0]
+    kind, training = spec.adapter.peft_type, spec.training
+    if kind not in PEFT_KINDS:
+        raise UserError(f"--tasks {file}: task {spec.name!r}: peft has no {kind} to trace: use --method ours")
+    adapter = spec.adapter.model_dump(exclude_none=True, exclude={"adapter_name_or_path"})
+    chosen = replace(
+        options,
+        adapter=adapter,
+        optimizer="sgd" if training.optim == "sgd" else "adamw",
+        accumulate=training.gradient_accumulation_steps > 1,
+        clip=training.max_grad_norm or None,
+    )
+    return chosen, training.per_device_train_batch_size, spec.data.max_length
