@@ -214,11 +214,14 @@ def _asked(
     arguments: argparse.Namespace, question: Question, file: TaskFile | None
 ) -> tuple[Choice | None, Answer, list[str]]:
     """Our own ranking, what the others say, and why some say nothing."""
-    from megatron_mux.memory.estimators import Answer, estimate
+    from megatron_mux.memory.estimators import Answer, begin, estimate
 
+    others = arguments.method == "trace" or (arguments.method != "ours" and arguments.tasks is None)
+    if others:
+        begin(question, arguments.method)
     choice, refusals = _choice(arguments, question, file)
     answer = Answer([], None, None)
-    if arguments.method == "trace" or (arguments.method != "ours" and arguments.tasks is None):
+    if others:
         try:
             answer = estimate(question, arguments.method)
         except UserError as error:

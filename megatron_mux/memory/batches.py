@@ -24,13 +24,22 @@ class Batches:
         traces: Answer with streams.
         settings: The allocator's options.
         gpus: On how many GPUs with plain data parallelism.
+        weights: Bytes of the model's weights, where they are known: if they alone are too many, nothing fits.
     """
 
-    def __init__(self, case: Case, traces: Traces, settings: Settings | None = None, gpus: int = 1) -> None:
+    def __init__(
+        self,
+        case: Case,
+        traces: Traces,
+        settings: Settings | None = None,
+        gpus: int = 1,
+        weights: int | None = None,
+    ) -> None:
         self._case = case
         self._traces = traces
         self._settings = settings or Settings()
         self._gpus = gpus
+        self._weights = weights
         # Few tokens change how an embedding's gradient is made: such batches are no guide to larger ones.
         self._least = 2 if case.adapter is not None else max(2, SMALL_INDEX // case.length + 1)
         self._known: dict[int, Prediction] = {}
@@ -58,7 +67,11 @@ class Batches:
 
     def largest(self, memory: int) -> int:
         """The most sequences that fit; 0 if not even one does."""
-        if not self.fits(1, memory):
+        # One sequence is traced for itself: only where it is likely to be all that is needed.
+        if self._weights is None:
+            if not self.fits(1, memory):
+                return 0
+        elif self._weights > memory:
             return 0
 
         def lacks(batch: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.batches import Batches
@@ -18,7 +17,7 @@ from megatron_mux.memory.stream.events import Category, Stream, StreamError
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.options import Options
-from megatron_mux.memory.trace.process import TraceError, Tracer
+from megatron_mux.memory.trace.process import Request, TraceError, Tracer
 from megatron_mux.memory.trace.traces import Traces
 
 LARGEST_LENGTH = 1 << 24
@@ -169,12 +168,16 @@ def _llmem(question: Question) -> list[Entry]:
 
 def _dnnmem(question: Question) -> list[Entry]:
     """What `dnnmem` says, in the process that has torch."""
-    sizes = {name: getattr(question, name) for name in ("gpus", "gpu_memory", "length", "batch")}
     try:
-        (found,) = question.tracer.ask([("dnnmem", {"config": str(question.skeleton.path), **sizes})])
+        (found,) = question.tracer.ask([_to_dnnmem(question)])
     except TraceError as error:
         raise UserError(f"dnnmem: {question.skeleton.path}: {error}") from None
     return [Entry("dnnmem", layouts(question.gpus)[0], **found)]
+
+
+def _to_dnnmem(question: Question) -> Request:
+    sizes = {name: getattr(question, name) for name in ("gpus", "gpu_memory", "length", "batch")}
+    return "dnnmem", {"config": str(question.skeleton.path), **sizes}
 
 
 def dnnmem(question: Question) -> Entry:
@@ -189,31 +192,38 @@ def _trace(question: Question) -> list[Entry]:
     """A traced step of `transformers` on one GPU, or on several with plain `DistributedDataParallel`."""
     skeleton, layout = question.skeleton, layouts(question.gpus)[0]
     case = question.options.case(skeleton.raw, skeleton.tensors.layers, question.length)
-    batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus)
+    weights = _itemsize(case) * skeleton.tensors.total
+    batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus, weights)
     try:
         largest = batches.largest(question.gpu_memory)
         batch = question.batch or max(largest, 1)
         prediction = batches.prediction(batch)
-        _check_layers(prediction.stream, skeleton.tensors.total, case)
+        _check_layers(prediction.stream, weights)
     except (TraceError, StreamError) as error:
-        raise UserError(
-            f"trace: {skeleton.path}: {NOT_TRACED}: {error}; closed forms answer"
-        ) from None
+        raise UserError(f"trace: {skeleton.path}: {NOT_TRACED}: {error}; closed forms answer") from None
     return [
         Entry("trace", layout, batch <= largest, batch, largest, prediction.breakdown, prediction=prediction)
     ]
 
 
-def _check_layers(stream: Stream, parameters: int, case: Case) -> None:
+def _itemsize(case: Case) -> int:
+    """Bytes of a weight."""
+    return 4 if case.weights == "float32" else 2
+
+
+def _check_layers(stream: Stream, wanted: int) -> None:
     """Whether the layers that were traced stand for all: some models' first ones are unlike the others.
 
+    Args:
+        stream: A step.
+        wanted: Bytes of the model's weights.
+
     Raises:
-        StreamError: The stream loads fewer bytes than the model has, or far more (buffers are loaded too).
+        StreamError: The stream loads fewer, or far more (buffers are loaded too).
     """
     loaded = sum(
         event.size for event in stream if event.kind == "allocate" and event.category == Category.PARAMETERS
     )
-    wanted = (4 if case.weights == "float32" else 2) * parameters
     if not 0.999 * wanted <= loaded <= 1.5 * wanted:
         raise StreamError(
             f"its layers differ: those traced make {show_size(loaded)} of all, and it has {show_size(wanted)}"
@@ -228,6 +238,12 @@ ESTIMATORS: Mapping[str, Callable[[Question], list[Entry]]] = {
 """By name, the most trusted first: its choice is the answer's. On one GPU that is the trace's."""
 _CHOOSES = ("llmem",)
 """Estimators that know all layouts, so that nothing fits if none of theirs does."""
+
+
+def begin(question: Question, method: str) -> None:
+    """Begin with what takes longest of what `estimate` will be asked, in a process of its own."""
+    if method in ("all", "dnnmem"):
+        question.tracer.begin(_to_dnnmem(question))
 
 
 def estimate(question: Question, method: str) -> Answer:

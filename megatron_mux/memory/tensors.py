@@ -181,7 +181,9 @@ class Skeleton:
         text = None if self._kept is None else self._kept.read(self._about)
         if text is not None:
             return ModelTensors.from_json(text)
-        found = self._measured() if self._measure is None else ModelTensors.from_json(self._measure(self.path))
+        found = (
+            self._measured() if self._measure is None else ModelTensors.from_json(self._measure(self.path))
+        )
         if self._kept is not None:
             self._kept.write(self._about, found.to_json())
         return found

@@ -121,7 +121,8 @@ class Architecture:
             gated,
             str(_first(config, ("hidden_act", "activation_function")) or "gelu"),
             any("RMSNorm" in name for name in tensors.kinds),
-            any("Rotary" in name for name in tensors.kinds) or getattr(config, "rotary_dim", None) is not None,
+            any("Rotary" in name for name in tensors.kinds)
+            or getattr(config, "rotary_dim", None) is not None,
             any(
                 getattr(config, name, 0)
                 for name in ("resid_pdrop", "hidden_dropout", "dropout", "resid_dropout")

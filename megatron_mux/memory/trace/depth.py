@@ -7,7 +7,7 @@ may have more: a layer above the first may be unlike those above it, as it is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
@@ -16,7 +16,7 @@ from megatron_mux.memory.trace.case import Case
 
 _MARK = "|"
 
-Tracer = Callable[[Sequence[Case]], list[Stream]]
+Tracer = Callable[[Sequence[Case]], Iterable[Stream]]
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,34 @@ def step(case: Case, trace: Tracer) -> Stream:
         TraceError: A trace failed.
         StreamError: Traces of few layers do not line up.
     """
-    size = period(case)
     failed: StreamError | None = None
-    for grouping in (Grouping(first, size) for first in _first_groups(case.layers, size)):
-        groups = grouping.groups(case.layers)
-        if groups is None or groups < 3:
-            continue
-        two, three = trace([replace(case, layers=grouping.layers(groups)) for groups in (2, 3)])
+    for grouping in _groupings(case):
+        two, three = trace(_pair(case, grouping))
         try:
             return extended_by(two, three, case.layers, grouping)
         except StreamError as error:
             failed = error
-    if failed is not None and case.layers > 4 * size + 4:
+    if failed is not None and case.layers > 4 * period(case) + 4:
         raise failed
-    return trace([case])[0]
+    (whole,) = trace([case])
+    return whole
+
+
+def few(case: Case) -> list[Case]:
+    """The cases that `step` traces first."""
+    return next((_pair(case, grouping) for grouping in _groupings(case)), [case])
+
+
+def _pair(case: Case, grouping: Grouping) -> list[Case]:
+    """Two groups of layers, and three."""
+    return [replace(case, layers=grouping.layers(groups)) for groups in (2, 3)]
+
+
+def _groupings(case: Case) -> list[Grouping]:
+    """How layers may be taken together, where that is of use."""
+    size = period(case)
+    found = [Grouping(first, size) for first in _first_groups(case.layers, size)]
+    return [grouping for grouping in found if (grouping.groups(case.layers) or 0) >= 3]
 
 
 def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> Stream:

@@ -10,12 +10,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Timer
+from threading import Lock, Thread
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.stream.events import Stream
@@ -40,9 +43,8 @@ class Tracer:
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
-        self._opened = ExitStack()
-        self._said: IO[str] | None = None
+        self._worker: _Worker | None = None
+        self._begun: dict[str, Future[Any]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -54,24 +56,26 @@ class Tracer:
 
     def start(self) -> None:
         """Begin to import what tracing needs, which takes seconds: others can be used meanwhile."""
-        if self._process is None:
-            self._said = self._opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  it is one
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_mux.memory.trace.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
-                text=True,
-                env=without_gpu(),
-            )
+        if self._worker is None:
+            self._worker = _Worker()
 
-    def __call__(self, cases: Sequence[Case]) -> list[Stream]:
-        """The streams of some cases.
+    def begin_trace(self, case: Case) -> None:
+        """Begin with a case that will be asked for later."""
+        self.begin(_traced(case))
+
+    def begin(self, request: Request) -> None:
+        """Begin with what will be asked later."""
+        key = json.dumps(request)
+        if key not in self._begun:
+            self._begun[key] = self._submit(key)
+
+    def __call__(self, cases: Sequence[Case]) -> Iterator[Stream]:
+        """The streams of some cases, each as soon as it is there; the next are traced meanwhile.
 
         Raises:
             TraceError: It failed, or took longer. The next call begins with another process.
         """
-        return [Stream.from_json(text) for text in self.ask([("trace", case.to_dict()) for case in cases])]
+        return map(Stream.from_json, self.ask([_traced(case) for case in cases]))
 
     def sizes(self, config: Path) -> str:
         """A model's sizes by its config.json, as `ModelTensors.to_json` has them.
@@ -85,62 +89,105 @@ class Tracer:
             raise UserError(f"{config}: its sizes cannot be told: {error}") from None
         return str(text)
 
-    def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """What the process answers, one after the other.
+    def ask(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """What the process answers, one after the other, each as soon as it is there.
 
         Raises:
             UserError: The user's input is wrong.
             TraceError: It failed, or all took longer than it may. The next call begins with another process.
         """
+        keys = [json.dumps(request) for request in requests]
+        futures = [self._begun.pop(key, None) or self._submit(key) for key in keys]
+        return self._answers(futures, time.monotonic() + self._seconds)
+
+    def _answers(self, futures: Sequence[Future[Any]], until: float) -> Iterator[Any]:
+        for future in futures:
+            try:
+                yield future.result(max(0.0, until - time.monotonic()))
+            except TimeoutError as error:
+                self._end()
+                raise TraceError(f"the trace took longer than {self._seconds:g} s") from error
+            except EOFError as error:
+                raise TraceError(self._end()) from error
+
+    def _submit(self, request: str) -> Future[Any]:
         self.start()
-        assert self._process is not None
-        process, late = self._process, Event()
-
-        def expire() -> None:
-            late.set()
-            process.kill()
-
-        timer = Timer(self._seconds, expire)
-        timer.start()
-        try:
-            return [self._answer(process, request) for request in requests]
-        except OSError as error:
-            word = self._end()
-            raise TraceError(
-                f"the trace took longer than {self._seconds:g} s" if late.is_set() else word
-            ) from error
-        finally:
-            timer.cancel()
-
-    def _answer(self, process: subprocess.Popen[str], request: Request) -> Any:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line.endswith("\n"):
-            raise BrokenPipeError("the traced process has ended")
-        found = json.loads(line)
-        if "refused" in found:
-            raise UserError(*found["refused"])
-        if "failed" in found:
-            raise TraceError(found["failed"])
-        return found["answer"]
+        assert self._worker is not None
+        return self._worker.submit(request)
 
     def _end(self) -> str:
         """End the process, and return its last word."""
-        process, self._process = self._process, None
-        if process is None or self._said is None:
-            return ""
-        assert process.stdin is not None and process.stdout is not None
+        worker, self._worker, self._begun = self._worker, None, {}
+        return "" if worker is None else worker.end()
+
+
+class _Worker:
+    """The process, and a thread that hands its answers to those who wait for them."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `end`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_mux.memory.trace.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=without_gpu(),
+        )
+        self._waiting: deque[Future[Any]] = deque()
+        self._lock = Lock()
+        self._has_ended = False
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def submit(self, request: str) -> Future[Any]:
+        """Ask; the future fails with EOFError if the process ends before it answers."""
+        assert self._process.stdin is not None
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._has_ended:
+                future.set_exception(EOFError())
+                return future
+            self._waiting.append(future)
+        with suppress(OSError):  # it has ended, as the reader will find
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        return future
+
+    def end(self) -> str:
+        """End the process, and return its last word."""
+        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):  # it has ended, with something left to read
-            process.stdin.close()
-        process.kill()  # at most it waits for a further case
-        process.wait()
-        process.stdout.close()
-        self._said.seek(0)
-        words = [line for line in self._said.read().splitlines() if line.strip()]
-        self._opened.close()
+            self._process.stdin.close()
+        self._process.kill()  # at most it waits for a further case
+        self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+        with self._said as said:
+            said.seek(0)
+            words = [line for line in said.read().splitlines() if line.strip()]
         return words[-1] if words else "it said nothing"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if not line.endswith("\n"):  # killed while it wrote
+                break
+            found, future = json.loads(line), self._waiting.popleft()
+            if "refused" in found:
+                future.set_exception(UserError(*found["refused"]))
+            elif "failed" in found:
+                future.set_exception(TraceError(found["failed"]))
+            else:
+                future.set_result(found["answer"])
+        with self._lock:
+            self._has_ended = True
+            for future in self._waiting:
+                future.set_exception(EOFError())
+
+
+def _traced(case: Case) -> Request:
+    return "trace", case.to_dict()
 
 
 def without_gpu() -> dict[str, str]:

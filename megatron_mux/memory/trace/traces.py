@@ -35,10 +35,6 @@ class Traces:
     ) -> None:
         self._tracer.__exit__(kind, error, where)
 
-    def start(self) -> None:
-        """Begin to import what tracing needs, if something is likely to have to be traced."""
-        self._tracer.start()
-
     def step(self, case: Case) -> Stream:
         """The stream of a case of any depth.
 
@@ -50,6 +46,10 @@ class Traces:
 
     def steps(self, cases: Sequence[Case]) -> list[Stream]:
         """The streams of cases of any depth."""
+        for case in cases:  # some are traced while others are extended
+            for few in depth.few(case):
+                if self._read(few) is None:
+                    self._tracer.begin_trace(few)
         return [self.step(case) for case in cases]
 
     def _few(self, cases: Sequence[Case]) -> list[Stream]:

@@ -137,9 +137,9 @@ def test_traces_in_a_process_of_their_own() -> None:
         for case, found in zip(cases, [*tracer(cases[:1]), *tracer(cases[1:])], strict=True):
             _assert_same(found, traced("gpt2", "ia3", case.layers))
         with pytest.raises(TraceError, match="knows no model_type 'ggpt'"):
-            tracer([Case({"model_type": "ggpt"}, 2, 2, 16)])
+            list(tracer([Case({"model_type": "ggpt"}, 2, 2, 16)]))
     with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match=r"longer than 0\.01 s"):
-        tracer(cases)
+        list(tracer(cases))
 
 
 def test_a_prefix_and_recomputation_exclude_each_other() -> None:
