@@ -183,7 +183,9 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     length, batch, file = arguments.sequence_length, arguments.batch_size, None
     if arguments.tasks is not None:
         if batch is not None:
-            raise UserError(f"--batch-size: {arguments.tasks} says it for its tasks: leave it out")
+            raise UserError(
+                "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
+            )
         if arguments.method == "trace":
             options, batch, longest = of_task(arguments.tasks, options)
             if length is not None and length < longest:
