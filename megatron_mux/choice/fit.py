@@ -44,7 +44,12 @@ class Fit:
 
 
 def as_many_as_fit(
-    architecture: Architecture, recipe: Recipe, method: Method, memory: int, batch: int | None = None
+    architecture: Architecture,
+    recipe: Recipe,
+    method: Method,
+    memory: int,
+    batch: int | None = None,
+    device: str = "cuda",
 ) -> Fit:
     """Micro-batches of a given number of sequences, or of as many as fit.
 
@@ -52,8 +57,9 @@ def as_many_as_fit(
         architecture, recipe, method: What is trained, and how.
         memory: Bytes of a GPU.
         batch: Sequences; None for as many as fit, or one if none does.
+        device: `cuda` or `cpu`.
     """
-    parts = Parts(architecture, recipe, method)
+    parts = Parts(architecture, recipe, method, device)
     largest = largest_batch(lambda count: parts.peak(count * recipe.length), memory)
     shown = batch or max(largest, 1)
     together = method.data * method.micro_batches * shown
@@ -62,20 +68,31 @@ def as_many_as_fit(
     return Fit(method, parts, rows, shown, largest, Work(rows, count, method.data * count * rows))
 
 
-def of_file(architecture: Architecture, recipe: Recipe, method: Method, memory: int, step: FileStep) -> Fit:
+def of_file(
+    architecture: Architecture,
+    recipe: Recipe,
+    method: Method,
+    memory: int,
+    step: FileStep,
+    device: str = "cuda",
+) -> Fit:
     """A file's step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there can be.
 
     Args:
         architecture, recipe, method: What is trained, and how.
         memory: Bytes of a GPU.
         step: The file's.
+        device: `cuda` or `cpu`.
     """
 
     def fit(count: int) -> Fit:
         own = replace(method, parts=count)
         division = step.divided(method.data, count)
         parts, content = max(
-            ((Parts(architecture, step.mix(content, recipe), own), content) for content in division.heaviest),
+            (
+                (Parts(architecture, step.mix(content, recipe), own, device), content)
+                for content in division.heaviest
+            ),
             key=lambda pair: pair[0].peak(pair[1].total),
         )
         work = Work(division.rows / division.micro_batches, division.micro_batches, step.tokens)

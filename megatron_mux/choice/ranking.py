@@ -121,6 +121,7 @@ def rank(
     device: Device,
     batch: int | None = None,
     step: FileStep | None = None,
+    kind: str = "cuda",
 ) -> Ranking:
     """Rank every method.
 
@@ -132,12 +133,13 @@ def rank(
         device: What they are.
         batch: Sequences of a micro-batch; None for as many as fit.
         step: Of a task file, which says so itself.
+        kind: `cuda`, or `cpu` for processes that compute there.
     """
 
     def fit(method: Method) -> Fit:
         if step is not None:
-            return of_file(architecture, recipe, method, memory, step)
-        return as_many_as_fit(architecture, recipe, method, memory, batch)
+            return of_file(architecture, recipe, method, memory, step, kind)
+        return as_many_as_fit(architecture, recipe, method, memory, batch, kind)
 
     found = [
         _ranked(architecture, recipe, fit(method), device) for method in methods(gpus, architecture, recipe)

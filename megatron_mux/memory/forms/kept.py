@@ -69,7 +69,9 @@ def entry(architecture: Architecture, size: int) -> Saved:
     return Saved("input", "rows", architecture.hidden, size)
 
 
-def engine(architecture: Architecture, run: Pass, inputs: frozenset[str], selective: bool) -> list[Saved]:
+def engine(
+    architecture: Architecture, run: Pass, inputs: frozenset[str], selective: bool, first: str | None = None
+) -> list[Saved]:
     """What a layer with a gradient keeps in our engine, besides what adapters keep of their own.
 
     Args:
@@ -77,28 +79,42 @@ def engine(architecture: Architecture, run: Pass, inputs: frozenset[str], select
         run: How it is computed.
         inputs: BaseOps whose input is needed to train an adapter.
         selective: Whether attention is computed again.
+        first: Where gradients begin, if it is in this layer: at the first BaseOp that has an adapter; what is below
+            keeps nothing.
     """
     a, w = architecture, run.size
-    saved = [
-        Saved("input of the first norm", "rows", a.hidden, w),
-        Saved("input of the second norm", "rows", a.hidden, w),
-        Saved("input of the activation", "columns", a.inner, w),
-    ]
-    if run.device == "cuda" or not a.rms_norm:
-        saved.append(Saved("statistics of norms", "rows", 2 if a.rms_norm else 4, 4))
-    if selective:
-        saved.append(Saved("queries, keys, values", "columns", a.queries + 2 * a.keys, w))
-    else:
+    begins = _BEGINS[first]
+    saved: list[Saved] = []
+    statistics = 1 if a.rms_norm else 2
+    if run.device != "cuda" and a.rms_norm:
+        statistics = 0
+    for place, what in ((0, "first"), (2, "second")):
+        if begins <= place:
+            saved.append(Saved(f"input of the {what} norm", "rows", a.hidden, w))
+            saved.append(Saved(f"statistics of the {what} norm", "rows", statistics, 4))
+    if begins <= 3:
+        saved.append(Saved("input of the activation", "columns", a.inner, w))
+    keeps_output = False
+    if begins <= 1 and selective:
+        # Values as they lie, in the product's output; queries and keys beside it where they have been rotated.
+        rotated = a.queries + a.keys if a.rotary else 0
+        saved.append(Saved("queries, keys, values", "columns", rotated + a.queries + 2 * a.keys, w))
+    elif begins <= 1:
         saved += _attention(a, run)
+        keeps_output = True
     if "linear_qkv" in inputs:
         saved.append(Saved("output of the first norm", "all", a.hidden, w))
-    if "linear_proj" in inputs and selective:
+    if "linear_proj" in inputs and not keeps_output:
         saved.append(Saved("output of attention", "columns", a.queries, w))
     if "linear_fc1" in inputs:
         saved.append(Saved("output of the second norm", "all", a.hidden, w))
     if "linear_fc2" in inputs:
         saved.append(Saved("output of the activation", "columns", a.ffn, w))
     return saved
+
+
+_BEGINS = {None: 0, "linear_qkv": 1, "linear_proj": 2, "linear_fc1": 3, "linear_fc2": 4}
+"""Which part of a layer is the first to have a gradient: the first norm, attention, the second norm, the activation."""
 
 
 def _attention(a: Architecture, run: Pass) -> Iterator[Saved]:

@@ -206,9 +206,15 @@ def _zeros(data: int, pipeline: int, frozen: bool) -> tuple[Literal[0, 1, 2, 3],
 
 
 def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:
-    """Whether computing attention again saves anything worth it."""
+    """Whether computing attention again saves anything worth it.
+
+    Our engine keeps values as they lie, in the product's output: with queries and keys rotated beside it, that is more
+    than attention's output.
+    """
+    if recipe.frozen:
+        return not architecture.rotary
     grouped = architecture.kv_heads < architecture.heads
-    return recipe.frozen or recipe.attention == "eager" or (recipe.size > 2 and grouped)
+    return recipe.attention == "eager" or (recipe.size > 2 and grouped)
 
 
 def _plainness(method: Method) -> tuple[int, ...]:

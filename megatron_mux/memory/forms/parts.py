@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.shards import Stage, stages
-from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.forms.sites import OPS
+from megatron_mux.memory.invisible import communicator, context
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
 PARTS = (
@@ -41,21 +42,24 @@ by nothing; `context`: beside the allocator's."""
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
 _FRAGMENTATION = 0.05
 """Of what comes and goes, held by the allocator in vain. Assumed: the trace's replay tells it, closed forms do not."""
+_AHEAD = 2
+"""Messages of a neighbour that are received before they are used: as pipeline/communicate.py has it, and how many of
+those that were sent it has wait: twice as many as stages, and two."""
 _ROW_INPUTS = 40
 """Bytes of a row's token, position, label, weight and place among labels."""
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Bytes that a process takes beside its tensors. Assumed, not measured.
+    """Bytes that a process takes beside what its allocator has, on a GPU: see `memory.invisible`.
 
     Attributes:
         context: The CUDA context with its kernels.
         group: Buffers of a NCCL communicator.
     """
 
-    context: int = 512 * MIB
-    group: int = 64 * MIB
+    context: int = field(default_factory=context)
+    group: int = field(default_factory=communicator)
 
     def total(self, method: Method) -> int:
         """Of a process: a communicator for each kind of parallelism, one for all ranks, and one to each neighbour."""
@@ -118,8 +122,8 @@ class Parts:
         architecture: The model.
         recipe: What is trained and how.
         method: How it is divided.
-        device: `cuda` or `cpu`.
-        outside: What a process takes beside its tensors.
+        device: `cuda`, or `cpu`: where nothing but tensors counts.
+        outside: What a process takes besides on a GPU.
     """
 
     def __init__(
@@ -132,7 +136,8 @@ class Parts:
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
-        self._outside = (outside or Outside()).total(method)
+        self._outside = (outside or Outside()).total(method) if device == "cuda" else 0
+        self._in_vain = _FRAGMENTATION if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
     @cached_property
@@ -142,7 +147,7 @@ class Parts:
         for stage in stages(self.architecture, self.method):
             for instant in self._of_stage(stage):
                 in_vain = (
-                    Line("fragmentation", _FRAGMENTATION * fixed, _FRAGMENTATION * per_row, most)
+                    Line("fragmentation", self._in_vain * fixed, self._in_vain * per_row, most)
                     for part, fixed, per_row, most in instant.lines
                     if part in _COMES_AND_GOES
                 )
@@ -169,31 +174,41 @@ class Parts:
     # -- what is always there
 
     def _of_stage(self, stage: Stage) -> Iterator[Instant]:
-        standing = [Line("context", self._outside), *self._weights(stage)]
+        standing = [Line("context", self._outside), *self._kept_weights(stage)]
         if self.recipe.frozen:
             standing += self._adapters(stage)
-            yield from self._passes(stage, standing, [])
-            return
-        standing.append(Line("optimizer", self._states(stage)))
-        gradients = self._gradients(stage)
+            gradients = [self._adapter_gradients(stage.layers)]
+        else:
+            standing.append(Line("optimizer", self._states(stage)))
+            gradients = self._gradients(stage)
         # Buffers of gradients that outlive a pass: they are summed over micro-batches or over ranks.
-        stays = self.recipe.has_master or self.method.data > 1 or self.method.micro_batches > 1
+        stays = self.method.micro_batches > 1
+        if not self.recipe.frozen:
+            stays = stays or self.recipe.has_master or self.method.data > 1
         yield from self._passes(stage, standing, gradients if stays else [])
         working = self._working(stage)
-        late = [*gradients, *self._stack(stage, self._in_flight(stage) - 1), *working, self._inputs()]
+        rest = self._stack(stage, self._in_flight(stage) - 1)
+        brought = self._brought(stage.two_in_use)
+        late = [*gradients, *brought, *rest, *self._one(stage.layers[0]), *working, self._inputs()]
         yield Instant("the first layer's backward pass", stage.index, (*standing, *late))
         step = Line("workspace", self._step(stage))
         yield Instant("the optimizer's step", stage.index, (*standing, *gradients, step))
 
-    def _weights(self, stage: Stage) -> list[Line]:
-        """Weights between uses, and those brought for use."""
-        size, method = self.recipe.size, self.method
-        brought = Line("communication", stage.two_in_use * size)
-        if self.recipe.frozen and method.offload:
-            return [brought]
-        if method.zero == 3:
-            return [Line("parameters", stage.divided(method) * size), brought]
-        return [Line("parameters", stage.values * size)]
+    @property
+    def _brings(self) -> bool:
+        """Whether weights are brought for use."""
+        return self.method.zero == 3 or (self.recipe.frozen and self.method.offload)
+
+    def _kept_weights(self, stage: Stage) -> list[Line]:
+        """Weights between uses."""
+        if self.recipe.frozen and self.method.offload:
+            return []
+        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
+        return [Line("parameters", values * self.recipe.size)]
+
+    def _brought(self, values: int) -> list[Line]:
+        """Weights in use, where they are brought for it."""
+        return [Line("communication", values * self.recipe.size)] if self._brings else []
 
     def _states(self, stage: Stage) -> float:
         if self.method.offload:
@@ -213,18 +228,24 @@ class Parts:
 
     def _step(self, stage: Stage) -> float:
         """What the optimizer's step takes: without fp32 copies torch's AdamW makes one list of tensors anew."""
+        if self.recipe.frozen:
+            return own.scratch(self.recipe.adapters, stage.layers, self.architecture, self.method.tensor)
         if self.recipe.has_master or self.recipe.optimizer == "sgd" or self.method.offload:
             return 0.0
         values = stage.divided(self.method) if self.method.zero else stage.values
         return values * self.recipe.gradient_size
 
     def _adapters(self, stage: Stage) -> Iterator[Line]:
-        """Of all tasks: fp32 values, gradients and moments."""
+        """Of all tasks: fp32 values and moments."""
         for task in self.recipe.adapters:
             values = task.values(stage.layers, self.method.tensor)
             yield Line("adapters", 4 * values)
-            yield Line("gradients", 4 * values)
             yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
+
+    def _adapter_gradients(self, layers: range) -> Line:
+        """Of all tasks, in fp32."""
+        values = sum(task.values(layers, self.method.tensor) for task in self.recipe.adapters)
+        return Line("gradients", 4 * values)
 
     # -- what passes keep
 
@@ -232,11 +253,15 @@ class Parts:
         """The loss, where it is computed, and the last layer's backward pass."""
         base = (*standing, *gradients, *self._stack(stage, self._in_flight(stage)), self._inputs())
         if stage.last:
-            yield Instant("the loss", stage.index, (*base, *self._loss()))
-        lines = (*base, *self._working(stage))
+            # Of the layers' weights none is in use.
+            lines = (*base, *self._brought(stage.units[-1].total), *self._loss())
+            yield Instant("the loss", stage.index, lines)
+        lines = (*base, *self._brought(stage.two_in_use), *self._working(stage))
         if stage.last and not self.recipe.frozen and not gradients:
             head = stage.units[-1].total + (stage.units[0].total if self._shares_head(stage) else 0)
             lines += (Line("gradients", head * self.recipe.gradient_size),)
+        if self.recipe.frozen and not gradients:
+            lines += (self._adapter_gradients(stage.layers[-1:]),)
         yield Instant("the last layer's backward pass", stage.index, lines)
 
     def _shares_head(self, stage: Stage) -> bool:
@@ -259,6 +284,26 @@ class Parts:
         if trained and not stage.last:
             per_row += entry  # what was sent to the next stage
         yield Line("activations", count * fixed, count * per_row)
+        if self.recipe.frozen:
+            yield Line("activations", 0, entry * self._at_the_ends(stage, count))
+
+    def _at_the_ends(self, stage: Stage, in_flight: int) -> int:
+        """Hidden states of a micro-batch that our engine has at the ends of a stage, beside those kept.
+
+        From a neighbour `_AHEAD` are received before they are used, and what was sent to it stays until so many more
+        have been, which for outputs in flight it would do anyway. Weights that are brought for use are tied to a
+        layer's input, even to the embedded tokens, which need no gradient.
+        """
+        window = 2 * (stage.count + 1) + _AHEAD
+        most = self.method.micro_batches - 1
+        before = 0 if stage.first else min(most, window)
+        behind = 0 if stage.last else min(most, window - in_flight)
+        return before + behind + (stage.first and self._brings and self.method.recompute != "full")
+
+    def _one(self, layer: int) -> Iterator[Line]:
+        """What a layer keeps, unless it is computed anew."""
+        if self.method.recompute != "full" and layer >= self._lowest:
+            yield Line("activations", self._copies(layer), self._layer(layer))
 
     def _working(self, stage: Stage) -> Iterator[Line]:
         """What a layer's backward pass takes beside what is kept: all that it computes anew, and gradients."""
@@ -266,17 +311,26 @@ class Parts:
         if last < self._lowest:
             return
         transient = kept.workspace(self.architecture, self._run, self.recipe.frozen)
-        yield Line("workspace", 0, self._bytes(transient))
+        masks = own.scratch(self.recipe.adapters, stage.layers, self.architecture, self.method.tensor)
+        yield Line("workspace", masks, self._bytes(transient))
         if self.method.recompute == "full":
             yield Line("activations", self._copies(last), self._layer(last))
         elif self.method.recompute == "selective":
             yield Line("activations", 0, self._layer(last, selective=False) - self._layer(last))
 
-    @cached_property
+    @property
     def _lowest(self) -> int:
         """The first layer that needs anything for its backward pass."""
-        sites = [site.layer for task in self.recipe.adapters for site in task.sites]
-        return min(sites) if sites else 0
+        return self._begins[0]
+
+    @cached_property
+    def _begins(self) -> tuple[int, str | None]:
+        """The layer and the BaseOp at which gradients begin; None: before all layers."""
+        sites = [(site.layer, OPS.index(site.op)) for task in self.recipe.adapters for site in task.sites]
+        if not sites:
+            return 0, None
+        layer, op = min(sites)
+        return layer, OPS[op]
 
     def _layer(self, layer: int, selective: bool | None = None) -> float:
         """Bytes of a row that a layer keeps when it is not computed again."""
@@ -292,13 +346,15 @@ class Parts:
         tasks = self.recipe.adapters
         if not tasks:
             return kept.trained(self.architecture, self._run, selective)
-        inputs = own.inputs(tasks, layer)
+        inputs, whole = own.inputs(tasks, layer), own.whole(tasks, layer, self.architecture, self._run)
         shares = [
             saved._replace(width=saved.width * portion.share)
             for task, portion in zip(tasks, self.recipe.portions, strict=True)
             for saved in own.rows(task, layer, self.architecture, replace(self._run, length=portion.length))
         ]
-        return [*kept.engine(self.architecture, self._run, inputs, selective), *shares]
+        lowest, op = self._begins
+        first = op if layer == lowest else None
+        return [*kept.engine(self.architecture, self._run, inputs, selective, first), *whole, *shares]
 
     def _copies(self, layer: int) -> float:
         """Bytes of the adapters' factors of a layer as its products take them."""
@@ -321,7 +377,9 @@ class Parts:
             # Chunk by chunk: logits, in fp32, and rounded again for the product.
             chunk = max(1, CHUNK_ELEMENTS[self._run.device] // vocabulary)
             yield Line("logits", 0, vocabulary * (4 if size == 4 else 4 + 2 * size), chunk)
-            yield Line("activations", 0, self._bytes([hidden, hidden, hidden]))
+            yield Line(
+                "activations", 0, self._bytes([hidden] * 4)
+            )  # the norm's input and output, two gradients
             return
         yield Line("logits", 0, 12 * vocabulary)  # of the log-softmax, its gradient, and the logits' gradient
         norm = 2 * size + (4 + size if a.rms_norm else 0)

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_mux.adapters import KINDS
-from megatron_mux.adapters.targets import match_targets, targets_of
+from megatron_mux.adapters.targets import (
+    default_feedforward,
+    match_feedforward,
+    match_targets,
+    module_shape,
+    targets_of,
+)
 from megatron_mux.backbone.registry import family, read_shape
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.layout import BaseOpName
@@ -45,12 +51,18 @@ class Site:
         op: Which BaseOp.
         kind: The adapter's `peft_type`; `LORA_DROPOUT` for LoRA with dropout.
         size: Rank (of all modules of the BaseOp together), bottleneck size, virtual tokens; 0 where there is none.
+        modules: Of the BaseOp, those that the adapter acts on.
+        width: Outputs of these modules, where the BaseOp has several: only some of its columns are theirs; else 0.
+        scales_input: Whether it multiplies the BaseOp's input (IA3 on feed-forward modules).
     """
 
     layer: int
     op: BaseOpName
     kind: str
     size: int
+    modules: int = 1
+    width: int = 0
+    scales_input: bool = False
 
 
 def sites_of(adapter: Any, targets: Sequence[str], info: Catalogue) -> tuple[Site, ...]:
@@ -71,8 +83,19 @@ def sites_of(adapter: Any, targets: Sequence[str], info: Catalogue) -> tuple[Sit
             own = [path for path in paths[at : at + len(info.layer_modules[op])] if path in wanted]
             at += len(info.layer_modules[op])
             if own and (adapter.peft_type != "PREFIX_TUNING" or op == "linear_qkv"):
-                found.append(Site(layer, op, *_kind(adapter, len(own))))
+                kind = _kind(adapter, len(own))
+                several = len(info.layer_modules[op]) > 1
+                width = sum(module_shape(path, info.shape)[0] for path in own) if several else 0
+                found.append(Site(layer, op, *kind, len(own), width, bool(_scaled(adapter, own, info))))
     return tuple(found)
+
+
+def _scaled(adapter: Any, paths: Sequence[str], info: Catalogue) -> list[str]:
+    """Of some modules, those whose input IA3 multiplies."""
+    if adapter.peft_type != "IA3":
+        return []
+    given = adapter.feedforward_modules
+    return match_feedforward(default_feedforward(info.shape.family) if given is None else given, paths)
 
 
 def _kind(adapter: Any, modules: int) -> tuple[str, int]:

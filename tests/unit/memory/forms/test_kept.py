@@ -74,7 +74,8 @@ def test_a_frozen_layer_keeps_an_input_only_for_an_adapter() -> None:
     architecture, run = llama(), Pass(2, 128)
 
     def kept(*inputs: str, **more: Any) -> float:
-        return total(engine(architecture, run, frozenset(inputs), more.get("selective", False)), 1, False)
+        saved = engine(architecture, run, frozenset(inputs), more.get("selective", False), more.get("first"))
+        return total(saved, 1, False)
 
     plain = kept()
     # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp and statistics in fp32.
@@ -82,7 +83,11 @@ def test_a_frozen_layer_keeps_an_input_only_for_an_adapter() -> None:
     assert kept("linear_qkv") - plain == 2 * 256
     assert kept("linear_proj") == plain, "attention keeps its output anyway"
     assert kept("linear_fc2") - plain == 2 * 704
-    assert plain - kept(selective=True) == 2 * 256 + 4 * 8
+    # Of attention's output and log-sum-exp nothing; but values as they lie, beside queries and keys.
+    assert plain - kept(selective=True) == 2 * 256 + 4 * 8 - 2 * (256 + 128)
+    # Where gradients begin: the norm below needs no input, nor attention below the second BaseOp.
+    assert plain - kept(first="linear_qkv") == 2 * 256 + 4
+    assert kept(first="linear_fc1") == 2 * 2 * 704 and kept("linear_fc2", first="linear_fc2") == 2 * 704
     assert kept("linear_proj", selective=True) - kept(selective=True) == 2 * 256
     assert plain < total(trained(architecture, run), 1, False)
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.kept import Pass, engine, total
 from megatron_mux.memory.forms.methods import PRECISIONS, Method, Recipe, impossible, methods
+from megatron_mux.memory.forms.own import factors, rows
 from megatron_mux.memory.forms.parts import PARTS, Outside, Parts
 from tests.unit.memory.architectures import gpt2, llama, lora
 
@@ -26,6 +28,15 @@ def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> d
     return Parts(llama(layers), recipe, method, outside=NOTHING, **more).breakdown(512)
 
 
+BACKWARD = "the last layer's backward pass"
+
+
+def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> dict[str, int]:
+    """An instant of eight layers' last stage."""
+    parts = Parts(llama(8), recipe, method, outside=NOTHING)
+    return [i for i in parts.instants if i.name == name][-1].breakdown(rows)
+
+
 def test_states_of_full_fine_tuning_by_hand() -> None:
     values = llama(8).total
     plain = of(Method())
@@ -37,8 +48,10 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
     assert three["parameters"] == pytest.approx(values / 2, rel=1e-4)
     assert three["gradients"] == pytest.approx(values, rel=1e-4)
     layer = llama().layers[0].total
-    two_weights, one_gradient = 2 * 2 * layer, 4 * layer
-    assert three["communication"] == two_weights + one_gradient
+    one_gradient = 4 * layer
+    assert at(Method(data=4, zero=3), FULL, BACKWARD)["communication"] == 2 * 2 * layer + one_gradient
+    head = llama().head + llama().final
+    assert at(Method(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
     bare = Recipe(128, "bf16", master=False)
     peak = Parts(llama(8), bare, Method(), outside=NOTHING)
     step = next(i for i in peak.instants if i.name == "the optimizer's step").breakdown(512)
@@ -50,14 +63,18 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
 
 
 def test_states_of_adapters_by_hand() -> None:
-    plain = of(Method(), FROZEN)
+    plain = at(Method(), FROZEN, "the optimizer's step")
     values = 8 * (8 + 16) * (2 * 256 + 256 + 128)
     assert plain["parameters"] == 2 * llama(8).total
     assert (plain["adapters"], plain["gradients"], plain["optimizer"]) == (4 * values, 4 * values, 8 * values)
     assert of(Method(tensor=2), FROZEN)["adapters"] == 4 * 8 * 24 * (512 + (256 + 128) / 2)
+    # Summed over micro-batches they are there all the time, else made by a backward pass.
+    once, often = (at(Method(parts=n), FROZEN, "the loss")["gradients"] for n in (None, 2))
+    assert (once, often) == (0, 4 * values)
+    assert at(Method(), FROZEN, BACKWARD)["gradients"] == 4 * values / 8
     layer = llama().layers[0].total
     for method, share in ((Method(data=4, zero=3), 4), (Method(data=4, zero=3, offload=True), 0)):
-        found = of(method, FROZEN)
+        found = at(method, FROZEN, BACKWARD)
         assert found["communication"] == 2 * 2 * layer
         assert found["parameters"] == pytest.approx(2 * llama(8).total / share if share else 0, rel=1e-4)
 
@@ -74,13 +91,17 @@ def test_micro_batches_in_flight() -> None:
 
 
 def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
-    high = lora(llama(8))
-    high = replace(high, sites=tuple(site for site in high.sites if site.layer >= 6))
-    low, few = (of(Method(), replace(FROZEN, adapters=(task,))) for task in (lora(llama(8)), high))
-    final, inputs = 512 * 3 * 512, 512 * (40 + 64)
-    assert few["activations"] - final - inputs == pytest.approx(
-        (low["activations"] - final - inputs) / 4, rel=1e-6
-    )
+    def above(layer: int) -> int:
+        task = lora(llama(8))
+        task = replace(task, sites=tuple(site for site in task.sites if site.layer >= layer))
+        return of(Method(), replace(FROZEN, adapters=(task,)))["activations"]
+
+    # The lowest of them keeps no input of its first norm, the others all that there is.
+    run = Pass(2, 128)
+    own_rows = rows(lora(llama(8)), 7, llama(8), run)
+    kept = engine(llama(8), run, frozenset({"linear_qkv"}), selective=False)
+    each = 512 * total([*kept, *own_rows], 1, False) + factors(lora(llama(8)), 7, llama(8), run, 1)
+    assert above(0) - above(6) == 6 * each and above(6) - above(7) == each
 
 
 def test_logits_of_a_frozen_backbone_come_in_chunks() -> None:

@@ -1,0 +1,117 @@
+"""Closed forms of our engine's peak against rehearsals of it: adapters of every kind, and divisions of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mux.choice.step import FileStep, TaskBatch
+from megatron_mux.fusion.plan import plan_for
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.methods import Method, Recipe
+from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.forms.sites import Configured, TaskAdapters
+from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.rehearsal.process import rehearsals
+from megatron_mux.rehearsal.setting import Cast, Setting
+from megatron_mux.tasks import TaskSpec
+from tests.unit.memory.configs import write
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 32, "target_modules": ["o_proj", "down_proj"]},
+    "diff": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": ["o_proj", "q_proj"]},
+    "dropped": {"peft_type": "LORA", "r": 16, "lora_dropout": 0.1, "target_modules": "all-linear"},
+    "lora": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16},
+    "scales": {
+        "peft_type": "IA3",
+        "target_modules": ["k_proj", "v_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
+}
+THREE = ("bottle", "lora", "scales")
+CASES: dict[str, tuple[tuple[str, ...], Method]] = {
+    "all kinds": (tuple(ADAPTERS), Method()),
+    "two tensor ranks": (("diff", "prefix"), Method(tensor=2)),
+    "sequence parallel": (THREE, Method(tensor=2, sequence_parallel=True)),
+    "two stages": (("lora", "bottle"), Method(pipeline=2, parts=12)),
+    "two stages, all computed again": (("dropped", "scales"), Method(pipeline=2, parts=4, recompute="full")),
+    "sharded": (THREE, Method(data=2, zero=3)),
+    "offloaded": (("dropped",), Method(offload=True)),
+    "computed again": (THREE, Method(recompute="full")),
+    "attention computed again": (("lora", "scales"), Method(recompute="selective")),
+}
+LEAST, MOST = -0.015, 0.04
+"""Of the peak: what gradients take within a layer is bounded from above, and only there the form may be higher."""
+LENGTH, SEQUENCES = 128, 12
+
+
+def _specs(names: tuple[str, ...]) -> list[TaskSpec]:
+    data = {"path": "none", "max_length": LENGTH}
+    training = {"per_device_train_batch_size": SEQUENCES, "max_steps": 8}
+    parts = ({"name": n, "adapter": ADAPTERS[n], "data": data, "training": training} for n in names)
+    return [TaskSpec.model_validate(part) for part in parts]
+
+
+def _setting(specs: list[TaskSpec], method: Method) -> Setting:
+    plan = plan_for("spatial", {s.name: 1 for s in specs}, method.pipeline, method.micro_batches)
+    schedule: Any = "1f1b" if method.pipeline > 1 else "planned"
+    where: Any = "sharded" if method.zero == 3 else "offloaded" if method.offload else "resident"
+    lengths, labels = [LENGTH] * 2 * SEQUENCES, [LENGTH - 1] * 2 * SEQUENCES
+    return Setting(
+        CONFIG,
+        [Cast(spec.plain(), lengths, labels) for spec in specs],
+        replace(plan, data=method.data, schedule=schedule),
+        method.tensor,
+        method.sequence_parallel,
+        recompute=method.recompute,
+        residence=where,
+    )
+
+
+def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[int]:
+    """Bytes of each stage's tensors at its peak."""
+    write(directory, CONFIG)
+    info = Configured.read(directory)
+    adapters = tuple(TaskAdapters.of(spec, info) for spec in specs)
+    step = FileStep(tuple(TaskBatch.of(spec) for spec in specs))
+    content = step.divided(method.data, method.micro_batches).heaviest[0]
+    recipe = step.mix(content, Recipe(LENGTH, adapters=adapters))
+    parts = Parts(Architecture.of(Skeleton(directory)), recipe, method, outside=Outside(0, 0))
+    for stage in range(method.pipeline):
+        found = parts.at(stage, content.total)
+        yield sum(size for part, size in found.items() if part != "fragmentation")
+
+
+@pytest.mark.timeout(300)
+def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
+    asked = []
+    for names, method in CASES.values():
+        setting = _setting(_specs(names), method)
+        # Tensor ranks differ in rows where these are divided: then a task's are on some of them only.
+        tensor = range(method.tensor if method.sequence_parallel else 1)
+        stages = range(0, method.pipeline * method.tensor, method.tensor)
+        asked.append([(setting, stage * method.data + rank) for stage in stages for rank in tensor])
+    made = iter(rehearsals([one for own in asked for one in own], whole=True))
+    wrong = []
+    for (name, (names, method)), own in zip(CASES.items(), asked, strict=True):
+        peaks = [next(made).stream.peak() for _ in own]
+        each = len(peaks) // method.pipeline
+        for stage, form in enumerate(_forms(_specs(names), method, tmp_path)):
+            peak = max(peaks[stage * each : (stage + 1) * each], key=lambda one: one.size)
+            off = form / peak.size - 1
+            line = (
+                f"{name}, stage {stage}: {form} by forms, {peak.size} rehearsed ({off:+.2%}), {peak.moment}"
+            )
+            print(line)
+            wrong += [line] * (not LEAST <= off <= MOST)
+    assert not wrong, "\n".join(wrong)
