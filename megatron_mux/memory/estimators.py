@@ -191,7 +191,7 @@ def dnnmem(question: Question) -> Entry:
 def _trace(question: Question) -> list[Entry]:
     """A traced step of `transformers` on one GPU, or on several with plain `DistributedDataParallel`."""
     skeleton, layout = question.skeleton, layouts(question.gpus)[0]
-    case = question.options.case(skeleton.raw, skeleton.tensors.layers, question.length)
+    case = question.options.case(skeleton.raw, skeleton.tensors, question.length)
     weights = _itemsize(case) * skeleton.tensors.total
     batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus, weights)
     try:

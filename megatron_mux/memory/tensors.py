@@ -74,6 +74,10 @@ class ModelTensors:
     """The text model's config as `transformers` understands it: what of it is a number, a truth or a word."""
     kinds: tuple[str, ...]
     """Names of the modules' classes."""
+    per_layer: Mapping[str, list[Any]]
+    """What the config has a list of, with an item a layer, given or made up by `transformers`."""
+    layer_kinds: tuple[int, ...]
+    """A number for each layer: the same for layers with the same modules and settings; () without a list of layers."""
 
     @property
     def total(self) -> int:
@@ -98,7 +102,7 @@ class ModelTensors:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         tensors = (ParameterTensor(t["name"], tuple(t["shape"]), t["operator"]) for t in data["tensors"])
-        return cls(**{**data, "tensors": tuple(tensors), "kinds": tuple(data["kinds"])})
+        return cls(**{**data, "tensors": tuple(tensors), "kinds": tuple(data["kinds"]), "layer_kinds": tuple(data["layer_kinds"])})
 
     @property
     def head_tensors(self) -> tuple[ParameterTensor, ...]:
@@ -210,6 +214,8 @@ class Skeleton:
             positions=getattr(sizes, "max_position_embeddings", None),
             config=_plain(sizes),
             kinds=tuple(sorted({type(m).__name__ for m in self.module.modules()})),
+            per_layer=_per_layer(sizes, sizes.num_hidden_layers),
+            layer_kinds=_layer_kinds(self.module, sizes),
         )
 
     def _parameters(self) -> Iterator[ParameterTensor]:
@@ -232,6 +238,55 @@ def _plain(config: Any) -> dict[str, Any]:
         with suppress(Exception):  # properties raise whatever they do for what a config lacks
             found[name] = getattr(config, name)
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _per_layer(config: Any, layers: int) -> dict[str, list[Any]]:
+    """Lists of a config with an item a layer, where these are not all alike."""
+    return {
+        name: list(value)
+        for name, value in config.to_dict().items()
+        if isinstance(value, (list, tuple))
+        and len(value) == layers
+        and any(item != value[0] for item in value)
+        and list(value) != list(range(layers))  # numbers of layers, all of them
+    }
+
+
+def _layer_kinds(module: nn.Module, config: Any) -> tuple[int, ...]:
+    """Which of a model's layers are alike."""
+    from torch import nn
+
+    layers = config.num_hidden_layers
+    lists = (m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    found = next(lists, None)
+    if found is None:
+        return ()
+    listed = list(zip(*_per_layer(config, layers).values(), strict=True)) or [()] * layers
+    told = [_settings(layer) for layer in found]
+    # A layer may know its own number.
+    numbers = {
+        place
+        for place, first in told[0].items()
+        if type(first) is int and all(told[i].get(place) == first + i for i in range(layers)) and layers > 1
+    }
+    kinds = [
+        str(([item for item in settings.items() if item[0] not in numbers], items))
+        for settings, items in zip(told, listed, strict=True)
+    ]
+    order = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return tuple(order[kind] for kind in kinds)
+
+
+def _settings(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """What tells a layer from another one: its modules' classes, shapes and settings, by module and name."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in layer.named_modules():
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        found[path, ""] = type(module).__name__, shapes
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, (bool, int, str)):
+                found[path, name] = value
+    return found
 
 
 def _operator(module: nn.Module) -> str:

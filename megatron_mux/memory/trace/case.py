@@ -35,13 +35,14 @@ class Case:
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
         weights: Precision of the model's weights. Adapters are fp32, as peft has them.
         autocast: Compute in this precision whatever the weights' (`bf16` and `fp16` of `TrainingArguments`).
-        attention: The implementation that `transformers` is asked for.
+        attention: Which implementation of `transformers`; `sdpa` is `eager` for models that do without.
         recompute: Whether each layer is recomputed in the backward pass (`gradient_checkpointing`).
         padded: Whether sequences are padded, so that attention needs a mask.
         steps: Optimizer steps: from the second one on, the optimizer's states are there.
         optimizer: `torch.optim`'s AdamW in its foreach or its fused form, or SGD (foreach, no momentum).
         clip: Largest norm of the gradient; None does not clip.
         accumulate: Whether a step is two micro-batches, the second of which finds gradients (more change nothing).
+        kinds: A number for each layer of the config that tells unlike ones apart; () if all are alike.
         gpu: The GPU.
     """
 
@@ -59,6 +60,7 @@ class Case:
     optimizer: Literal["adamw", "adamw_fused", "sgd"] = "adamw"
     clip: float | None = 1.0
     accumulate: bool = False
+    kinds: tuple[int, ...] = ()
     gpu: Gpu = field(default_factory=Gpu)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,4 +71,4 @@ class Case:
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """Read what `to_dict` wrote."""
         gpu = Gpu(tuple(data["gpu"]["capability"]), data["gpu"]["prefers_cudnn"])
-        return cls(**{**data, "gpu": gpu})
+        return cls(**{**data, "kinds": tuple(data["kinds"]), "gpu": gpu})

@@ -1,20 +1,26 @@
 """The stream of a case of any depth, from traces of the fewest layers that tell.
 
-What repeats with depth is a group of layers: one layer, or as many as a pattern of attention kinds has. The first group
-may have more: a layer above the first may be unlike those above it, as it is the last one to need what all layers share
-(the rotary turns of a prefix-tuned Llama, whose first layer needs no gradient of its queries).
+What repeats with depth is a group of layers: one layer, or as many as a pattern of kinds has (of attention, of MLPs).
+The first group may have more: layers that are of no pattern; and a layer above the first may be unlike those above it,
+as it is the last one to need what all layers share (the rotary turns of a prefix-tuned Llama, whose first layer needs
+no gradient of its queries).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
 from megatron_mux.memory.stream.extension import extended
 from megatron_mux.memory.trace.case import Case
 
 _MARK = "|"
+_MOST_FIRST, _LONGEST = 9, 24
+"""Patterns with more layers before them, or longer ones, are not looked for."""
+_BY_LAYER = ("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "exclude_modules")
+"""Fields of peft's config classes that tell layers apart, or may."""
 
 Tracer = Callable[[Sequence[Case]], Iterable[Stream]]
 
@@ -64,13 +70,14 @@ def step(case: Case, trace: Tracer) -> Stream:
         StreamError: Traces of few layers do not line up.
     """
     failed: StreamError | None = None
-    for grouping in _groupings(case):
+    groupings = _groupings(case)
+    for grouping in groupings:
         two, three = trace(_pair(case, grouping))
         try:
             return extended_by(two, three, case.layers, grouping)
         except StreamError as error:
             failed = error
-    if failed is not None and case.layers > 4 * period(case) + 4:
+    if failed is not None and case.layers > 4 * groupings[0].size + 4:
         raise failed
     (whole,) = trace([case])
     return whole
@@ -88,8 +95,10 @@ def _pair(case: Case, grouping: Grouping) -> list[Case]:
 
 def _groupings(case: Case) -> list[Grouping]:
     """How layers may be taken together, where that is of use."""
-    size = period(case)
-    found = [Grouping(first, size) for first in _first_groups(case.layers, size)]
+    if tells_layers_apart(case.adapter):
+        return []
+    first, size = pattern(case.kinds)
+    found = [Grouping(least, size) for least in _first_groups(case.layers, first, size)]
     return [grouping for grouping in found if (grouping.groups(case.layers) or 0) >= 3]
 
 
@@ -120,22 +129,38 @@ def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> 
     return renamed(extended(renamed(two, together), renamed(three, together), groups), apart)
 
 
-def period(case: Case) -> int:
-    """Layers after which their kinds repeat."""
-    config = case.config
-    kinds = config.get("layer_types") or [None]
-    if "attention_types" in config:  # GPT-Neo
-        kinds = [kind for pattern, times in config["attention_types"] for kind in pattern * times]
-    return next(
-        size
-        for size in range(1, len(kinds) + 1)
-        if all(kinds[i] == kinds[i % size] for i in range(len(kinds)))
+def pattern(kinds: Sequence[int]) -> tuple[int, int]:
+    """How kinds of layers repeat: how many layers come first that do not, and after how many the others do.
+
+    Args:
+        kinds: A number for each layer.
+    """
+    count = len(kinds)
+    found = (
+        (first, size)
+        for first in range(min(count, _MOST_FIRST))
+        for size in range(1, min((count - first) // 2, _LONGEST) + 1)
+        if all(kinds[i] == kinds[i - size] for i in range(first + size, count))
     )
+    return min(found, key=sum, default=(0, max(1, count)))
 
 
-def _first_groups(layers: int, size: int) -> list[int]:
+def tells_layers_apart(adapter: Mapping[str, Any] | None) -> bool:
+    """Whether an adapter may be another one in some layers, or be missing there."""
+    if adapter is None:
+        return False
+    if any(adapter.get(name) for name in _BY_LAYER):
+        return True
+    targets = adapter.get("target_modules") or ()
+    if isinstance(targets, str):  # a regular expression
+        return targets != "all-linear"
+    return any(part.isdigit() for target in targets for part in target.split("."))
+
+
+def _first_groups(layers: int, first: int, size: int) -> list[int]:
     """Sizes that the first group may have, so that the rest are whole groups: the smallest two."""
-    least = layers % size or size
+    least = first + (layers - first) % size
+    least = least or size
     return [least + size * more for more in range(2)]
 
 

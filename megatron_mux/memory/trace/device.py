@@ -34,6 +34,7 @@ def fake_gpu(gpu: Gpu) -> Iterator[None]:
         for owner, name, value in (
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.cuda, "is_bf16_supported", lambda *_, **__: bf16),
+            (torch.cuda, "get_device_capability", lambda *_, **__: gpu.capability),
             (torch.nn.functional, "scaled_dot_product_attention", Attention(gpu)),
         ):
             stack.enter_context(replaced(owner, name, value))

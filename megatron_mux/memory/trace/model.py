@@ -31,7 +31,10 @@ def build(case: Case) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, case.weights), attn_implementation=case.attention
+                config,
+                dtype=getattr(torch, case.weights),
+                # By default transformers takes `sdpa` where a model has it, else `eager`.
+                attn_implementation=None if case.attention == "sdpa" else case.attention,
             )
             if case.adapter is not None:
                 model = _adapted(model, case.adapter)
@@ -69,6 +72,8 @@ def configuration(config: Mapping[str, Any], layers: int) -> Any:
     old = getattr(kind(**copy.deepcopy(dict(config))), name)
     changed: dict[str, Any] = {"use_cache": False}
     for key, value in config.items():
+        if key == "num_hidden_layers":  # perhaps another name for it
+            continue
         each = isinstance(value, (list, tuple)) and len(value) == old and key != "architectures"
         changed[key] = [value[i % old] for i in range(layers)] if each else value
     if "attention_types" in changed:  # GPT-Neo: a pattern and how often it comes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Gpu, Precision
 from megatron_mux.tasks import load_task_file
 
@@ -66,12 +67,12 @@ class Options:
     accumulate: bool = False
     clip: float | None = 1.0
 
-    def case(self, config: Mapping[str, Any], layers: int, length: int, batch: int = 1) -> Case:
+    def case(self, config: Mapping[str, Any], tensors: ModelTensors, length: int, batch: int = 1) -> Case:
         """The case to trace.
 
         Args:
             config: What `config.json` says.
-            layers: Of the model.
+            tensors: The model's sizes.
             length: Tokens of a sequence.
             batch: Sequences of a micro-batch.
 
@@ -85,8 +86,8 @@ class Options:
             )
         mixed = self.master_weights and self.adapter is None and self.precision != "fp32"
         return Case(
-            config,
-            layers,
+            {**config, **tensors.per_layer},
+            tensors.layers,
             batch,
             length,
             self.adapter,
@@ -97,6 +98,7 @@ class Options:
             optimizer=self.optimizer,
             clip=self.clip,
             accumulate=self.accumulate,
+            kinds=tensors.layer_kinds,
             gpu=gpu,
         )
 

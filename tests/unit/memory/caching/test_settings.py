@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.memory.caching.settings import Settings
+from megatron_mux.errors import UserError
+from megatron_mux.memory.caching.settings import NAMES, Settings, said_in_environment
 from megatron_mux.memory.sizes import MIB
 
 
@@ -66,3 +67,19 @@ def test_parse() -> None:
 def test_what_cannot_be_set(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Settings.parse(text)
+
+
+def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert Settings.of_environment() == Settings() and said_in_environment() is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert Settings.of_environment() == Settings(expandable_segments=True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    with pytest.raises(UserError, match="say different things"):
+        Settings.of_environment()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert Settings.of_environment() == Settings(max_split_size=64 * MIB)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:many")
+    with pytest.raises(UserError, match="PYTORCH_ALLOC_CONF=.*: max_split_size_mb is a number, not 'many'"):
+        Settings.of_environment()

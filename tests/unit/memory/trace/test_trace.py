@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_mux.errors import UserError
 from megatron_mux.memory.invisible import TABLE
 from megatron_mux.memory.stream.events import Category, Moment, Stream
 from megatron_mux.memory.trace.case import Case, Gpu
@@ -42,17 +44,12 @@ WAYS = [(adapter, recompute) for adapter in ADAPTERS for recompute in (False, Tr
 WAYS.remove(("prefix", True))  # peft does not do it
 
 
+@pytest.mark.parametrize("depth", [4, 8, 16])
 @pytest.mark.parametrize(("adapter", "recompute"), WAYS)
-def test_few_layers_tell_of_more(adapter: str, recompute: bool) -> None:
-    # Each way on one of the models: tests of steps that compute have all ways on both.
-    config = "gpt2" if (adapter, recompute) in (("full", False), ("ia3", True)) else "llama"
-    # Recomputation changes nothing in the optimizer, which is what a second step is for.
-    assert_few_layers_tell(config, adapter, 4, recompute=recompute, steps=1 if recompute else 2)
-
-
-def test_few_layers_tell_of_many() -> None:
-    assert_few_layers_tell("llama", "lora", 8, recompute=True, steps=1)
-    assert_few_layers_tell("gpt2", "full", 16)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_few_layers_tell_of_more(config: str, adapter: str, recompute: bool, depth: int) -> None:
+    # In the second step the optimizer has its states: that is the same however many layers there are.
+    assert_few_layers_tell(config, adapter, depth, recompute=recompute, steps=2 if depth == 4 else 1)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +59,7 @@ def test_few_layers_tell_of_many() -> None:
         {"autocast": "float16", "weights": "float32", "recompute": True},
         {"optimizer": "sgd", "padded": True, "gpu": Gpu((7, 5), False), "weights": "float16"},
         {"attention": "eager", "padded": True},
+        {"accumulate": True},
     ],
     ids=str,
 )
@@ -138,6 +136,16 @@ def test_traces_in_a_process_of_their_own() -> None:
             _assert_same(found, traced("gpt2", "ia3", case.layers))
         with pytest.raises(TraceError, match="knows no model_type 'ggpt'"):
             list(tracer([Case({"model_type": "ggpt"}, 2, 2, 16)]))
+        tracer.begin_trace(cases[0])
+        (found,) = tracer(cases[:1])  # the one that has begun
+        _assert_same(found, traced("gpt2", "ia3", 2))
+        with pytest.raises(UserError, match="is not valid JSON|cannot be read"):
+            tracer.sizes(Path("nowhere.json"))
+        assert tracer._worker is not None
+        tracer._worker._process.kill()
+        with pytest.raises(TraceError, match="it said nothing|rror"):
+            list(tracer(cases))
+        assert len(list(tracer(cases))) == 2, "in another process"
     with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match=r"longer than 0\.01 s"):
         list(tracer(cases))
 
@@ -171,5 +179,16 @@ def test_layers_of_two_kinds_are_extended_in_pairs() -> None:
         assert [case.layers for case in cases] == [4, 6]
         return [trace(case) for case in cases]
 
-    whole = Case(NEO, 8, 2, 16, {"peft_type": "LORA", "r": 4}, attention="eager", steps=1)
+    adapter = {"peft_type": "LORA", "r": 4}
+    whole = Case(NEO, 8, 2, 16, adapter, attention="eager", steps=1, kinds=(0, 1, 0, 1))
     _assert_same(step(whole, few), trace(whole))
+
+
+def test_an_adapter_of_some_layers_is_traced_whole() -> None:
+    def few(cases: Sequence[Case]) -> list[Stream]:
+        assert [case.layers for case in cases] == [5]
+        return [trace(case) for case in cases]
+
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layers_to_transform": [3, 4]}
+    found = step(Case(LLAMA, 5, 2, 16, adapter, steps=1), few)
+    assert {event.moment.layer for event in found if event.category == Category.ADAPTERS} == {3, 4}

@@ -1,0 +1,71 @@
+"""What was answered before: as long as nothing has changed that it depends on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_mux.memory import answers as module
+from megatron_mux.memory.answers import Answers, Said
+from megatron_mux.memory.store import Store
+
+SAID = Said("one\ntwo\n", ["a warning"])
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Callable[..., Answers]:
+    """Answers about a model's directory and a task file."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("1")
+    (tmp_path / "tasks.yaml").write_text("tasks: [{data: {path: data.jsonl}, adapter: {start: adapter}}]")
+
+    def about(width: int = 80, **more: object) -> Answers:
+        arguments = Namespace(model=tmp_path / "model", tasks=tmp_path / "tasks.yaml", gpus=4, **more)
+        return Answers(Store("answers", tmp_path / "kept"), arguments, width)
+
+    return about
+
+
+def test_an_answer_is_given_once(ask: Callable[..., Answers]) -> None:
+    assert ask().read() is None
+    ask().write(SAID)
+    assert ask().read() == SAID
+    assert ask(width=120).read() is None and ask(json=True).read() is None
+
+
+@pytest.mark.parametrize(
+    "name", ["model/config.json", "tasks.yaml", "data.jsonl", "adapter/adapter_config.json"]
+)
+def test_a_file_that_changes_is_looked_at_again(
+    ask: Callable[..., Answers], tmp_path: Path, name: str
+) -> None:
+    ask().write(SAID)
+    with (tmp_path / name).open("a") as file:
+        file.write(" ")
+    assert ask().read() is None
+
+
+def test_what_is_no_part_of_a_model_may_be_written_beside_it(
+    ask: Callable[..., Answers], tmp_path: Path
+) -> None:
+    ask().write(SAID)
+    (tmp_path / "model" / "answer.json").write_text("{}")
+    assert ask().read() == SAID
+
+
+def test_the_environment_and_the_code_count(
+    ask: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask().write(SAID)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        assert ask().read() is None
+    assert ask().read() == SAID
+    monkeypatch.setattr(module, "_sources", lambda: "other")
+    assert ask().read() is None
