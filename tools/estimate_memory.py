@@ -373,6 +373,7 @@ def _print_layouts(console: Console, question: Question, answer: Answer, choose:
                 f"trace: most is in use {entry.prediction.moment}; {least} to {most} by what is not known of "
                 f"kernels, context and NCCL (not measured on a GPU); {expandable} reserved with expandable segments"
             )
+            console.print(f"trace: {question.options.told()}; {entry.prediction.settings.told()}")
     if not choose:
         return
     if answer.chosen:

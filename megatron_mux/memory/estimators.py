@@ -138,6 +138,7 @@ def _told(prediction: Prediction) -> dict[str, object]:
         "peak_reserved_expandable_bytes": prediction.peak_reserved_expandable,
         "peak_process_interval_bytes": list(prediction.interval),
         "moment": prediction.moment,
+        "allocator": prediction.settings.told(),
     }
 
 
@@ -263,7 +264,7 @@ def estimate(question: Question, method: str) -> Answer:
         raise UserError(f"--method {method}: must be one of all, ours, {', '.join(ESTIMATORS)}")
     question.check()
     answers, refusals = _ask(question, ESTIMATORS if method == "all" else (method,))
-    if not answers and method == "trace":
+    if not answers and method == "trace" and any(NOT_TRACED in refusal for refusal in refusals):
         closed, more = _ask(question, [name for name in ESTIMATORS if name != method])
         answers, refusals = closed, refusals + more
     if not answers:

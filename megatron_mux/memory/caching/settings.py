@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.sizes import MIB
@@ -39,6 +39,7 @@ class Settings:
             (It cannot be set in torch 2.10.)
         limit: Bytes that the process allows itself to reserve (`set_per_process_memory_fraction`); None: no limit.
         capacity: Bytes that the device has for the process; None: no limit.
+        source: What said so, in words; no option itself.
     """
 
     expandable_segments: bool = False
@@ -49,6 +50,7 @@ class Settings:
     large_segment: int = 20 * MIB
     limit: int | None = None
     capacity: int | None = None
+    source: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that torch would refuse."""
@@ -109,9 +111,13 @@ class Settings:
             return cls()
         name, text = said
         try:
-            return cls.parse(text)
+            return replace(cls.parse(text), source=f"{name}={text}")
         except ValueError as error:
             raise UserError(f"{name}={text}: {error}") from None
+
+    def told(self) -> str:
+        """What is replayed, in words."""
+        return self.source or "the caching allocator's defaults"
 
     def rounded(self, size: int) -> int:
         """Bytes of the block that serves a request: a multiple of 512."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,6 +160,7 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):  # it has ended, with something left to read
             self._process.stdin.close()
+        killed = self._killed()
         self._process.kill()  # at most it waits for a further case
         self._process.wait()
         self._reader.join()
@@ -166,7 +168,16 @@ class _Worker:
         with self._said as said:
             said.seek(0)
             words = [line for line in said.read().splitlines() if line.strip()]
-        return words[-1] if words else "it said nothing"
+        return killed or (words[-1] if words else "it said nothing")
+
+    def _killed(self) -> str | None:
+        """What is to be said of a process that something else has ended: the system for want of memory, perhaps."""
+        if not self._has_ended:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        code = self._process.returncode
+        return None if code is None or code >= 0 else f"its process was ended by {signal.Signals(-code).name}"
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,18 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {"trace": _trace, "sizes": _sizes, "
 """What can be asked."""
 
 
-@cache
 def _skeleton(config: str) -> Skeleton:
-    return Skeleton(Path(config))
+    """A model, built once for all that is asked about it."""
+    file = Path(config)
+    try:
+        return _built(file, file.read_bytes())
+    except OSError:
+        return Skeleton(file)  # says what is wrong
+
+
+@lru_cache(maxsize=1)
+def _built(file: Path, _: bytes) -> Skeleton:
+    return Skeleton(file)
 
 
 def main() -> int:
