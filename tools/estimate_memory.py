@@ -184,7 +184,8 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     if arguments.tasks is not None:
         if batch is not None:
             raise UserError(
-                "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
+                "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): "
+                "leave it out"
             )
         if arguments.method == "trace":
             options, batch, longest = of_task(arguments.tasks, options)

@@ -102,7 +102,14 @@ class ModelTensors:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         tensors = (ParameterTensor(t["name"], tuple(t["shape"]), t["operator"]) for t in data["tensors"])
-        return cls(**{**data, "tensors": tuple(tensors), "kinds": tuple(data["kinds"]), "layer_kinds": tuple(data["layer_kinds"])})
+        return cls(
+            **{
+                **data,
+                "tensors": tuple(tensors),
+                "kinds": tuple(data["kinds"]),
+                "layer_kinds": tuple(data["layer_kinds"]),
+            }
+        )
 
     @property
     def head_tensors(self) -> tuple[ParameterTensor, ...]:

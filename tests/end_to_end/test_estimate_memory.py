@@ -364,7 +364,9 @@ def test_memory_of_the_tool_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN\n"
         "print(sum(resource.getrusage(each).ru_maxrss for each in who), file=sys.stderr)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
     kib = int(run.stderr.splitlines()[-1])
     assert 100e3 < kib < 2e9 / 1024
 
@@ -387,9 +389,7 @@ def test_a_task_is_traced_as_peft_trains_it(estimate: Call, tmp_path: Path) -> N
     assert single["breakdown"]["parameters"] > 1.9 * method["breakdown"]["parameters"]
 
 
-def test_the_gpu_and_the_allocators_options_count(
-    estimate: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_and_the_allocators_options_count(estimate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--method", "trace", "--gpus", "1", "--batch-size", "1", "--no-master-weights"]
     plain, hopper = (
         json.loads(estimate(OURS, *flags, "--json", "--device", device)[1])["methods"][0]

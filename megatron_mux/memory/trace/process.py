@@ -98,7 +98,7 @@ class Tracer:
             TraceError: It failed, or all took longer than it may. The next call begins with another process.
         """
         keys = [json.dumps(request) for request in requests]
-        futures = [self._begun.pop(key, None) or self._submit(key) for key in keys]
+        futures = [self._begun.pop(key) if key in self._begun else self._submit(key) for key in keys]
         return self._answers(futures, time.monotonic() + self._seconds)
 
     def _answers(self, futures: Sequence[Future[Any]], until: float) -> Iterator[Any]:

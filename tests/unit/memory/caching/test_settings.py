@@ -81,5 +81,5 @@ def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert Settings.of_environment() == Settings(max_split_size=64 * MIB)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:many")
-    with pytest.raises(UserError, match="PYTORCH_ALLOC_CONF=.*: max_split_size_mb is a number, not 'many'"):
+    with pytest.raises(UserError, match=r"PYTORCH_ALLOC_CONF=.*: max_split_size_mb is a number, not 'many'"):
         Settings.of_environment()

@@ -139,7 +139,7 @@ def test_traces_in_a_process_of_their_own() -> None:
         tracer.begin_trace(cases[0])
         (found,) = tracer(cases[:1])  # the one that has begun
         _assert_same(found, traced("gpt2", "ia3", 2))
-        with pytest.raises(UserError, match="is not valid JSON|cannot be read"):
+        with pytest.raises(UserError, match="cannot be read"):
             tracer.sizes(Path("nowhere.json"))
         assert tracer._worker is not None
         tracer._worker._process.kill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,9 @@ class CountingTracer(Tracer):
         super().__init__()
         self.traced: list[Case] = []
 
-    def __call__(self, cases: Sequence[Case]) -> list[Stream]:
+    def __call__(self, cases: Sequence[Case]) -> Iterator[Stream]:
         self.traced += cases
-        return [_stream(case.layers) for case in cases]
+        return (_stream(case.layers) for case in cases)
 
 
 def _stream(blocks: int) -> Stream:
