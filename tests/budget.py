@@ -30,15 +30,26 @@ class Budget(TorchDispatchMode):
         self.limit = limit
         self.held = self.peak = 0
         self.failures = 0
-        self._known: set[int] = set()
+        self._sizes: dict[int, int | None] = {}  # None: from before
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Budget:
+        # Weights that are brought for use fill a storage that was emptied, which is no operator's work.
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._known:
-                self._known.add(storage._cdata)  # from before: the backbone, the records
-                weakref.finalize(storage, self._free, storage._cdata, 0)
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._sizes:
+                self._sizes[storage._cdata] = None  # from before: the backbone, the records
+                weakref.finalize(storage, self._free, storage._cdata)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -47,19 +58,31 @@ class Budget(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._sizes or storage.device.type == "meta":
             return
-        if self.limit is not None and self.held + size > self.limit:
+        self._take(size)
+        self._sizes[key] = size
+        weakref.finalize(storage, self._free, key)
+
+    def _take(self, size: int) -> None:
+        if self.limit is not None and size > 0 and self.held + size > self.limit:
             self.failures += 1
             raise torch.OutOfMemoryError(f"tried to allocate {size} bytes. {self.held} are held")
-        self._known.add(key)
         self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._free, key, size)
 
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held -= size
+    def _free(self, key: int) -> None:
+        self.held -= self._sizes.pop(key, None) or 0
+
+    def _resizing(self) -> Callable[..., Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            before = self._sizes.get(storage._cdata)
+            if before is not None:
+                self._take(size - before)
+                self._sizes[storage._cdata] = size
+            return self._resize(storage, size)
+
+        return resize
 
 
 def on_the_host() -> AbstractContextManager[None]:

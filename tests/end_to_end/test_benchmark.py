@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _result(command: list[str], directory: Path) -> Any:
+def result_of(command: list[str], directory: Path) -> Any:
     """What a benchmark leaves, run from the command line; profiles are its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUX_CACHE": str(directory)}
     done = subprocess.run(
@@ -26,7 +26,7 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
     command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1"]
     command += ["--output", str(tmp_path / "result.json")]
-    result = _result(command, tmp_path)
+    result = result_of(command, tmp_path)
     for part, tasks in (("all", 4), ("short", 2)):
         found = result[part]
         assert len(found["tasks"]) == tasks
@@ -40,7 +40,7 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
 
 def test_a_pipeline_against_megatron_on_a_tiny_backbone(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
-    result = _result([*command, "--output", str(tmp_path / "result.json")], tmp_path)
+    result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
     for case in result["cases"]:
         assert case["largest_loss_difference"] < 1e-5
         assert set(case["seconds"]) == {"megatron", "spatial", "temporal", "auto"}

@@ -1,0 +1,358 @@
+"""The method chosen for four processes with a byte budget, against all others: which run, and how fast.
+
+python benchmarks/choice.py                                                       # a few minutes
+python benchmarks/choice.py --output benchmarks/results/choice-cpu-2-cores.json   # the JSON, and the table as .md
+
+A small Llama and three tasks, on four processes that compute on the CPU. Every division that our engine runs is
+predicted, by closed forms and by a device that is measured first; then each one really trains, every rank's tensors
+counted and held to the budget as on a full GPU, and after that timed without counting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from script import add_output, command_line, publish, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+if TYPE_CHECKING:
+    from megatron_mux.choice.ranking import Ranked, Ranking
+    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.fusion.roofline import Device
+    from megatron_mux.memory.forms.architecture import Architecture
+    from megatron_mux.memory.forms.methods import Recipe
+
+RANKS = 4
+SMALL = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+TASKS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+    "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 16, "target_modules": ["o_proj", "down_proj"]},
+    "scales": {"peft_type": "IA3", "target_modules": ["k_proj", "v_proj"]},
+}
+LENGTH = 64
+RESERVE = 1.03
+"""Of the budget to what is predicted with: closed forms are that far off at most."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="timed, of which the median counts (5)")
+    parser.add_argument("--layers", type=int, default=8, help="of the Llama (8)")
+    parser.add_argument("--sequences", type=int, default=8, help="of each task's step (8)")
+    parser.add_argument("--plain", action="store_true", help="without recomputation and sequence parallelism")
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict, run, print."""
+    arguments = parse(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from megatron_mux import runtime
+
+    torch.set_num_threads(1)
+    with runtime.quiet():  # imported once: the processes are forked
+        import megatron_mux.backbone.model
+        import megatron_mux.engine  # noqa: F401
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        _make(directory, arguments.layers, arguments.sequences)
+        result = _measure(directory, arguments)
+    publish(result, markdown(result), arguments.output)
+    return 0
+
+
+def _make(directory: Path, layers: int, sequences: int) -> None:
+    """A backbone with random weights and a task file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SMALL, num_hidden_layers=layers)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    training = {"per_device_train_batch_size": sequences, "max_steps": 100}
+    data = {"path": "none.jsonl", "max_length": LENGTH}
+    tasks = [{"name": n, "adapter": a, "data": data, "training": training} for n, a in TASKS.items()]
+    (directory / "tasks.yaml").write_text(json.dumps({"tasks": tasks}))
+
+
+def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.memory.forms.architecture import Architecture
+    from megatron_mux.memory.forms.methods import Recipe
+    from megatron_mux.memory.tensors import Skeleton
+
+    architecture = Architecture.of(Skeleton(directory))
+    file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
+    recipe = Recipe(LENGTH, "fp32", adapters=file.adapters)
+    device = measured_device(architecture)
+    ranked = _ranking(architecture, recipe, file, device, arguments.plain)
+    budget = _middle([entry.peak_allocated for entry in ranked(1).entries])
+    ranking = ranked(int(budget / RESERVE))
+    rows = [_row(entry, directory, file, budget, arguments.steps) for entry in ranking.entries]
+    running = sorted((row for row in rows if row["runs"]), key=lambda row: row["seconds"])
+    chosen = rows[0]
+    return {
+        "budget_bytes": budget,
+        "device": asdict(device),
+        "cores": os.cpu_count(),
+        "chosen": chosen["name"],
+        "fits": chosen["fits"],
+        "over_the_fastest": chosen["seconds"] / running[0]["seconds"] if chosen["runs"] else None,
+        "place": running.index(chosen) + 1 if chosen["runs"] else None,
+        "methods": rows,
+    }
+
+
+def _ranking(
+    architecture: Architecture, recipe: Recipe, file: TaskFile, device: Device, plain: bool
+) -> Callable[[int], Ranking]:
+    """The methods that run here, ranked for a memory; host memory, which all processes share, is no way out."""
+    from megatron_mux.choice.ranking import Ranking, rank
+
+    def ranked(memory: int) -> Ranking:
+        found = rank(architecture, recipe, RANKS, memory, device, step=file.step, kind="cpu")
+        return Ranking([entry for entry in found.entries if _wanted(entry, plain)])
+
+    return ranked
+
+
+def _wanted(entry: Ranked, plain: bool) -> bool:
+    method = entry.method
+    fancy = method.recompute != "none" or method.sequence_parallel
+    return not (method.offload or entry.elsewhere or (plain and fancy))
+
+
+def _middle(peaks: Sequence[int]) -> int:
+    """In the widest gap of the middle half of what methods take at least."""
+    ordered = sorted(peaks)
+    quarter = len(ordered) // 4
+    inner = ordered[quarter : len(ordered) - quarter + 1]
+    low, high = max(zip(inner, inner[1:], strict=False), key=lambda pair: pair[1] / pair[0])
+    return int((low * high) ** 0.5)
+
+
+# -- what four processes do
+
+
+def together(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+    """What a function returns in each of four processes of a world of their own; None where it did not come so far.
+
+    A process that fails leaves the others waiting: they are ended.
+    """
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    ends, processes = [], []
+    for rank in range(RANKS):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_begin, args=(rank, port, there, work, arguments))
+        process.start()
+        there.close()
+        ends.append(here)
+        processes.append(process)
+    found: list[Any] = [None] * RANKS
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(process.is_alive() for process in processes):
+        time.sleep(0.02)
+        if any(process.exitcode not in (0, None) for process in processes):
+            time.sleep(0.2)  # others may fail as well, and say so
+            break
+    for rank, (process, end) in enumerate(zip(processes, ends, strict=True)):
+        with contextlib.suppress(EOFError):  # it ended without a word
+            if end.poll():
+                found[rank] = end.recv()
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return found
+
+
+def _begin(rank: int, port: int, end: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failing rank's neighbours complain
+    found = work(*arguments)
+    end.send(found)
+    os._exit(0 if not found.get("error") else 1)
+
+
+def _free_port() -> int:
+    from tests.end_to_end.ranks import free_port
+
+    return free_port()
+
+
+def measured_device(architecture: Architecture) -> Device:
+    """This machine as four processes share it: each measures while the others do."""
+    from megatron_mux.fusion.roofline import Device
+
+    found = [one for one in together(_limits, architecture.hidden, architecture.ffn) if one]
+    mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
+    peak = {4: mean["peak"], 2: mean["peak"], 8: mean["peak"] / 2}
+    return Device(
+        "CPU, measured", peak, mean["bandwidth"], mean["overhead"], mean["link"], mean["latency"], adds=True
+    )
+
+
+def _limits(hidden: int, ffn: int) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_mux import runtime
+
+    runtime.initialize(1, 1, device="cpu")
+    x, weight = torch.randn(1024, hidden), torch.randn(2 * ffn, hidden)
+    large, small, message = torch.randn(1 << 22), torch.randn(8, 8, requires_grad=True), torch.randn(1 << 19)
+    others = 2 * (RANKS - 1) / RANKS
+
+    def seconds(work: Callable[[], Any], times: int) -> float:
+        work()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - start) / times
+
+    latency = seconds(lambda: dist.all_reduce(message[:1]), 50)
+    exchange = seconds(lambda: dist.all_reduce(message), 10) - latency
+    return {
+        "peak": 2 * x.numel() * weight.shape[0] / seconds(lambda: x @ weight.t(), 30),
+        "bandwidth": 2 * large.nbytes / seconds(large.clone, 20),
+        "overhead": seconds(lambda: small * 2, 2000),
+        "link": others * message.nbytes / max(exchange, 1e-9),
+        "latency": latency,
+    }
+
+
+def _row(entry: Ranked, directory: Path, file: TaskFile, budget: int, steps: int) -> dict[str, Any]:
+    """A method as predicted and as it runs."""
+    found = together(_train, entry.method, directory, file.step, budget, steps)
+    ranks = [one for one in found if one is not None]
+    failed = len(ranks) < RANKS or any(one["failures"] or one["error"] for one in ranks)
+    return {
+        "name": " ".join(filter(None, (entry.method.name, entry.method.details))),
+        "micro_batches": entry.method.micro_batches,
+        "fits": entry.fits,
+        "predicted_bytes": entry.peak_allocated,
+        "predicted_seconds": entry.speed.seconds,
+        "runs": not failed,
+        "peak_bytes": max((one["peak"] for one in ranks), default=None),
+        "seconds": None if failed else max(one["seconds"] for one in ranks),
+        "said": next((one["error"] for one in ranks if one["error"]), None),
+    }
+
+
+def _train(method: Any, directory: Path, step: Any, budget: int, steps: int) -> dict[str, Any]:
+    """Train on this rank: two steps within the budget, then some that are timed."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_mux import runtime
+    from tests.budget import Budget
+
+    parallel = runtime.initialize(method.tensor, method.pipeline, method.sequence_parallel, device="cpu")
+    counted = Budget(budget)
+    try:
+        with counted:
+            engine = _engine(method, directory, step, parallel)
+            for _ in range(2):
+                engine.step()
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        return {"peak": counted.peak, "failures": counted.failures, "error": str(error).partition("\n")[0]}
+    if parallel.total([counted.failures])[0]:
+        return {
+            "peak": counted.peak,
+            "failures": counted.failures,
+            "error": "parts of the step were left out",
+        }
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        engine.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return {"peak": counted.peak, "failures": 0, "error": None, "seconds": statistics.median(seconds)}
+
+
+def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
+    """The engine with its tasks, in the method's micro-batches."""
+    import torch
+
+    from megatron_mux.backbone.model import load_stages
+    from megatron_mux.engine import Engine, Planning, Task
+    from megatron_mux.fusion.plan import plan_for
+    from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
+    from megatron_mux.rehearsal.setting import Cast
+    from megatron_mux.tasks import load_task_file
+
+    stages = load_stages(
+        directory,
+        parallel,
+        torch.float32,
+        method.recompute,
+        None,
+        "sharded" if method.zero == 3 else "resident",
+    )
+    names = [task.name for task in step.tasks]
+    plan = plan_for("spatial", dict.fromkeys(sorted(names), 1), method.pipeline, method.micro_batches)
+    plan = replace(plan, data=method.data, schedule="1f1b" if method.pipeline > 1 else "planned")
+    engine = Engine(stages, parallel, Planning("auto", plan.stages, AsGiven(plan), given=plan))
+    tasks = []
+    for spec in load_task_file(directory / "tasks.yaml", data_later=True):
+        count, length = 4 * spec.sequences_per_step, spec.data.max_length
+        data: Any = LengthsAlone(Cast(spec.plain(), [length] * count, [length - 1] * count))
+        tasks.append(Task(spec, data))
+    engine.register_tasks(tasks)
+    return engine
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table."""
+    mib = 1 << 20
+    rows = [
+        [
+            row["name"],
+            str(row["micro_batches"]),
+            "yes" if row["fits"] else "no",
+            "yes" if row["runs"] else "no",
+            f"{row['predicted_bytes'] / mib:.1f}",
+            f"{row['peak_bytes'] / mib:.1f}" if row["runs"] else "-",
+            f"{1000 * row['predicted_seconds']:.0f}",
+            f"{1000 * row['seconds']:.0f}" if row["runs"] else "-",
+        ]
+        for row in result["methods"]
+    ]
+    head = "method | parts | fits | runs | MiB predicted | MiB counted | ms predicted | ms"
+    chosen = (
+        f"chosen: {result['chosen']}: {result['over_the_fastest']:.2f} times as long as the fastest that ran, "
+        f"number {result['place']} of them"
+        if result["place"]
+        else "chosen: nothing ran"
+    )
+    budget = f"budget of each of {RANKS} processes on {result['cores']} cores: {result['budget_bytes'] / mib:.1f} MiB"
+    return "\n".join([budget, "", *table(head, rows), "", chosen])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
