@@ -35,6 +35,17 @@ from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec,
 Recompute = Literal["none", "full", "selective"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a process is at that reads a part of the backbone: a layer, or what is outside layers (None)."""
+
+    layer: int | None
+
+    def __str__(self) -> str:
+        part = "" if self.layer is None else f"'s layer {self.layer}"
+        return f"reading the backbone{part}"
+
+
 class Backbone:
     """One stage of the frozen model on this process. Made by `Backbone.load`, or several by `load_stages`.
 
@@ -130,6 +141,7 @@ class Backbone:
             units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
         with NoWeights() if absent else Checkpoint(info.path) as source:
             for key, own in units.items():
+                parallel.presence.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
                 home.settle(key, weights.fill(model, own, info.stored, source, dtype, parallel.device))
         if tied_here:
             model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)

@@ -83,7 +83,7 @@ def evaluate(
         dist.all_reduce(sums)
     nll, labels, predicted, counted, likeliest = sums.tolist()
     share = likeliest / len(dataset) if dataset.distinct_completions else predicted / max(counted, 1.0)
-    return EvalResult(nll / labels, share, len(dataset))
+    return EvalResult(nll / max(labels, 1.0), share, len(dataset))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from megatron_mux.memory import invisible
 from megatron_mux.memory.caching.replay import Replay, replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream
-from megatron_mux.memory.stream.insertion import buckets, inserted, scaled, workspaces
-from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.stream.insertion import Block, buckets, inserted, scaled, workspaces
+from megatron_mux.memory.trace.case import Case, Gpu
 
 FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"
 _PHASES = {
     "load": "while the model is loaded",
+    "join": "while tasks join",
     "inputs": "while a batch is put on the GPU",
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -122,11 +123,16 @@ def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int 
 
 def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpus: int = 1) -> Prediction:
     """The same from a case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    unseen = workspaces(stream, invisible.cublas(case.gpu.capability, config))
+    unseen = cublas(stream, case.gpu)
     if gpus > 1:
         unseen += buckets(stream)
     return Prediction(inserted(stream, unseen), settings or Settings(), int(gpus > 1))
+
+
+def cublas(stream: Stream, gpu: Gpu) -> list[Block]:
+    """cuBLAS's workspaces in a stream."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    return workspaces(stream, invisible.cublas(gpu.capability, config))
 
 
 def outside(communicators: int, most: bool | None = None) -> int:

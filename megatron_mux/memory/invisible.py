@@ -51,6 +51,7 @@ EFFICIENT = "memory-efficient attention's backward workspace"
 EMBEDDING = "scratch of the embedding's gradient"
 NORM = "partial sums of a norm's gradient"
 FOREACH_NORM = "partial sums of foreach norms"
+SORT = "scratch of a sort"
 
 TABLE: Mapping[str, Invisible] = {
     CONTEXT: Invisible(
@@ -108,6 +109,13 @@ TABLE: Mapping[str, Invisible] = {
         "in an operator",
         True,
         "aten/src/ATen/native/cuda/ForeachReduceOp.cu: output_per_tensor",
+    ),
+    SORT: Invisible(
+        "in an operator",
+        True,
+        "aten/src/ATen/native/cuda/Sort.cu: segmented_sort_large_segments; what cub asks for is not said",
+        8 / 20,
+        1.2,
     ),
 }
 """All entries by name. The name of one that an operator takes is the operator of its events in a stream."""
@@ -173,6 +181,26 @@ def flash(
     return [Scratch(FLASH, size) for size in found]
 
 
+def flash_packed(
+    segments: int, heads: int, groups: int, queries: int, keys: int, head: int, itemsize: int
+) -> list[Scratch]:
+    """The same of packed segments of any lengths, each of which begins 128 rows behind the one before.
+
+    Args:
+        segments: How many.
+        heads: Of the queries.
+        groups: Heads of keys and values.
+        queries, keys: Tokens of all segments.
+        head: Elements of a head.
+        itemsize: Bytes of an element.
+    """
+    rows, wide = queries + 128 * segments, _up(head, 32 if head <= 128 else 64)
+    found = [heads * rows * 4, rows * heads * wide * 4]  # softmax_d, dq_accum
+    if heads != groups:
+        found += [keys * heads * head * itemsize] * 2  # dk_expanded, dv_expanded
+    return [Scratch(FLASH, size) for size in found]
+
+
 def cudnn(batch: int, heads: int, queries: int, head: int) -> list[Scratch]:
     """What cuDNN's backward pass of attention is likely to take: the queries' gradient in fp32, a number a row."""
     return [Scratch(CUDNN, batch * heads * queries * (head + 1) * 4)]
@@ -215,6 +243,11 @@ def foreach_norm(sizes: list[int]) -> list[Scratch]:
         sizes: Elements of each tensor.
     """
     return [Scratch(FOREACH_NORM, len(sizes) * -(-max(sizes) // 65536) * 4)] if sizes else []
+
+
+def sort(elements: int, itemsize: int) -> list[Scratch]:
+    """What sorting one long row takes: numbers of its elements, and elements and numbers once more while it sorts."""
+    return [Scratch(SORT, elements * (8 + itemsize + 8))]
 
 
 def _up(count: int, step: int) -> int:

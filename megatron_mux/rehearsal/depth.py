@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.memory.stream.events import Moment, Stream
+from megatron_mux.memory.stream.events import Moment, Stream, StreamError
 from megatron_mux.memory.stream.extension import extended
 from megatron_mux.memory.trace.depth import renamed
 from megatron_mux.memory.trace.model import configuration
@@ -32,7 +34,7 @@ def shallow(setting: Setting) -> list[Setting]:
     (a prefix), where stages are hardly deeper, where a rank has several of them, or where weights come and go. (And
     where the first layer to be trained is unlike the others, since its attention is not: then `deepened` refuses.)
     """
-    info = _info(setting)
+    info = read_info(setting.config)
     if setting.residence != "resident":
         return []
     if setting.device == "cpu" or setting.plan.virtual > 1 or min(_split(setting, info)) <= LAYERS[-1] + 1:
@@ -54,19 +56,29 @@ def deepened(setting: Setting, rank: int, two: Recording, three: Recording) -> R
         StreamError: They do not line up.
     """
     stage = rank // (setting.world // setting.plan.ranks)
-    layers = stage_layers(_split(setting, _info(setting)))[stage]
+    layers = stage_layers(_split(setting, read_info(setting.config)))[stage]
     small, large = (
         _moved(one.stream, -stage * count) for one, count in zip((two, three), LAYERS, strict=True)
     )
     stream = _moved(extended(small, large, len(layers)), layers.start)
-    # Each layer inserts as many events before any step as the third one does.
-    begins = tuple(b + (b - a) * (len(layers) - 3) for a, b in zip(two.begins, three.begins, strict=True))
-    return Recording(stream, begins)
+    if [what for _, what in two.marks] != [what for _, what in three.marks]:
+        raise StreamError("two layers and three are not stepped alike")
+    # Each layer inserts as many events before any action as the third one does.
+    marks = tuple(
+        (b + (b - a) * (len(layers) - 3), what)
+        for (a, what), (b, _) in zip(two.marks, three.marks, strict=True)
+    )
+    return Recording(stream, marks, three.communicators)
 
 
-def _info(setting: Setting) -> BackboneInfo:
+def read_info(config: Mapping[str, Any]) -> BackboneInfo:
+    """A backbone's shape and names, from what its config.json says.
+
+    Raises:
+        UserError: It is none that this engine knows.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(setting.config))
+        (Path(directory) / "config.json").write_text(json.dumps(config))
         return info_without_weights(directory)
 
 

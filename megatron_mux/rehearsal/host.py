@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,16 +19,23 @@ class HostComputes(TorchDispatchMode):
     """Computes for real what concerns real tensors alone; it belongs above a fake mode.
 
     Tensors of whole numbers (int64) that are made in host memory are real; all others that are made are fake.
+
+    Attributes:
+        groups: Names of the groups of ranks that fake tensors have been exchanged in.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.groups: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if fake and func.namespace == "c10d":
+            group = next(leaf for leaf in args if isinstance(leaf, torch.ScriptObject))
+            self.groups.add(dist.ProcessGroup.unbox(group).group_name)
         if on_host and not fake and (tensors or _makes_numbers(func, args, kwargs)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,13 +23,28 @@ from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
 from megatron_mux.memory.trace.place import INPUTS, JOIN, Place
 from megatron_mux.memory.trace.record import Answer, Recorder
+from megatron_mux.memory.trace.scratch import scratch_of
+from megatron_mux.rehearsal.depth import read_info
 from megatron_mux.rehearsal.host import HostComputes, everyone_says_the_same, read_from_nothing
-from megatron_mux.rehearsal.recording import Recording
+from megatron_mux.rehearsal.recording import STEP, Recording
 from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
 from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.rehearsal.watch import Watch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
+
+
+def import_all(setting: Setting) -> None:
+    """Import what a rehearsal does only once it is needed: processes forked off then have it.
+
+    Raises:
+        UserError: The backbone's config is none.
+    """
+    from transformers.optimization import get_scheduler  # noqa: F401
+
+    for one in setting.tasks:
+        TaskSpec.model_validate(one.task)
+    read_info(setting.config)
 
 
 def rehearse(setting: Setting, rank: int) -> Recording:
@@ -47,8 +62,24 @@ def rehearse(setting: Setting, rank: int) -> Recording:
         parallel = runtime.initialize(
             setting.tensor, setting.plan.ranks, setting.sequence_parallel, device=_device(setting)
         )
-        stack.enter_context(HostComputes())
-        return _record(setting, directory, parallel, read_from_nothing)
+        host = stack.enter_context(HostComputes())
+        parallel = OthersSayTheSame(**vars(parallel))
+        recording = _record(setting, directory, parallel, read_from_nothing)
+        return replace(recording, communicators=len(host.groups))
+
+
+class OthersSayTheSame(Parallel):
+    """A place in a world of which no other rank is there: each would say what this one says."""
+
+    def total(self, flags: Sequence[bool]) -> list[int]:
+        """See `Parallel.total`."""
+        super().total(flags)
+        return [self.world_size * int(flag) for flag in flags]
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """See `Parallel.most`."""
+        super().most(values)
+        return list(values)
 
 
 def count(setting: Setting, directory: Path, parallel: Parallel) -> Recording:
@@ -63,14 +94,17 @@ def count(setting: Setting, directory: Path, parallel: Parallel) -> Recording:
 
 
 def _record(setting: Setting, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
-    """Load, register and step, as a training process does it; without weights if there is an answer for them."""
+    """Load, register, step and evaluate, as a training process does it; without weights if there is an answer for them.
+
+    Kernels' own scratch is put in where the device is not there: on a CPU others are counted.
+    """
     plan = setting.plan
     place = Place()
-    watch = Watch(place)
+    scratch = scratch_of if setting.device == "cuda" else None
+    recorder = Recorder(place, parallel.device.type, 0, answer, scratch)
+    watch = Watch(place, recorder)
     parallel = replace(parallel, presence=watch)
-    begins = []
     with _collecting_nothing():
-        recorder = Recorder(place, parallel.device.type, 0, answer)
         with recorder:
             stages = load_stages(
                 directory,
@@ -81,22 +115,36 @@ def _record(setting: Setting, directory: Path, parallel: Parallel, answer: Answe
                 setting.residence,
                 absent=answer is not None,
             )
-            watch.follow(stages, recorder)
+            watch.follow(stages)
             recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
             place.enter(JOIN)
             engine = Engine(stages, parallel, Planning("auto", plan.stages, AsGiven(plan), given=plan))
             watch.follow_adapters(engine.adapters.host)
             engine.register_tasks([_task(one) for one in setting.tasks])
-            watch.label(engine, recorder)
-            for _ in range(setting.steps):
-                place.enter(INPUTS)
-                begins.append(recorder.events)
-                engine.step()
-        return Recording(recorder.done(), tuple(begins))
+            watch.label(engine)
+            _steps(engine, setting, place, watch)
+            for one in setting.tasks:
+                if one.held_out:
+                    watch.within = f"the evaluation of {one.name}"
+                    engine.evaluate(one.name)
+        return Recording(recorder.done(), tuple(watch.marks))
+
+
+def _steps(engine: Engine, setting: Setting, place: Place, watch: Watch) -> None:
+    left = setting.steps
+    while left:
+        place.enter(INPUTS)
+        watch.mark(STEP)
+        left -= len(engine.steps(left if setting.rolling else 1))
 
 
 def _task(one: Cast) -> Task:
-    return Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one)))
+    held_out = LengthsAlone(one.held_out, one.held_out) if one.held_out else None
+    return Task(
+        TaskSpec.model_validate(one.task),
+        cast(TaskDataset, LengthsAlone(one.lengths, one.labels)),
+        cast(TaskDataset | None, held_out),
+    )
 
 
 def _device(setting: Setting) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,14 @@ import numpy.typing as npt
 from megatron_mux.data.tokenise import Example
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.rehearsal.setting import Cast
 
 
 class LengthsAlone:
     """What the engine takes for a `TaskDataset`: every token is 0, the last ones of each record are labelled.
 
     Args:
-        cast: The task.
+        lengths: Tokens of each record.
+        labels: Labelled tokens of each, at its end.
     """
 
     distinct_completions = None
@@ -26,9 +26,9 @@ class LengthsAlone:
     dropped = 0
     path = Path("rehearsal")
 
-    def __init__(self, cast: Cast) -> None:
-        self.lengths: npt.NDArray[np.int32] = np.array(cast.lengths, np.int32)
-        self.label_counts: npt.NDArray[np.int32] = np.array(cast.labels, np.int32)
+    def __init__(self, lengths: Sequence[int], labels: Sequence[int]) -> None:
+        self.lengths: npt.NDArray[np.int32] = np.array(lengths, np.int32)
+        self.label_counts: npt.NDArray[np.int32] = np.array(labels, np.int32)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.memory.trace.case import Gpu, Precision
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.residence import Kind
 
 Dtype = Precision | Literal["float64"]
 
@@ -33,11 +35,18 @@ class Cast:
         task: A task of `tasks.yaml`, as `TaskSpec.plain` gives it.
         lengths: Tokens of each record.
         labels: Labelled tokens of each, at its end.
+        held_out: Tokens of each record to evaluate, all of them labelled; empty: it is not evaluated.
     """
 
     task: Mapping[str, Any]
     lengths: Sequence[int]
     labels: Sequence[int]
+    held_out: Sequence[int] = ()
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return str(self.task["name"])
 
     @classmethod
     def of(cls, spec: Any, data: Lengths) -> Cast:
@@ -67,6 +76,7 @@ class Setting:
         device: A GPU that is not there, or the host: then kernels are a CPU's, and tensors in host memory count.
         gpu: Which GPU.
         steps: Optimizer steps; from the second one on, all that lasts is there.
+        rolling: Whether they follow each other without a flush of the pipeline.
     """
 
     config: Mapping[str, Any]
@@ -80,6 +90,7 @@ class Setting:
     device: Literal["cuda", "cpu"] = "cuda"
     gpu: Gpu = field(default_factory=Gpu)
     steps: int = 2
+    rolling: bool = False
 
     @property
     def world(self) -> int:

@@ -3,44 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.host import Host, Site
-from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model import Backbone, Reading
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Presence
 from megatron_mux.memory.stream.events import Category
-from megatron_mux.memory.trace.place import BACKWARD, FORWARD, OPTIMIZER, Place
+from megatron_mux.memory.trace.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
 from megatron_mux.pipeline.action import Action
+from megatron_mux.rehearsal.recording import Mark
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 
 
 class Watch(Presence):
-    """Hears which action the engine is at, and follows it through a stage's layers.
+    """Hears what the engine is at, and follows it through a stage's layers.
 
     Args:
         place: Is told.
+        recorder: Counts events.
+
+    Attributes:
+        marks: See `Recording`.
+        within: What actions that are heard are part of, where they are no step's.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, recorder: Recorder) -> None:
+        self.marks: list[Mark] = []
+        self.within = ""
         self._place = place
+        self._recorder = recorder
         self._label: Callable[[], None] = lambda: None
 
     def at(self, what: object, long: bool = False) -> None:
         """See `Presence.at`."""
+        if isinstance(what, Reading):
+            self._place.enter(LOAD)
+            self._place.layer = what.layer
         if isinstance(what, Action):
+            self.mark(", ".join(filter(None, (self.within, str(what)))))
             if not what.is_pass:
                 self._label()
             self._place.enter(_PHASES[what.kind])
 
-    def follow(self, stages: Sequence[Backbone], recorder: Recorder) -> None:
-        """Follow loaded stages through their layers, and say what their parameters are for."""
+    def mark(self, what: str) -> None:
+        """Something is begun."""
+        self.marks.append((self._recorder.events, what))
+
+    def follow(self, stages: Sequence[Backbone]) -> None:
+        """Follow loaded stages through their layers."""
         for stage in stages:
             residence, first = stage.residence, stage.layers.start
 
@@ -50,10 +66,6 @@ class Watch(Presence):
                 return _Followed(self._place, first, residence, hidden, trained_from)
 
             setattr(residence, "layers", layers)  # noqa: B010 (on the instance)
-            decoder: Any = stage.model.decoder
-            for layer, module in zip(stage.layers, decoder.layers, strict=True):
-                for parameter in module.parameters():
-                    recorder.label_layer(parameter, layer)
 
     def follow_adapters(self, host: Host) -> None:
         """Follow adapters that are made on these layers."""
@@ -67,7 +79,7 @@ class Watch(Presence):
 
         setattr(host, "sites", sites)  # noqa: B010 (on the instance)
 
-    def label(self, engine: Engine, recorder: Recorder) -> None:
+    def label(self, engine: Engine) -> None:
         """Say what tasks' tensors are for: now, and at the end of each bucket's step."""
         prefixes = {f".{info.hf_prefix}.": info.layer for info in engine.adapters.host.base_ops}
         trained = [
@@ -82,8 +94,8 @@ class Watch(Presence):
                 own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
                 for tensor, category in own:
                     if tensor is not None:
-                        recorder.label(tensor, category)
-                        recorder.label_layer(tensor, layer)
+                        self._recorder.label(tensor, category)
+                        self._recorder.label_layer(tensor, layer)
 
         self._label = label
         label()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
-from multiprocessing.pool import Pool
 from typing import TYPE_CHECKING
+
+from megatron_mux.rehearsal.forks import Forks, LostProcess
 
 if TYPE_CHECKING:
     from megatron_mux.rehearsal.recording import Recording
@@ -28,32 +28,32 @@ def main() -> int:
     # Imported once, here: each rank's process, forked off, has it.
     from megatron_mux.errors import UserError
     from megatron_mux.memory.trace.guard import NoFakeGpu
-    from megatron_mux.rehearsal import perform  # noqa: F401
+    from megatron_mux.rehearsal import perform
     from megatron_mux.rehearsal.setting import Setting
 
     parts = [(Setting.from_dict(setting), rank, whole) for setting, rank, whole in map(json.loads, lines)]
-    processes = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
     try:
-        with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-            for recording in _recordings(parts, pool):
-                answers.write(recording.to_json() + "\n")
-    except (NoFakeGpu, UserError) as error:
+        perform.import_all(parts[0][0])
+        for recording in _recordings(parts):
+            answers.write(recording.to_json() + "\n")
+    except (LostProcess, NoFakeGpu, UserError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     answers.flush()
     return 0
 
 
-def _recordings(parts: list[Part], pool: Pool) -> list[Recording]:
+def _recordings(parts: list[Part]) -> list[Recording]:
     """In the order of the parts; deep stages from shallow ones where those line up."""
     from megatron_mux.memory.stream.events import StreamError
     from megatron_mux.rehearsal.depth import deepened, shallow
 
+    each = Forks(_rehearse, max(1, min(_AT_ONCE, len(os.sched_getaffinity(0)))))
     fewer: list[list[Part]] = [
         [] if whole else [(small, rank, True) for small in shallow(setting)] for setting, rank, whole in parts
     ]
     asked = [few or [part] for few, part in zip(fewer, parts, strict=True)]
-    made = iter(pool.map(_rehearse, [one for few in asked for one in few], chunksize=1))
+    made = iter(each([one for few in asked for one in few]))
     found: list[Recording | None] = []
     for few, (setting, rank, _) in zip(asked, parts, strict=True):
         own = [next(made) for _ in few]
@@ -61,9 +61,7 @@ def _recordings(parts: list[Part], pool: Pool) -> list[Recording]:
             found.append(own[0] if len(own) == 1 else deepened(setting, rank, *own))
         except StreamError:
             found.append(None)
-    whole = iter(
-        pool.map(_rehearse, [part for part, one in zip(parts, found, strict=True) if one is None], 1)
-    )
+    whole = iter(each([part for part, one in zip(parts, found, strict=True) if one is None]))
     return [next(whole) if one is None else one for one in found]
 
 

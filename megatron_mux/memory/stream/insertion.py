@@ -26,20 +26,21 @@ class Block(NamedTuple):
 
 
 def workspaces(stream: Stream, size: int) -> list[Block]:
-    """cuBLAS's workspaces: forward and backward pass run in threads of their own, each with a handle.
+    """cuBLAS's workspaces, one for each thread's handle: autograd runs the backward pass in a thread of its own, all
+    else is done in the main thread.
 
     Args:
-        stream: A step.
+        stream: Of one CUDA stream, on which all products are.
         size: Of each.
     """
-    found: dict[str, Block] = {}
+    found: dict[bool, Block] = {}
     products = {place for place, moment in enumerate(stream.moment_names) if moment.operator in _PRODUCTS}
     for index, (code, at) in enumerate(zip(stream.codes, stream.moments, strict=True)):
         if code >= 0 and at in products:
             phase = stream.moment_names[at].phase
             # The product's result is allocated first.
             moment = Moment(phase, None, invisible.CUBLAS)
-            found.setdefault(phase, Block(index + 1, size, Category.WORKSPACE, moment))
+            found.setdefault(phase == "backward", Block(index + 1, size, Category.WORKSPACE, moment))
     return list(found.values())
 
 

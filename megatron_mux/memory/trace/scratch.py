@@ -27,6 +27,22 @@ def _flash(args: Sequence[Any]) -> list[Scratch]:
     return invisible.flash(batch, heads, key.shape[1], queries, key.shape[2], head, query.element_size())
 
 
+def _flash_packed(args: Sequence[Any]) -> list[Scratch]:
+    """Arguments: gradient, queries [T, heads, D], keys, values, output, its log-sum-exp, where segments begin, ..."""
+    query, key, bounds = args[1], args[2], args[6]
+    (queries, heads, head), (keys, groups, _) = query.shape, key.shape
+    return invisible.flash_packed(
+        bounds.shape[0] - 1, heads, groups, queries, keys, head, query.element_size()
+    )
+
+
+def _sort(args: Sequence[Any]) -> list[Scratch]:
+    values = args[0]
+    if values.device.type == "cpu" or values.dim() != 1:
+        return []
+    return invisible.sort(values.numel(), values.element_size())
+
+
 def _cudnn(args: Sequence[Any]) -> list[Scratch]:
     batch, heads, queries, head = args[1].shape
     return invisible.cudnn(batch, heads, queries, head)
@@ -55,10 +71,12 @@ def _foreach_norm(args: Sequence[Any]) -> list[Scratch]:
 
 _OPERATORS: Mapping[str, Callable[[Sequence[Any]], list[Scratch]]] = {
     "_scaled_dot_product_flash_attention_backward": _flash,
+    "torch_attn::_varlen_attn_backward": _flash_packed,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn,
     "_scaled_dot_product_efficient_attention_backward": _efficient,
     "embedding_dense_backward": _embedding,
     "native_layer_norm_backward": _norm,
     "_fused_rms_norm_backward": _norm,
     "_foreach_norm": _foreach_norm,
+    "sort": _sort,
 }

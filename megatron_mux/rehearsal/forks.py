@@ -1,0 +1,87 @@
+"""Work done in forked processes, one for each part of it: whatever one of them does to itself, others do not meet."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Generic, TypeVar
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+class LostProcess(RuntimeError):
+    """A process ended without an answer: killed for want of memory, perhaps."""
+
+
+class Forks(Generic[Part, Result]):
+    """Does parts of some work side by side, each in a process of its own. (A pool would wait for a killed one for ever,
+    or have one process do several parts.)
+
+    Args:
+        work: Done in the process; its result travels back.
+        at_once: Processes side by side at the most.
+    """
+
+    def __init__(self, work: Callable[[Part], Result], at_once: int) -> None:
+        self._work = work
+        self._at_once = at_once
+        self._context = multiprocessing.get_context("fork")
+
+    def __call__(self, parts: Sequence[Part]) -> list[Result]:
+        """The results, in the order of the parts.
+
+        Raises:
+            LostProcess: One of them ended without an answer.
+            Exception: What the work raised, of the first part whose work did. The others are ended.
+        """
+        found: dict[int, Result] = {}
+        waiting = list(enumerate(parts))
+        running: dict[Connection, tuple[int, ForkProcess]] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._at_once:
+                    number, part = waiting.pop(0)
+                    connection, process = self._start(part)
+                    running[connection] = number, process
+                for connection in wait(list(running)):
+                    assert isinstance(connection, Connection)
+                    number, process = running[connection]
+                    found[number] = self._received(connection, process)
+                    del running[connection]
+        finally:
+            for connection, (_, process) in running.items():
+                process.kill()
+                process.join()
+                connection.close()
+        return [found[number] for number in range(len(parts))]
+
+    def _start(self, part: Part) -> tuple[Connection, ForkProcess]:
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_do, args=(self._work, part, theirs), daemon=True)
+        process.start()
+        theirs.close()  # the process has the only other end: when it is gone, we are told
+        return ours, process
+
+    def _received(self, connection: Connection, process: ForkProcess) -> Result:
+        try:
+            result, error = connection.recv()
+        except EOFError:
+            process.join()
+            raise LostProcess(f"a rehearsing process was lost (it ended with {process.exitcode})") from None
+        process.join()
+        connection.close()
+        if error is not None:
+            raise error
+        done: Result = result
+        return done
+
+
+def _do(work: Callable[[Part], Result], part: Part, connection: Connection) -> None:
+    try:
+        answer: tuple[Result | None, Exception | None] = work(part), None
+    except Exception as error:
+        answer = None, error
+    connection.send(answer)
