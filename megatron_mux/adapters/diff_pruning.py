@@ -185,7 +185,7 @@ class DiffPruning(TaskAdapter):
             alive = torch.sigmoid(logits - math.log(-low / high))
             slope = alive * (1 - alive) * self.spec.l0_weight
             logits.grad = slope if logits.grad is None else logits.grad.add_(slope)
-            total = alive.sum() * self.spec.l0_weight + total
+            total = total + alive.sum() * self.spec.l0_weight
         return total
 
     @torch.no_grad()

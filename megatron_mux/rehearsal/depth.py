@@ -1,4 +1,4 @@
-"""A deep stage from rehearsals with two and with three layers to a stage: its layers insert the same events each."""
+"""A deep stage from rehearsals with few layers to a stage: those between the ends insert the same events each."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.memory.stream.events import Moment, Stream, StreamError
-from megatron_mux.memory.stream.extension import extended
-from megatron_mux.memory.trace.depth import renamed
+from megatron_mux.memory.trace.depth import Grouping, extended_by, renamed
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.tasks import TaskSpec
 
-LAYERS = (2, 3)
-"""Of each stage, in the two rehearsals."""
+_RESIDENT = Grouping(first=2)
+"""Where the first layer's attention needs no gradient, what all layers share is dropped in the second one's backward
+pass, not in the first one's."""
+_COMING_AND_GOING = Grouping(first=2, further=1)
+"""The last layer's weights, the final norm among them, are brought while the one before it computes."""
 
 
 def shallow(setting: Setting) -> list[Setting]:
-    """The same with fewer layers, as `LAYERS` says; nothing if it takes all of them to tell.
+    """The same with fewer layers, for two groups of layers to a stage and for three; nothing if it takes all to tell.
 
-    That is so where layers differ (in their windows, in the adapters on them) or share a tensor that grows with them
-    (a prefix), where stages are hardly deeper, where a rank has several of them, or where weights come and go. (And
-    where the first layer to be trained is unlike the others, since its attention is not: then `deepened` refuses.)
+    That is so where layers differ (in their windows, in the adapters on them); where an adapter is one tensor for all
+    layers (a prefix, whose gradient has the size of all of them wherever it comes about) or works on all layers between
+    steps (diff pruning); where stages are hardly deeper; where a rank has several of them; and on a CPU.
     """
     info = read_info(setting.config)
-    if setting.residence != "resident":
+    grouping = _grouping(setting)
+    if setting.device == "cpu" or setting.plan.virtual > 1:
         return []
-    if setting.device == "cpu" or setting.plan.virtual > 1 or min(_split(setting, info)) <= LAYERS[-1] + 1:
+    if min(_split(setting, info)) <= grouping.layers(3) + 1:
         return []
     if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in setting.tasks):
         return []
-    found = []
-    for layers in LAYERS:
-        config = configuration(setting.config, layers * setting.plan.stages)
-        plan = replace(setting.plan, split=(layers,) * setting.plan.stages)
-        found.append(replace(setting, config=json.loads(config.to_json_string(use_diff=False)), plan=plan))
-    return found
+    return [_cut(setting, grouping.layers(groups)) for groups in (2, 3)]
 
 
 def deepened(setting: Setting, rank: int, two: Recording, three: Recording) -> Recording:
@@ -57,16 +55,19 @@ def deepened(setting: Setting, rank: int, two: Recording, three: Recording) -> R
     """
     stage = rank // (setting.world // setting.plan.ranks)
     layers = stage_layers(_split(setting, read_info(setting.config)))[stage]
+    grouping = _grouping(setting)
     small, large = (
-        _moved(one.stream, -stage * count) for one, count in zip((two, three), LAYERS, strict=True)
-    )
-    stream = _moved(extended(small, large, len(layers)), layers.start)
+        _moved(one.stream, -stage * grouping.layers(groups))
+        for one, groups in ((two, 2), (three, 3))
+    )  # fmt: skip
+    stream = _moved(extended_by(small, large, len(layers), grouping), layers.start)
     if [what for _, what in two.marks] != [what for _, what in three.marks]:
-        raise StreamError("two layers and three are not stepped alike")
-    # Each layer inserts as many events before any action as the third one does.
+        raise StreamError("the actions of few layers and of one more are not the same")
+    # Each further layer inserts as many events before an action as that one does.
+    further = len(layers) - grouping.layers(3)
     marks = tuple(
-        (b + (b - a) * (len(layers) - 3), what)
-        for (a, what), (b, _) in zip(two.marks, three.marks, strict=True)
+        (many + (many - few) * further, what)
+        for (few, what), (many, _) in zip(two.marks, three.marks, strict=True)
     )
     return Recording(stream, marks, three.communicators)
 
@@ -82,18 +83,29 @@ def read_info(config: Mapping[str, Any]) -> BackboneInfo:
         return info_without_weights(directory)
 
 
+def _grouping(setting: Setting) -> Grouping:
+    return _RESIDENT if setting.residence == "resident" else _COMING_AND_GOING
+
+
+def _cut(setting: Setting, layers: int) -> Setting:
+    """With so many layers to a stage."""
+    config = configuration(setting.config, layers * setting.plan.stages)
+    plan = replace(setting.plan, split=(layers,) * setting.plan.stages)
+    return replace(setting, config=json.loads(config.to_json_string(use_diff=False)), plan=plan)
+
+
 def _split(setting: Setting, info: BackboneInfo) -> tuple[int, ...]:
     return setting.plan.split or even_split(info.shape.layers, setting.plan.stages)
 
 
 def _is_everywhere(one: Cast, info: BackboneInfo) -> bool:
-    """Whether a task's adapter acts alike on all layers, with tensors of their own."""
-    lengths = np.array(one.lengths, np.int32)
-    load = TaskLoad.of(TaskSpec.model_validate(one.task), lengths, np.array(one.labels, np.int32), info)
+    """Whether a task's adapter acts alike on all layers, each by itself."""
+    spec = TaskSpec.model_validate(one.task)
+    load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info)
     sites = defaultdict(set)
     for site in load.sites:
         sites[site.layer].add((site.op, site.kind, site.size))
-    if load.virtual_tokens:
+    if load.virtual_tokens or spec.adapter.peft_type == "DIFF_PRUNING":
         return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1
 

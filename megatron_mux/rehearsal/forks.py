@@ -46,8 +46,8 @@ class Forks(Generic[Part, Result]):
                     number, part = waiting.pop(0)
                     connection, process = self._start(part)
                     running[connection] = number, process
-                for connection in wait(list(running)):
-                    assert isinstance(connection, Connection)
+                ready = wait(list(running))
+                for connection in [one for one in running if one in ready]:
                     number, process = running[connection]
                     found[number] = self._received(connection, process)
                     del running[connection]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
@@ -32,30 +33,35 @@ class Grouping:
     Attributes:
         first: Layers of the first group.
         size: Layers of every other group.
+        further: Layers that the last group has beyond these.
     """
 
     first: int = 1
     size: int = 1
+    further: int = 0
 
     def layers(self, groups: int) -> int:
         """Layers of so many groups."""
-        return self.first + self.size * (groups - 1)
+        return self._start(groups) + self.further
 
-    def group(self, layer: int) -> tuple[int, int]:
-        """A layer's group, and its place there."""
+    def group(self, layer: int, groups: int) -> tuple[int, int]:
+        """A layer's group among so many, and its place there."""
         if layer < self.first:
             return 0, layer
-        group, place = divmod(layer - self.first, self.size)
-        return group + 1, place
+        group = min((layer - self.first) // self.size + 1, groups - 1)
+        return group, layer - self._start(group)
 
     def layer(self, group: int, place: int) -> int:
         """The layer at a place of a group."""
-        return place if group == 0 else self.layers(group) + place
+        return self._start(group) + place
 
     def groups(self, layers: int) -> int | None:
         """How many groups so many layers are; None if they are no whole number of them, or fewer than two."""
-        more, left = divmod(layers - self.first, self.size)
+        more, left = divmod(layers - self.first - self.further, self.size)
         return more + 1 if more > 0 and not left else None
+
+    def _start(self, group: int) -> int:
+        return self.first + self.size * (group - 1) if group else 0
 
 
 def step(case: Case, trace: Tracer) -> Stream:
@@ -114,10 +120,10 @@ def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> 
     if grouping == Grouping():
         return extended(two, three, layers)
 
-    def together(moment: Moment) -> Moment:
+    def together(moment: Moment, groups: int) -> Moment:
         if moment.layer is None:
             return moment
-        group, place = grouping.group(moment.layer)
+        group, place = grouping.group(moment.layer, groups)
         return Moment(moment.phase, group, f"{place}{_MARK}{moment.operator}")
 
     def apart(moment: Moment) -> Moment:
@@ -126,7 +132,10 @@ def extended_by(two: Stream, three: Stream, layers: int, grouping: Grouping) -> 
         place, operator = moment.operator.split(_MARK, 1)
         return Moment(moment.phase, grouping.layer(moment.layer, int(place)), operator)
 
-    return renamed(extended(renamed(two, together), renamed(three, together), groups), apart)
+    small, large = (
+        renamed(stream, partial(together, groups=count)) for stream, count in ((two, 2), (three, 3))
+    )
+    return renamed(extended(small, large, groups), apart)
 
 
 def pattern(kinds: Sequence[int]) -> tuple[int, int]:
