@@ -185,11 +185,11 @@ def _read(store: Store, key: Mapping[str, Any]) -> RankAnswer | None:
 
 def _key(setting: Setting, rank: int, memory: int, settings: Settings | None) -> dict[str, Any]:
     allocator = asdict(settings or Settings())
-    return {"run": setting.to_dict(), "rank": rank, "memory": memory, "allocator": allocator, **_versions()}
+    return {"run": setting.to_dict(), "rank": rank, "memory": memory, "allocator": allocator, **versions()}
 
 
 @cache
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
     """What a rehearsal depends on: the whole of this package, since all of it runs, and those it runs on."""
     room = Path(__file__).parents[1]
     digest = hashlib.sha256()

@@ -12,8 +12,8 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.rehearsal.setting import Cast, Lengths
 from megatron_mux.tasks import TaskSpec
 
-STEPS = 3
-"""In the second one all that lasts is there, after it diff pruning fixes its masks, in the third one they are kept."""
+STEPS, STEPS_THAT_PRUNE = 2, 3
+"""In the second one all that lasts is there; diff pruning fixes its masks after it, and keeps them in a third one."""
 
 _PASS = 2048
 """Tokens of an evaluation's pass: `engine.evaluate.TOKENS_PER_PASS`."""
@@ -63,6 +63,12 @@ def heaviest(spec: TaskSpec, data: Lengths) -> Batch:
     return Batch(tuple(map(int, lengths[chosen])), _at_least(lengths[chosen], labels[chosen], most))
 
 
+def steps_of(specs: Sequence[TaskSpec]) -> int:
+    """How many steps of these tasks are rehearsed."""
+    prune = any(spec.adapter.peft_type == "DIFF_PRUNING" for spec in specs)
+    return STEPS_THAT_PRUNE if prune else STEPS
+
+
 def cast(spec: TaskSpec, batch: Batch, stages: int, pipelines: int) -> Cast:
     """A task as it is rehearsed, evaluated if it has held-out records: with full passes, as many as fill the pipeline.
 
@@ -74,7 +80,7 @@ def cast(spec: TaskSpec, batch: Batch, stages: int, pipelines: int) -> Cast:
     """
     plain = spec.plain()
     # Fewer steps than it has, so that what happens at a certain share of them does.
-    training = {**plain["training"], "max_steps": STEPS, "num_train_epochs": None}
+    training = {**plain["training"], "max_steps": STEPS_THAT_PRUNE, "num_train_epochs": None}
     training |= {"warmup_steps": 0, "warmup_ratio": 0.0}
     held_out: Sequence[int] = ()
     if spec.eval is not None:

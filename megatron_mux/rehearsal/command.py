@@ -1,126 +1,39 @@
-"""`tools/estimate_memory.py --method rehearsal`: which way to train a task file fits, by rehearsals."""
+"""`tools/estimate_memory.py --method rehearsal`: its answer, at once where it is known, and as people read it."""
 
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_mux.choice.answer import Choice
-from megatron_mux.choice.ranking import Ranked
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.check import read_plan
 from megatron_mux.memory.estimators import Question
-from megatron_mux.memory.sizes import show_size
+from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.rehearsal.answer import RankAnswer, answers, prediction, worst
-from megatron_mux.rehearsal.data import Batches
-from megatron_mux.rehearsal.process import rehearsals
-from megatron_mux.rehearsal.runs import Work, gpu_of, telling_ranks
-from megatron_mux.rehearsal.setting import Setting
+from megatron_mux.rehearsal.answer import versions
 from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_TRIES = 4
-"""Methods that are rehearsed at the most until one fits."""
+    from megatron_mux.rehearsal.choosing import Answer
 
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """A way to train, rehearsed.
-
-    Attributes:
-        name: Of the method: its degrees; `plan` of a plan.
-        details: The rest of it.
-        flags: That run it.
-        setting: What was rehearsed.
-        ranks: What each of its ranks takes that was.
-    """
-
-    name: str
-    details: str
-    flags: Sequence[str]
-    setting: Setting
-    ranks: Sequence[RankAnswer]
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank does."""
-        return all(rank.fits for rank in self.ranks)
-
-    @property
-    def worst(self) -> RankAnswer:
-        """The rank that needs most."""
-        return worst(self.ranks)
-
-    def to_json(self) -> dict[str, Any]:
-        """As programs read it: what the worst rank takes, then all of them."""
-        plan = self.setting.plan
-        told = self.worst.to_json()
-        return {
-            "estimator": "rehearsal",
-            "name": self.name,
-            "details": self.details,
-            "data_parallel": plan.data,
-            "tensor_parallel": self.setting.tensor,
-            "pipeline_parallel": plan.ranks,
-            "sequence_parallel": self.setting.sequence_parallel,
-            "recompute": self.setting.recompute,
-            "backbone_weights": self.setting.residence,
-            "micro_batches": [bucket.micro_batches for bucket in plan.buckets],
-            **told,
-            "fits": self.fits,
-            "largest_batch": None,
-            "worst_rank": {"stage": self.worst.stage, "rank": self.worst.rank, "at": self.worst.when},
-            "ranks": [rank.to_json() for rank in self.ranks],
-            "flags": list(self.flags),
-        }
+_ASKED = (
+    "gpus", "gpu_memory", "precision", "optimizer", "master_weights", "attention", "device", "plan",
+    "recompute_granularity", "backbone_weights",
+)  # fmt: skip
+"""Of the tool's arguments, those that the answer depends on."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What rehearsals say.
-
-    Attributes:
-        tried: In the order of their predicted speed, until one fits.
-        unread: Tasks whose data were not at hand.
-    """
-
-    tried: Sequence[Rehearsed]
-    unread: Sequence[str]
-
-    @property
-    def chosen(self) -> Rehearsed | None:
-        """The first that fits; None if none does."""
-        return next((one for one in self.tried if one.fits), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """As programs read it."""
-        best = self.chosen
-        return {
-            "selected": best.name if best else None,
-            "selected_kind": best.details if best else None,
-            "flags": list(best.flags) if best else [],
-            "data_not_read": list(self.unread),
-            "methods": [one.to_json() for one in self.tried],
-        }
-
-
-def run(arguments: Namespace, question: Question, choose: Callable[[], Choice], say: Say) -> Answer:
-    """Rehearse a plan, or the best methods until one fits.
+def run(arguments: Namespace, question: Question, say: Callable[[str], None]) -> dict[str, Any]:
+    """The answer as programs read it; its picture is drawn if one is asked for.
 
     Args:
         arguments: The tool's.
         question: The model and the GPUs.
-        choose: Ranks the methods by closed forms.
         say: Told what takes time.
 
     Raises:
@@ -130,149 +43,108 @@ def run(arguments: Namespace, question: Question, choose: Callable[[], Choice], 
         raise UserError("--method rehearsal: rehearses tasks on a frozen backbone: give --tasks FILE")
     if arguments.precision == "fp16":
         raise UserError("--precision fp16: --method rehearsal knows bf16 and fp32, as pretrain_mux.py does")
-    directory = question.skeleton.path.parent
-    specs = load_task_file(arguments.tasks, data_later=True)
-    batches = Batches(directory, Store("batches"))
-    work = Work(
-        question.skeleton.raw, directory, arguments.tasks, specs, batches.of(specs), gpu_of(arguments.device)
-    )
-    try:
-        if arguments.plan is not None:
-            tried = [_plan(arguments, question, work, say)]
-        else:
-            tried = _methods(question, choose(), work, say)
-    except TraceError as error:
-        raise UserError(f"--method rehearsal: {error}") from None
-    return Answer(tried, batches.unread)
+    question.check()
+    store = Store("rehearsed")
+    about = _about(arguments, question)
+    text = store.read(about)
+    if text is not None and not arguments.plot:
+        told: dict[str, Any] = json.loads(text)
+        return told
+    from megatron_mux.rehearsal.choosing import choose  # imports torch, which takes seconds
+
+    answer = choose(arguments, question, say)
+    if arguments.plot:
+        _draw(answer, arguments.plot, question)
+    told = answer.to_json()
+    store.write(about, json.dumps(told))
+    return told
 
 
-def _plan(arguments: Namespace, question: Question, work: Work, say: Say) -> Rehearsed:
-    plan = read_plan(arguments.plan)
-    setting = work.by_plan(
-        plan, arguments.precision == "bf16", arguments.recompute_granularity, arguments.backbone_weights
-    )
-    if setting.world != question.gpus:
-        raise UserError(
-            f"--plan {arguments.plan}: is for {setting.world} GPU(s), --gpus says {question.gpus}"
-        )
-    ranks = telling_ranks(setting, range(plan.ranks))
-    flags = ["--mux-plan", str(arguments.plan)]
-    return Rehearsed("plan", "", flags, setting, _ranks(question, setting, ranks, "the plan", say))
+def show(console: Console, told: Mapping[str, Any], command: str) -> None:
+    """Print an answer for people.
 
-
-def _methods(question: Question, choice: Choice, work: Work, say: Say) -> list[Rehearsed]:
-    ours = [entry for entry in choice.ranking.entries if entry.elsewhere is None]
-    if not ours:
-        why = sorted({entry.elsewhere for entry in choice.ranking.entries if entry.elsewhere})
-        raise UserError(f"--method rehearsal: this engine runs none of the methods: {'; '.join(why)}")
-    tried: list[Rehearsed] = []
-    for entry in ours[:_TRIES]:
-        tried.append(_method(question, entry, work, say))
-        if tried[-1].fits:
-            break
-    return tried
-
-
-def _method(question: Question, entry: Ranked, work: Work, say: Say) -> Rehearsed:
-    setting = work.by_flags(entry.flags, question.gpus)
-    ranks = telling_ranks(setting, [entry.worst.stage])
-    name = " ".join(filter(None, (entry.method.name, entry.method.details)))
-    found = _ranks(question, setting, ranks, name, say)
-    return Rehearsed(entry.method.name, entry.method.details, entry.flags, setting, found)
-
-
-def _ranks(
-    question: Question, setting: Setting, ranks: Sequence[int], name: str, say: Say
-) -> list[RankAnswer]:
-    start = time.perf_counter()
-    which = f"rank(s) {', '.join(map(str, ranks))} of {setting.world}"
-    say(f"rehearsing {name} on {which}: half a minute or so, unless it is known")
-    found = answers([(setting, rank) for rank in ranks], question.gpu_memory, store=Store("rehearsals"))
-    say(f"rehearsed in {time.perf_counter() - start:.1f} s")
-    return found
-
-
-def draw(answer: Answer, title: str, arguments: Namespace) -> None:
-    """Draw the memory over time of the worst rank of what is chosen, or of what was tried last.
-
-    Raises:
-        UserError: The file cannot be written, or the rehearsal fails.
+    Args:
+        console: Where to.
+        told: From `run`.
+        command: What begins the command line that runs what is selected.
     """
-    from megatron_mux.memory.plot import draw as drawn
+    from rich.table import Table
+
+    table = Table(title="by rehearsals of this engine's steps: GiB of a GPU")
+    for column in ("method", "rank", "fits", "in use", "reserved", "process", "least to most"):
+        table.add_column(column, justify="left" if column in ("method", "rank", "fits") else "right")
+    for one in told["methods"]:
+        for rank in one["ranks"]:
+            sizes = [rank[f"peak_{kind}_bytes"] / GIB for kind in ("allocated", "reserved", "process")]
+            least, most = (size / GIB for size in rank["peak_process_interval_bytes"])
+            table.add_row(
+                " ".join(filter(None, (one["name"], one["details"]))),
+                f"{rank['rank']}, stage {rank['stage'] + 1}/{one['pipeline_parallel']}",
+                "yes" if rank["fits"] else "no",
+                *(f"{size:.2f}" for size in sizes),
+                f"{least:.2f} to {most:.2f}",
+            )
+    console.print(table)
+    for line in _lines(told, command):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _lines(told: Mapping[str, Any], command: str) -> list[str]:
+    fitting = [one for one in told["methods"] if one["fits"]]
+    one = fitting[0] if fitting else told["methods"][-1]
+    parts = ", ".join(f"{part} {show_size(size)}" for part, size in one["breakdown"].items())
+    lines = [
+        f"{one['name']}: most is in use on rank {one['worst_rank']['rank']} {one['worst_rank']['at']}",
+        f"its process has {parts}",
+        "least and most: by what is not known of kernels, context and NCCL; nothing was measured on a GPU",
+    ]
+    if told["data_not_read"]:
+        names = ", ".join(told["data_not_read"])
+        lines.append(
+            f"upper bound: the data of {names} are not at hand: all sequences have max_length, with labels throughout"
+        )
+    if not fitting:
+        return [*lines, "selected: nothing: none of the methods that were rehearsed fits"]
+    details = f" ({one['details']})" if one["details"] else ""
+    return [*lines, f"selected: {one['name']}{details}", f"run it with: {command} {' '.join(one['flags'])}"]
+
+
+def _draw(answer: Answer, file: Path, question: Question) -> None:
+    """Draw the memory over time of the worst rank of what is chosen, or of what was tried last."""
+    from megatron_mux.memory.plot import draw
+    from megatron_mux.rehearsal.answer import prediction
+    from megatron_mux.rehearsal.process import rehearsals
 
     one = answer.chosen or answer.tried[-1]
     try:
         (recording,) = rehearsals([(one.setting, one.worst.rank)])
     except TraceError as error:
         raise UserError(f"--method rehearsal: {error}") from None
-    drawn(prediction(recording, one.setting), f"{title}, {one.name}, rank {one.worst.rank}", arguments.plot)
-
-
-def show(console: Console, answer: Answer, command: str) -> None:
-    """Print an answer for people.
-
-    Args:
-        console: Where to.
-        answer: What rehearsals say.
-        command: What begins the command line that runs it.
-    """
-    from rich.table import Table
-
-    table = Table(title="by rehearsals of this engine's steps")
-    columns = ("method", "", "rank", "fits", "allocated", "reserved", "process", "at least", "at most")
-    for column in columns:
-        table.add_column(column, justify="right" if column in columns[4:] else "left")
-    for one in answer.tried:
-        for rank in one.ranks:
-            sizes = (rank.peak_allocated, rank.peak_reserved, rank.peak_process, *rank.interval)
-            table.add_row(
-                one.name,
-                one.details,
-                f"{rank.rank} (stage {rank.stage + 1}/{one.setting.plan.ranks})",
-                "yes" if rank.fits else "no",
-                *map(show_size, sizes),
-            )
-    console.print(table)
-    for line in _lines(answer, command):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _lines(answer: Answer, command: str) -> list[str]:
-    lines = []
-    best = answer.chosen
-    one = best or answer.tried[-1]
-    parts = ", ".join(f"{part} {show_size(size)}" for part, size in one.worst.breakdown.items())
-    lines.append(f"most is in use on rank {one.worst.rank} {one.worst.when}; of its process: {parts}")
-    if answer.unread:
-        lines.append(
-            f"data not at hand: {', '.join(answer.unread)}: all sequences of max_length and labelled throughout, "
-            "an upper bound"
-        )
-    lines.append(
-        "at least and at most: what is not known of kernels, context and NCCL; not measured on a GPU"
+    title = (
+        f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.setting.world}"
     )
-    if best is None:
-        lines.append("selected: nothing: no method that was rehearsed fits")
-    else:
-        details = f" ({best.details})" if best.details else ""
-        lines += [f"selected: {best.name}{details}", f"run it with: {command} {' '.join(best.flags)}"]
-    return lines
+    draw(prediction(recording, one.setting), title, file)
 
 
-def dumps(answer: Answer, question: Question, seconds: float) -> str:
-    """An answer as one JSON object for programs."""
-    tensors = question.skeleton.tensors
-    return json.dumps(
-        {
-            **answer.to_json(),
-            "model": {
-                "model_type": tensors.model_type,
-                "parameters": tensors.total,
-                "layers": tensors.layers,
-            },
-            "gpus": question.gpus,
-            "gpu_memory_bytes": question.gpu_memory,
-            "sequence_length": question.length,
-            "seconds": seconds,
-        }
-    )
+def _about(arguments: Namespace, question: Question) -> dict[str, Any]:
+    """What the answer depends on."""
+    directory = question.skeleton.path.parent
+    specs = load_task_file(arguments.tasks, data_later=True)
+    files = [arguments.tasks, *(spec.data.path for spec in specs), *sorted(directory.glob("*token*"))]
+    files += [arguments.plan] * (arguments.plan is not None)
+    return {
+        "asked": {name: str(getattr(arguments, name)) for name in _ASKED},
+        "config": question.skeleton.raw,
+        "length": question.length,
+        "files": {str(file): _state(Path(file)) for file in files},
+        **versions(),
+    }
+
+
+def _state(file: Path) -> tuple[int, int] | None:
+    """How a file is now; None if there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns

@@ -10,14 +10,14 @@ import pytest
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.rehearsal.casting import STEPS_THAT_PRUNE
 from megatron_mux.rehearsal.depth import deepened, shallow
-from megatron_mux.rehearsal.predict import RankPeak, predict, worst
 from megatron_mux.rehearsal.process import rehearsals
 from megatron_mux.rehearsal.recording import Recording
 from megatron_mux.rehearsal.setting import Cast, Setting
 from tests.unit.memory.traced import LLAMA
 
-TRAINING = {"per_device_train_batch_size": 2, "max_steps": 8}
+TRAINING = {"per_device_train_batch_size": 2, "max_steps": STEPS_THAT_PRUNE}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
     "scales": {
@@ -27,7 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 4, "target_modules": ["down_proj"]},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
+    "sparse": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "l0_weight": 0.1, "target_modules": ["q_proj"]},
 }
+ALIKE = ("lora", "scales", "bottle")
+"""Kinds that act on each layer by itself: few layers tell. Of the others all layers are rehearsed, at any depth."""
 
 
 def _setting(
@@ -43,6 +46,7 @@ def _setting(
             },
             [32, 32],
             [8, 8],
+            [32] * 65 if more.get("rolling") else [],
         )
         for name in kinds
     ]
@@ -50,49 +54,75 @@ def _setting(
     return Setting({**LLAMA, "num_hidden_layers": layers}, casts, plan, **more)
 
 
-UNLIKE = "attention of the first layer needs no gradient"
 DEEP = {
-    "two kinds": (_setting(5, ("lora", "scales")), 0),
-    "recomputed": (_setting(5, recompute="full"), 0),
-    "last of two stages": (_setting(10, stages=2), 1),
-    "sequence parallel": (_setting(5, tensor=2, sequence_parallel=True), 1),
-    UNLIKE: (_setting(5, ("bottle",)), 0),
-    "sharded": (_setting(5, data=2, residence="sharded"), 1),
-    "offloaded": (_setting(5, residence="offloaded"), 0),
-    "all kinds": (_setting(5, tuple(KINDS)), 0),
+    "rolling, two kinds, evaluated": (_setting(6, ("lora", "scales"), rolling=True), 0),
+    "middle of three stages": (_setting(18, stages=3), 1),
+    "sequence parallel": (_setting(6, tensor=2, sequence_parallel=True), 1),
+    "sharded": (_setting(7, data=2, residence="sharded"), 1),
+    "sharded, last of two stages": (_setting(14, ("bottle",), 2, 2, residence="sharded"), 3),
+    "offloaded": (_setting(7, ("bottle",), residence="offloaded"), 0),
 }
-WHOLE = ("sharded", "offloaded", "all kinds")
 
 
-def _recordings() -> dict[str, list[Recording]]:
-    """Of each, with all layers, with two and with three to a stage."""
-    asked = {name: [setting, *shallow(setting)] for name, (setting, _) in DEEP.items()}
-    made = iter(
-        rehearsals([(one, DEEP[name][1]) for name, settings in asked.items() for one in settings], whole=True)
-    )
-    return {name: [next(made) for _ in settings] for name, settings in asked.items()}
+def _recordings(asked: dict[str, list[tuple[Setting, int]]]) -> dict[str, list[Recording]]:
+    made = iter(rehearsals([part for parts in asked.values() for part in parts], whole=True))
+    return {name: [next(made) for _ in parts] for name, parts in asked.items()}
 
 
-def test_a_deep_stage_is_what_few_layers_tell_event_for_event() -> None:
-    recordings = _recordings()  # a minute's work: one test has all of it
-    assert [name for name, found in recordings.items() if len(found) == 1] == list(WHOLE)
-    for name, (all_layers, *few) in recordings.items():
-        if name == UNLIKE:
-            with pytest.raises(StreamError):
-                deepened(*DEEP[name], *few)
-            assert rehearsals([DEEP[name]]) == [all_layers], "all layers are rehearsed then"
-        else:
-            assert name in WHOLE or deepened(*DEEP[name], *few) == all_layers, name
-    _recomputation_and_sharding_need_less({name: found[0] for name, found in recordings.items()})
+@pytest.mark.timeout(240)
+def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event() -> None:
+    depths = (4, 8, 16)
+    asked = {}
+    for kind in ALIKE:
+        for recompute in ("none", "full", "selective"):
+            deep, few = (_setting(layers, (kind,), recompute=recompute) for layers in (16, 8))
+            two, three = shallow(deep)
+            assert shallow(few) == [two, three]  # 4 layers are those of the larger one
+            asked[f"{kind} {recompute}"] = [(one, 0) for one in (two, three, few, deep)]
+    for name, (two, three, *whole) in _recordings(asked).items():
+        for layers, same in zip(depths, (three, *whole), strict=True):
+            kind, recompute = name.split()
+            assert deepened(_setting(layers, (kind,), recompute=recompute), 0, two, three) == same, name
+    for kind in set(KINDS) - set(ALIKE):
+        assert not any(shallow(_setting(layers, (kind,))) for layers in depths)
 
 
-def _recomputation_and_sharding_need_less(whole: dict[str, Recording]) -> None:
-    def activations(name: str) -> int:
-        return whole[name].stream.peak().breakdown[Category.ACTIVATIONS]
+@pytest.mark.timeout(240)
+def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
+    asked = {
+        name: [(one, rank) for one in (setting, *shallow(setting))] for name, (setting, rank) in DEEP.items()
+    }
+    assert all(len(parts) == 3 for parts in asked.values())
+    asked["resident"] = [(_setting(7, data=2), 1)]
+    found = _recordings(asked)
+    for name, (setting, rank) in DEEP.items():
+        whole, *few = found[name]
+        assert deepened(setting, rank, *few) == whole, name
+    assert found["sharded"][0].held < 0.6 * found["resident"][0].held
+    assert found["offloaded"][0].held < 0.2 * found["resident"][0].held
+    whole = found["rolling, two kinds, evaluated"][0]
+    assert len(whole.begins) == 1 and "the evaluation of lora, 0F0.1" in [what for _, what in whole.marks]
+    assert whole.communicators == 0 and found["sharded"][0].communicators > 0
 
-    assert activations("recomputed") < activations("sharded")
-    assert whole["sharded"].held < 0.6 * whole["recomputed"].held
-    assert whole["offloaded"].held < 0.2 * whole["recomputed"].held
+
+def test_few_layers_that_do_not_line_up_are_not_trusted() -> None:
+    setting = _setting(6)
+    two, three = shallow(setting)
+    other = replace(three, recompute="full")
+    few, more = rehearsals([(two, 0), (other, 0)], whole=True)
+    with pytest.raises(StreamError):
+        deepened(setting, 0, few, more)
+
+
+def test_pruning_takes_most_where_its_masks_are_fixed_or_kept() -> None:
+    found, alone = rehearsals([(_setting(2, ("sparse",), steps=3), 0), (_setting(2, ("sparse",)), 0)])
+    live, steps = found.stream.live(), [*found.begins, len(found.stream)]
+    peaks = [max(live[a:b]) for a, b in zip(steps[:-1], steps[1:], strict=True)]
+    operators = {event.moment.operator for event in found.stream}
+    assert "scratch of a sort" in operators
+    assert "scratch of a sort" in {found.stream[i].moment.operator for i in range(steps[1], steps[2])}
+    assert live[steps[2] - 1] > live[steps[1] - 1], "the masks stay"
+    assert alone.last_step_peak == max(peaks[1:2])
 
 
 def test_layers_that_differ_are_all_rehearsed() -> None:
@@ -101,17 +131,18 @@ def test_layers_that_differ_are_all_rehearsed() -> None:
     casts = [replace(one.tasks[0], task={**one.tasks[0].task, "adapter": upper})]
     assert shallow(one) and not shallow(replace(one, tasks=casts))
     assert not shallow(replace(one, plan=replace(one.plan, stages=2, virtual=2)))
-    assert not shallow(_setting(4))
-
-
-def test_each_stage_of_each_pipeline_is_predicted() -> None:
-    found = predict(_setting(4, stages=2, data=2, tensor=2))
-    assert [one.rank for one in found] == [0, 2, 4, 6]
-    assert worst(found).peak.size == max(one.peak.size for one in found)
-    assert {Category.PARAMETERS, Category.ADAPTERS, Category.OPTIMIZER} <= set(found[0].peak.breakdown)
-    assert isinstance(found[0], RankPeak) and found[0].peak.moment is not None
+    assert not shallow(_setting(5))
 
 
 def test_what_cannot_be_divided_is_said() -> None:
     with pytest.raises(TraceError, match="cannot be divided"):
-        predict(_setting(2, tensor=3))
+        rehearsals([(_setting(2, tensor=3), 0)])
+
+
+def test_each_stage_of_each_pipeline_can_be_rehearsed() -> None:
+    setting = _setting(4, stages=2, data=2, tensor=2)
+    first, last = rehearsals([(setting, 0), (setting, 6)])
+    peaks = [one.stream.peak().breakdown for one in (first, last)]
+    assert all({Category.PARAMETERS, Category.ADAPTERS, Category.OPTIMIZER} <= set(one) for one in peaks)
+    # The world, tensor and data ranks, and each way between neighbours.
+    assert first.communicators == last.communicators == 1 + 2 + 2

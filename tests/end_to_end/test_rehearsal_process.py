@@ -1,0 +1,92 @@
+"""Whatever happens to a rehearsal, nobody waits for it and no process is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.rehearsal import process
+from megatron_mux.rehearsal.process import rehearsals
+from tests.end_to_end.test_rehearsal import _setting
+
+
+def _children(of: int) -> list[int]:
+    listed = Path(f"/proc/{of}/task/{of}/children")
+    return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
+
+
+def _workers() -> list[int]:
+    return [
+        pid
+        for thread in Path("/proc/self/task").iterdir()
+        for pid in map(int, (thread / "children").read_text().split())
+        if b"megatron_mux.rehearsal.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def _forks() -> Iterator[int]:
+    for worker in _workers():
+        yield from _children(worker)
+
+
+def _first_fork(seconds: float = 90) -> int:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for pid in _forks():
+            return pid
+        time.sleep(0.05)
+    raise AssertionError("no process was forked")
+
+
+def _is_there(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and ") Z " not in status.read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep = [(_setting(200), 0), (_setting(201), 0)]  # a minute's work
+
+    def kill() -> None:
+        os.kill(_first_fork(), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(TraceError, match="lost"):
+        rehearsals(deep, whole=True)
+    killer.join()
+    assert not _workers()
+
+    seen: list[int] = []
+
+    def interrupt() -> None:
+        seen.append(_first_fork())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        rehearsals(deep, whole=True)
+    interrupter.join()
+    _gone(seen)
+
+    with pytest.raises(TraceError, match=r"longer than 0\.5 s"):
+        rehearsals(deep, whole=True, seconds=0.5)
+    assert not _workers()
+    assert process._SECONDS > 60
+
+
+def _gone(pids: list[int]) -> None:
+    end = time.monotonic() + 10
+    while any(map(_is_there, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(_is_there, pids)) and not _workers()

@@ -1,0 +1,85 @@
+"""From a recording to a rank's answer: by hand, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_mux.fusion.plan import plan_for
+from megatron_mux.memory import invisible
+from megatron_mux.memory.sizes import GIB, MIB
+from megatron_mux.memory.store import Store
+from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
+from megatron_mux.rehearsal import answer as module
+from megatron_mux.rehearsal.answer import answer, answers, worst
+from megatron_mux.rehearsal.recording import STEP, Recording
+from megatron_mux.rehearsal.setting import Setting
+
+SETTING = Setting({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
+
+
+def _recording() -> Recording:
+    """40 MiB of weights; a product in each pass, the backward's 100 MiB."""
+    builder = StreamBuilder()
+    builder.allocate(40 * MIB, Moment("load", 0, "empty"), category=Category.PARAMETERS)
+    kept = builder.allocate(60 * MIB, Moment("forward", 0, "mm"), category=Category.ACTIVATIONS)
+    made = builder.allocate(100 * MIB, Moment("backward", 0, "mm"), category=Category.ACTIVATIONS)
+    builder.free(kept, Moment("backward", 0))
+    builder.free(made, Moment("backward", 0))
+    again = builder.allocate(20 * MIB, Moment("optimizer", 0, "mm"), category=Category.WORKSPACE)
+    builder.free(again, Moment("optimizer"))
+    marks = ((1, STEP), (1, "1F0.0"), (2, "1B0.0"), (5, "1N0"))
+    return Recording(builder.done(), marks, 3)
+
+
+def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = answer(_recording(), SETTING, 2, 80 * GIB)
+    # A workspace for the main thread and one for autograd's, which has not begun when most is allocated.
+    live = (40 + 60 + 32 + 100) * MIB
+    assert (found.rank, found.stage, found.fits, found.communicators) == (2, 1, True, 3)
+    assert found.breakdown["parameters"] == 40 * MIB
+    outside = invisible.context() + 3 * invisible.communicator()
+    assert found.peak_process == found.peak_reserved + outside == sum(found.breakdown.values())
+    assert found.peak_allocated == live + 32 * MIB
+    assert found.action == "1B0.0" and found.when.endswith("(1B0.0)") and "backward" in found.moment
+    least, most = found.interval
+    assert least < found.peak_process < most
+
+
+def test_whether_it_fits_is_to_the_byte_of_what_is_reserved() -> None:
+    recording = _recording()
+    enough = answer(recording, SETTING, 0, 80 * GIB)
+    outside = enough.peak_process - enough.peak_reserved
+    assert answer(recording, SETTING, 0, outside + enough.peak_allocated + 20 * MIB).fits
+    assert not answer(recording, SETTING, 0, outside + enough.peak_allocated - 1).fits
+    assert not answer(recording, SETTING, 0, outside // 2).fits
+
+
+def test_what_is_known_is_not_rehearsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def rehearsed(parts: list[tuple[Setting, int]]) -> list[Recording]:
+        asked.extend(rank for _, rank in parts)
+        return [_recording() for _ in parts]
+
+    monkeypatch.setattr(module, "rehearsals", rehearsed)
+    store = Store("rehearsals", tmp_path)
+    first = answers([(SETTING, 0), (SETTING, 2)], GIB, store=store)
+    again = answers([(SETTING, 2), (SETTING, 1), (SETTING, 0)], GIB, store=store)
+    assert asked == [0, 2, 1]
+    assert [again[0], again[2]] == [first[1], first[0]]
+    assert not answers([(SETTING, 0)], MIB, store=store)[0].fits and asked == [0, 2, 1, 0]
+
+
+def test_the_worst_rank_is_one_that_does_not_fit() -> None:
+    fits, lacks = answer(_recording(), SETTING, 0, GIB * 80), answer(_recording(), SETTING, 1, MIB)
+    assert worst([fits, lacks]) is lacks
+
+
+def test_a_recording_survives_its_text() -> None:
+    recording = _recording()
+    assert Recording.from_json(recording.to_json()) == recording
+    assert recording.begins == (1,) and recording.held == 40 * MIB
+    assert [recording.at(index) for index in (0, 1, 4, 6)] == ["", "1F0.0", "1B0.0", "1N0"]

@@ -1,0 +1,77 @@
+"""The heaviest batch of a task, by looking at every step with nothing of ours but the sampler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_mux.adapters.diff_pruning import freeze_step
+from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine import evaluate
+from megatron_mux.rehearsal import casting
+from megatron_mux.rehearsal.casting import Batch, cast, heaviest, longest, steps_of
+from megatron_mux.tasks import TaskSpec
+
+
+def _spec(peft_type: str = "LORA", **training: Any) -> TaskSpec:
+    adapter = {"peft_type": peft_type, "target_modules": ["q_proj"]}
+    return TaskSpec.model_validate(
+        {
+            "name": "a",
+            "adapter": adapter,
+            "data": {"path": "none", "max_length": 48},
+            "training": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **training},
+            "eval": {"path": "none"},
+        }
+    )
+
+
+def _data(count: int = 50) -> Any:
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, 48, count)
+    return SimpleNamespace(lengths=lengths, label_counts=random.integers(1, lengths + 1))
+
+
+def test_the_heaviest_batch_is_that_of_a_step_that_is_taken() -> None:
+    data, spec = _data(), _spec(num_train_epochs=2.0)
+    sampler = Sampler(50, 6, spec.training.seed)
+    steps = [sampler.batch(step) for step in range(18)]
+    tokens = [sum(int(data.lengths[i]) for i in own) for own in steps]
+    labels = [sum(int(data.label_counts[i]) for i in own) for own in steps]
+    found = heaviest(spec, data)
+    assert sum(found.lengths) == max(tokens) and len(found.lengths) == 6
+    assert sorted(found.lengths) == sorted(int(data.lengths[i]) for i in steps[tokens.index(max(tokens))])
+    assert sum(found.labels) >= max(labels)
+    assert all(0 < own <= length for own, length in zip(found.labels, found.lengths, strict=True))
+    assert sum(heaviest(_spec(max_steps=1), data).lengths) == tokens[0] < max(tokens)
+
+
+def test_of_too_many_steps_the_longest_records_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casting, "_MOST_RECORDS", 10)
+    data = _data()
+    found = heaviest(_spec(), data)
+    assert list(found.lengths) == sorted(data.lengths.tolist())[:-7:-1]
+    assert sum(found.labels) == sum(sorted(data.label_counts.tolist())[-6:])
+
+
+def test_a_batch_is_no_larger_than_the_data() -> None:
+    assert len(heaviest(_spec(), _data(4)).lengths) == 4
+
+
+def test_without_data_all_is_as_long_as_it_may_be() -> None:
+    assert longest(_spec()) == Batch((48,) * 6, (48,) * 6)
+
+
+def test_a_few_steps_in_which_all_happens() -> None:
+    pruning = _spec("DIFF_PRUNING", num_train_epochs=1.0)
+    one = cast(pruning, longest(pruning), 2, 3)
+    assert one.task["training"]["max_steps"] == casting.STEPS_THAT_PRUNE
+    assert freeze_step(casting.STEPS_THAT_PRUNE) == casting.STEPS == 2  # after it there is one more
+    assert [steps_of([pruning, _spec()]), steps_of([_spec()])] == [3, 2]
+    TaskSpec.model_validate(one.task)
+    # A full pass for each stage and one more, of each pipeline.
+    assert casting._PASS == evaluate.TOKENS_PER_PASS
+    assert sum(one.held_out) == 48 * (2048 // 48) * 3 * 3
