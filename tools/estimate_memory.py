@@ -3,6 +3,7 @@
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
     python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml
+    python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml --method rehearsal
     python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         default="all",
         metavar="NAME",
-        help="how to predict: ours, llmem, dnnmem, trace, or all that know the model (default)",
+        help="how to predict: ours, llmem, dnnmem, trace, rehearsal (of --tasks), or all that know the model (default)",
     )
     add(
         "--tasks",
@@ -75,6 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="tasks.yaml: train these tasks, with their own batches and lengths (default: every parameter)",
     )
     _add_recipe(parser)
+    _add_rehearsal(parser)
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
@@ -95,10 +97,21 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--attention", choices=("flash", "eager"), default="flash", help="eager: scores are kept (flash)")
     add(
-        "--recompute", choices=("none", "full"), default="none",
-        help="traced: layers are recomputed in the backward pass (none); ours ranks methods with and without",
+        "--recompute", choices=("none", "selective", "full"), default="none",
+        help="what a traced step (not selective), or a run by --plan, computes again in the backward pass (none); ours "
+        "ranks methods with and without",
     )  # fmt: skip
     add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: speed and kernels (A100)")
+
+
+def _add_rehearsal(parser: argparse.ArgumentParser) -> None:
+    """What only a rehearsal asks."""
+    add = parser.add_argument_group("for --method rehearsal").add_argument
+    add("--plan", type=path, metavar="FILE", help="rehearse this plan of tools/plan.py, and no other")
+    add(
+        "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
+        help="where frozen weights live between uses, as the plan's run will have it",
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,10 +152,14 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.trace.process import Tracer
 
+    if arguments.plan is not None and arguments.method != "rehearsal":
+        raise UserError("--plan: only a rehearsal follows one: add --method rehearsal")
     if arguments.plot:
-        if arguments.method not in ("all", "trace"):
+        if arguments.method not in ("all", "trace", "rehearsal"):
             raise UserError(_NOT_DRAWN)
         check(arguments.plot)
+    if arguments.method == "rehearsal":
+        return _rehearsed(arguments, console), True
     with Tracer() as tracer:
         question, file = _question(arguments, tracer)
         choice, answer, refusals = _asked(arguments, question, file)
@@ -157,6 +174,22 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     return Said(output, refusals), not any(NOT_TRACED in refusal for refusal in refusals)
 
 
+def _rehearsed(arguments: argparse.Namespace, console: Console | None) -> Said:
+    """What rehearsals say."""
+    from megatron_mux.memory.answers import Said
+    from megatron_mux.memory.store import Store
+    from megatron_mux.memory.tensors import Skeleton
+    from megatron_mux.rehearsal import command
+
+    skeleton = Skeleton(arguments.model, Store("models"))
+    question, told = command.run(arguments, skeleton, lambda text: print(text, file=sys.stderr, flush=True))
+    if console is None:
+        return Said(json.dumps({**told, **_about(question)}), [])
+    with console.capture() as captured:
+        command.show(console, told, _command(arguments, question))
+    return Said(captured.get(), [])
+
+
 def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:
     """What the command line asks; the tasks, where they train together.
 
@@ -169,6 +202,8 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.memory.trace.options import Options, of_task
 
+    if arguments.method == "trace" and arguments.recompute == "selective":
+        raise UserError("--recompute selective: transformers recomputes whole layers: use full or none")
     options = Options(
         arguments.device,
         arguments.precision,
@@ -296,11 +331,28 @@ def _json(question: Question, answer: Answer, choice: Choice | None) -> dict[str
         "batch_size": answer.chosen.batch if answer.chosen else 0,
         **ranked,
         "methods": [*ranked.get("methods", ()), *(entry.to_json() for entry in answer.entries)],
+        **_about(question),
+    }
+
+
+def _about(question: Question) -> dict[str, Any]:
+    """The part of what programs read that says what was asked."""
+    tensors = question.skeleton.tensors
+    return {
         "model": {"model_type": tensors.model_type, "parameters": tensors.total, "layers": tensors.layers},
         "gpus": question.gpus,
         "gpu_memory_bytes": question.gpu_memory,
         "sequence_length": question.length,
     }
+
+
+def _command(arguments: argparse.Namespace, question: Question) -> str:
+    """What begins the command line that trains a task file."""
+    backbone = question.skeleton.path.parent
+    return (
+        f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
+        f"--mux-tasks {arguments.tasks}"
+    )
 
 
 _KINDS = {
@@ -335,9 +387,7 @@ def _print(
     if choice is not None:
         from megatron_mux.choice.tables import show
 
-        backbone = question.skeleton.path.parent
-        command = f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
-        show(console, choice.ranking, choice.impossible, f"{command}--mux-tasks {arguments.tasks}")
+        show(console, choice.ranking, choice.impossible, _command(arguments, question))
 
 
 def _print_layouts(console: Console, question: Question, answer: Answer, choose: bool) -> None:

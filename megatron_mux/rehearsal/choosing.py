@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_mux.choice.answer import Choice
 from megatron_mux.choice.ranking import Ranked
+from megatron_mux.choice.recipes import TaskFile
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
 from megatron_mux.memory.estimators import Question
@@ -19,7 +20,7 @@ from megatron_mux.rehearsal.answer import RankAnswer, answers, worst
 from megatron_mux.rehearsal.data import Batches
 from megatron_mux.rehearsal.runs import Work, gpu_of, telling_ranks
 from megatron_mux.rehearsal.setting import Setting
-from megatron_mux.tasks import load_task_file
+from megatron_mux.tasks import TaskSpec
 
 _TRIES = 4
 """Methods that are rehearsed at the most until one fits."""
@@ -108,19 +109,21 @@ class Answer:
         }
 
 
-def choose(arguments: Namespace, question: Question, say: Say) -> Answer:
+def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], say: Say) -> Answer:
     """Rehearse a plan, or the best methods until one fits.
 
     Args:
         arguments: The tool's.
         question: The model and the GPUs.
+        specs: The tasks.
         say: Told what takes time.
 
     Raises:
         UserError: The input is wrong, or cannot be rehearsed.
     """
     directory = question.skeleton.path.parent
-    specs = load_task_file(arguments.tasks, data_later=True)
+    file = TaskFile.read(question.skeleton.path, arguments.tasks)
+    file.check(question.skeleton.tensors.positions, arguments.sequence_length)
     batches = Batches(directory, Store("batches"))
     work = Work(
         question.skeleton.raw, directory, arguments.tasks, specs, batches.of(specs), gpu_of(arguments.device)
@@ -129,7 +132,7 @@ def choose(arguments: Namespace, question: Question, say: Say) -> Answer:
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
         else:
-            tried = _methods(question, Choice.of(question, arguments), work, say)
+            tried = _methods(question, Choice.of(question, arguments, file), work, say)
     except TraceError as error:
         raise UserError(f"--method rehearsal: {error}") from None
     return Answer(tried, batches.unread)

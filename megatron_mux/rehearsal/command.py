@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +14,29 @@ from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.answer import versions
-from megatron_mux.tasks import load_task_file
+from megatron_mux.tasks import TaskSpec, load_task_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.rehearsal.choosing import Answer
 
 _ASKED = (
-    "gpus", "gpu_memory", "precision", "optimizer", "master_weights", "attention", "device", "plan",
+    "gpus", "gpu_memory", "sequence_length", "precision", "optimizer", "master_weights", "attention", "device", "plan",
     "recompute_granularity", "backbone_weights",
 )  # fmt: skip
 """Of the tool's arguments, those that the answer depends on."""
 
 
-def run(arguments: Namespace, question: Question, say: Callable[[str], None]) -> dict[str, Any]:
-    """The answer as programs read it; its picture is drawn if one is asked for.
+def run(
+    arguments: Namespace, skeleton: Skeleton, say: Callable[[str], None]
+) -> tuple[Question, dict[str, Any]]:
+    """What is asked, and the answer as programs read it; its picture is drawn if one is asked for.
 
     Args:
         arguments: The tool's.
-        question: The model and the GPUs.
+        skeleton: The model.
         say: Told what takes time.
 
     Raises:
@@ -43,21 +46,26 @@ def run(arguments: Namespace, question: Question, say: Callable[[str], None]) ->
         raise UserError("--method rehearsal: rehearses tasks on a frozen backbone: give --tasks FILE")
     if arguments.precision == "fp16":
         raise UserError("--precision fp16: --method rehearsal knows bf16 and fp32, as pretrain_mux.py does")
+    if arguments.batch_size is not None:
+        raise UserError("--batch-size: --tasks says it: leave it out")
+    specs = load_task_file(arguments.tasks, data_later=True)
+    length = max(spec.data.max_length for spec in specs)
+    question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length)
     question.check()
     store = Store("rehearsed")
-    about = _about(arguments, question)
+    about = _about(arguments, question, specs)
     text = store.read(about)
     if text is not None and not arguments.plot:
         told: dict[str, Any] = json.loads(text)
-        return told
+        return question, told
     from megatron_mux.rehearsal.choosing import choose  # imports torch, which takes seconds
 
-    answer = choose(arguments, question, say)
+    answer = choose(arguments, question, specs, say)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
     told = answer.to_json()
     store.write(about, json.dumps(told))
-    return told
+    return question, told
 
 
 def show(console: Console, told: Mapping[str, Any], command: str) -> None:
@@ -126,16 +134,14 @@ def _draw(answer: Answer, file: Path, question: Question) -> None:
     draw(prediction(recording, one.setting), title, file)
 
 
-def _about(arguments: Namespace, question: Question) -> dict[str, Any]:
+def _about(arguments: Namespace, question: Question, specs: Sequence[TaskSpec]) -> dict[str, Any]:
     """What the answer depends on."""
     directory = question.skeleton.path.parent
-    specs = load_task_file(arguments.tasks, data_later=True)
     files = [arguments.tasks, *(spec.data.path for spec in specs), *sorted(directory.glob("*token*"))]
     files += [arguments.plan] * (arguments.plan is not None)
     return {
         "asked": {name: str(getattr(arguments, name)) for name in _ASKED},
         "config": question.skeleton.raw,
-        "length": question.length,
         "files": {str(file): _state(Path(file)) for file in files},
         **versions(),
     }
