@@ -15,7 +15,7 @@ from megatron_mux.tasks import TaskSpec
 STEPS, STEPS_THAT_PRUNE = 2, 3
 """In the second one all that lasts is there; diff pruning fixes its masks after it, and keeps them in a third one."""
 
-_PASS = 2048
+PASS = 2048
 """Tokens of an evaluation's pass: `engine.evaluate.TOKENS_PER_PASS`."""
 _MOST_RECORDS = 2_000_000
 """Of all steps together, that are looked at."""
@@ -23,7 +23,7 @@ _MOST_RECORDS = 2_000_000
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of a step.
+    """Sequences of a step, or of an evaluation.
 
     Attributes:
         lengths: Tokens of each.
@@ -34,9 +34,14 @@ class Batch:
     labels: tuple[int, ...]
 
 
-def longest(spec: TaskSpec) -> Batch:
-    """The heaviest that a task's batch may be, whatever its data are: full length, labelled throughout."""
-    lengths = (spec.data.max_length,) * spec.sequences_per_step
+def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:
+    """The heaviest that a task's batch may be, whatever its data are: full length, labelled throughout.
+
+    Args:
+        spec: The task.
+        sequences: How many; None for a step's.
+    """
+    lengths = (spec.data.max_length,) * (sequences or spec.sequences_per_step)
     return Batch(lengths, lengths)
 
 
@@ -69,12 +74,28 @@ def steps_of(specs: Sequence[TaskSpec]) -> int:
     return STEPS_THAT_PRUNE if prune else STEPS
 
 
-def cast(spec: TaskSpec, batch: Batch, stages: int, pipelines: int) -> Cast:
-    """A task as it is rehearsed, evaluated if it has held-out records: with full passes, as many as fill the pipeline.
+def densest(data: Lengths) -> Batch:
+    """The records that make an evaluation's pass heaviest: those with most labels for their tokens, then the longest.
+
+    (Where records are classified, a pass has them with other records' completions: of this file, too.)
+
+    Args:
+        data: Held-out records.
+    """
+    lengths, labels = np.asarray(data.lengths), np.asarray(data.label_counts)
+    order = np.argsort(-labels / lengths, kind="stable")
+    count = int(np.searchsorted(np.cumsum(lengths[order]), PASS)) + 1
+    chosen = [*order[:count], int(lengths.argmax())]
+    return Batch(tuple(map(int, lengths[chosen])), tuple(map(int, labels[chosen])))
+
+
+def cast(spec: TaskSpec, batch: Batch, held_out: Batch | None, stages: int, pipelines: int) -> Cast:
+    """A task as it is rehearsed, evaluated if it has held-out records: with as many passes as fill the pipelines.
 
     Args:
         spec: The task.
         batch: Of each of its steps.
+        held_out: A full pass of its evaluation.
         stages: Of a pipeline.
         pipelines: That share the records.
     """
@@ -82,11 +103,15 @@ def cast(spec: TaskSpec, batch: Batch, stages: int, pipelines: int) -> Cast:
     # Fewer steps than it has, so that what happens at a certain share of them does.
     training = {**plain["training"], "max_steps": STEPS_THAT_PRUNE, "num_train_epochs": None}
     training |= {"warmup_steps": 0, "warmup_ratio": 0.0}
-    held_out: Sequence[int] = ()
-    if spec.eval is not None:
-        length = spec.data.max_length
-        held_out = (length,) * (max(1, _PASS // length) * (stages + 1) * pipelines)
-    return Cast({**plain, "training": training}, batch.lengths, batch.labels, held_out)
+    task = {**plain, "training": training}
+    if held_out is None:
+        return Cast(task, batch.lengths, batch.labels)
+    # Each pipeline has every so many-th record.
+    lengths, labels = (
+        [size for size in sizes for _ in range(pipelines)] * (stages + 1)
+        for sizes in (held_out.lengths, held_out.labels)
+    )
+    return Cast(task, batch.lengths, batch.labels, lengths, labels)
 
 
 def _at_least(lengths: npt.NDArray[np.int32], labels: npt.NDArray[np.int32], most: int) -> tuple[int, ...]:

@@ -137,8 +137,9 @@ def _draw(answer: Answer, file: Path, question: Question) -> None:
 def _about(arguments: Namespace, question: Question, specs: Sequence[TaskSpec]) -> dict[str, Any]:
     """What the answer depends on."""
     directory = question.skeleton.path.parent
-    files = [arguments.tasks, *(spec.data.path for spec in specs), *sorted(directory.glob("*token*"))]
-    files += [arguments.plan] * (arguments.plan is not None)
+    files = [arguments.tasks, *(spec.data.path for spec in specs)]
+    files += [spec.eval.path for spec in specs if spec.eval is not None]
+    files += [*sorted(directory.glob("*token*")), *([arguments.plan] * (arguments.plan is not None))]
     return {
         "asked": {name: str(getattr(arguments, name)) for name in _ASKED},
         "config": question.skeleton.raw,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.store import Store
-from megatron_mux.rehearsal.casting import Batch, heaviest, longest
+from megatron_mux.rehearsal.answer import versions
+from megatron_mux.rehearsal.casting import PASS, Batch, densest, heaviest, longest
 from megatron_mux.tasks import TaskSpec
+
+if TYPE_CHECKING:
+    from megatron_mux.data.dataset import TaskDataset
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -33,52 +37,64 @@ class Batches:
         self._store = store
         self._tokenizer: Any = None
 
-    def of(self, specs: Sequence[TaskSpec]) -> list[Batch]:
-        """A batch for each task.
+    def of(self, specs: Sequence[TaskSpec]) -> list[tuple[Batch, Batch | None]]:
+        """For each task a step's batch, and a pass of its evaluation if it is evaluated.
 
         Raises:
             UserError: With all that is wrong with the data.
         """
-        found, problems = [], []
+        found: list[tuple[Batch, Batch | None]] = []
+        problems: list[str] = []
         for spec in specs:
             try:
-                found.append(self._of(spec))
+                found.append((self._step(spec), self._evaluation(spec)))
             except UserError as error:
                 problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
         return found
 
-    def _of(self, spec: TaskSpec) -> Batch:
-        data = Path(spec.data.path)
+    def _step(self, spec: TaskSpec) -> Batch:
+        return self._of(spec, spec.data.path, lambda data: heaviest(spec, data)) or longest(spec)
+
+    def _evaluation(self, spec: TaskSpec) -> Batch | None:
+        if spec.eval is None:
+            return None
+        found = self._of(spec, spec.eval.path, densest)
+        return found or longest(spec, -(-PASS // spec.data.max_length))
+
+    def _of(self, spec: TaskSpec, file: str | Path, choose: Callable[[TaskDataset], Batch]) -> Batch | None:
+        """What is chosen of a file's records; None if they are not at hand."""
+        path = Path(file)
         files = [self._backbone / name for name in _TOKENIZER if (self._backbone / name).is_file()]
-        if not (files and data.is_file()):
-            self.unread.append(spec.name)
-            return longest(spec)
+        if not (files and path.is_file()):
+            self.unread += [spec.name] * (spec.name not in self.unread)
+            return None
         about = {
-            "files": [_identity(file) for file in (data, *files)],
+            "files": [_identity(one) for one in (path, *files)],
             "max_length": spec.data.max_length,
             "shuffle": spec.data.shuffle,
             "training": spec.training.model_dump(mode="json"),
+            "sources": versions()["sources"],
         }
         text = self._store.read(about)
         if text is not None:
             known = json.loads(text)
             return Batch(tuple(known["lengths"]), tuple(known["labels"]))
-        batch = self._read(spec)
+        batch = self._read(path, spec.data.max_length, choose)
         self._store.write(about, json.dumps(asdict(batch)))
         return batch
 
-    def _read(self, spec: TaskSpec) -> Batch:
+    def _read(self, path: Path, max_length: int, choose: Callable[[TaskDataset], Batch]) -> Batch:
         # What comes here takes seconds to import.
         from megatron_mux.data.dataset import TaskDataset
         from megatron_mux.data.tokenizer import load_tokenizer
 
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._backbone)
-        data = TaskDataset(spec.data.path, self._tokenizer, spec.data.max_length)
+        data = TaskDataset(path, self._tokenizer, max_length)
         try:
-            return heaviest(spec, data)
+            return choose(data)
         finally:
             data.close()
 

@@ -15,6 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+_STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
+"""It allocates nothing and has no fake kernel (torch 2.13)."""
+
+
 class HostComputes(TorchDispatchMode):
     """Computes for real what concerns real tensors alone; it belongs above a fake mode.
 
@@ -39,6 +43,8 @@ class HostComputes(TorchDispatchMode):
         if on_host and not fake and (tensors or _makes_numbers(func, args, kwargs)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if fake and func.overloadpacket is _STEPS_IN_PLACE:
+            return None
         made = func(*args, **kwargs)
         if _is_in_place(func) and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return args[0]  # its values are unknown from now on, but it stays where it is

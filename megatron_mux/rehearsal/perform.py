@@ -139,7 +139,7 @@ def _steps(engine: Engine, setting: Setting, place: Place, watch: Watch) -> None
 
 
 def _task(one: Cast) -> Task:
-    held_out = LengthsAlone(one.held_out, one.held_out) if one.held_out else None
+    held_out = LengthsAlone(one.held_out, one.held_out_labels) if one.held_out else None
     return Task(
         TaskSpec.model_validate(one.task),
         cast(TaskDataset, LengthsAlone(one.lengths, one.labels)),

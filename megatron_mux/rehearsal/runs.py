@@ -41,7 +41,7 @@ class Work:
         backbone: Its directory.
         file: The task file.
         specs: Its tasks.
-        batches: The heaviest batch of each.
+        batches: The heaviest batch of each, and of those that are evaluated a pass.
         gpu: The GPUs.
     """
 
@@ -49,7 +49,7 @@ class Work:
     backbone: Path
     file: Path
     specs: Sequence[TaskSpec]
-    batches: Sequence[Batch]
+    batches: Sequence[tuple[Batch, Batch | None]]
     gpu: Gpu
 
     def by_flags(self, flags: Sequence[str], gpus: int) -> Setting:
@@ -129,8 +129,8 @@ class Work:
         rolling: bool,
     ) -> Setting:
         casts = [
-            cast(spec, batch, plan.ranks, plan.data)
-            for spec, batch in zip(self.specs, self.batches, strict=True)
+            cast(spec, *batches, plan.ranks, plan.data)
+            for spec, batches in zip(self.specs, self.batches, strict=True)
         ]
         return Setting(
             self.config,

@@ -35,13 +35,15 @@ class Cast:
         task: A task of `tasks.yaml`, as `TaskSpec.plain` gives it.
         lengths: Tokens of each record.
         labels: Labelled tokens of each, at its end.
-        held_out: Tokens of each record to evaluate, all of them labelled; empty: it is not evaluated.
+        held_out: Tokens of each record to evaluate; empty: it is not evaluated.
+        held_out_labels: Labelled tokens of each of these.
     """
 
     task: Mapping[str, Any]
     lengths: Sequence[int]
     labels: Sequence[int]
     held_out: Sequence[int] = ()
+    held_out_labels: Sequence[int] = ()
 
     @property
     def name(self) -> str:

@@ -46,7 +46,7 @@ def _setting(
             },
             [32, 32],
             [8, 8],
-            [32] * 65 if more.get("rolling") else [],
+            *([[32] * 65, [16] * 65] if more.get("rolling") else []),
         )
         for name in kinds
     ]

@@ -12,7 +12,7 @@ from megatron_mux.adapters.diff_pruning import freeze_step
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import evaluate
 from megatron_mux.rehearsal import casting
-from megatron_mux.rehearsal.casting import Batch, cast, heaviest, longest, steps_of
+from megatron_mux.rehearsal.casting import PASS, Batch, cast, densest, heaviest, longest, steps_of
 from megatron_mux.tasks import TaskSpec
 
 
@@ -67,11 +67,25 @@ def test_without_data_all_is_as_long_as_it_may_be() -> None:
 
 def test_a_few_steps_in_which_all_happens() -> None:
     pruning = _spec("DIFF_PRUNING", num_train_epochs=1.0)
-    one = cast(pruning, longest(pruning), 2, 3)
+    one = cast(pruning, longest(pruning), Batch((48, 40), (20, 10)), 2, 3)
     assert one.task["training"]["max_steps"] == casting.STEPS_THAT_PRUNE
     assert freeze_step(casting.STEPS_THAT_PRUNE) == casting.STEPS == 2  # after it there is one more
     assert [steps_of([pruning, _spec()]), steps_of([_spec()])] == [3, 2]
     TaskSpec.model_validate(one.task)
-    # A full pass for each stage and one more, of each pipeline.
-    assert casting._PASS == evaluate.TOKENS_PER_PASS
-    assert sum(one.held_out) == 48 * (2048 // 48) * 3 * 3
+    # Each pipeline has the pass, as often as there are stages, and once more.
+    assert [list(one.held_out[rank::3]) for rank in range(3)] == [[48, 40] * 3] * 3
+    assert [list(one.held_out_labels[rank::3]) for rank in range(3)] == [[20, 10] * 3] * 3
+
+
+def test_no_pass_of_an_evaluation_has_more_labels_than_the_densest() -> None:
+    data = _data(300)
+    found = densest(data)
+    assert PASS == evaluate.TOKENS_PER_PASS
+    assert found.lengths[-1] == max(data.lengths) and sum(found.lengths[:-2]) < PASS <= sum(
+        found.lengths[:-1]
+    )
+    order = np.random.default_rng(1).permutation(300)
+    for begin in range(200):
+        tokens = np.cumsum(data.lengths[order[begin:]])
+        own = order[begin:][tokens <= PASS]
+        assert data.label_counts[own].sum() <= sum(found.labels[:-1])
