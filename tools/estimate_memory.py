@@ -323,7 +323,6 @@ def _traced(answer: Answer) -> tuple[Entry, Prediction]:
 
 def _json(question: Question, answer: Answer, choice: Choice | None) -> dict[str, Any]:
     """What programs read, but for the time that it took."""
-    tensors = question.skeleton.tensors
     ranked = choice.to_json() if choice is not None else {}
     return {
         "selected": answer.selected,

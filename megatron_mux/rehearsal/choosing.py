@@ -15,10 +15,11 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
 from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.store import Store
+from megatron_mux.memory.trace.options import gpu_of
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.answer import RankAnswer, answers, worst
 from megatron_mux.rehearsal.data import Batches
-from megatron_mux.rehearsal.runs import Work, gpu_of, telling_ranks
+from megatron_mux.rehearsal.runs import Work, telling_ranks
 from megatron_mux.rehearsal.setting import Setting
 from megatron_mux.tasks import TaskSpec
 
@@ -140,16 +141,31 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
 
 def _plan(arguments: Namespace, question: Question, work: Work, say: Say) -> Rehearsed:
     plan = read_plan(arguments.plan)
-    setting = work.by_plan(
-        plan, arguments.precision == "bf16", arguments.recompute_granularity, arguments.backbone_weights
-    )
+    recompute = None if arguments.recompute == "none" else arguments.recompute
+    setting = work.by_plan(plan, arguments.precision == "bf16", recompute, arguments.backbone_weights)
     if setting.world != question.gpus:
         raise UserError(
             f"--plan {arguments.plan}: is for {setting.world} GPU(s), --gpus says {question.gpus}"
         )
     ranks = telling_ranks(setting, range(plan.ranks))
-    flags = ["--mux-plan", str(arguments.plan)]
+    flags = ["--mux-plan", str(arguments.plan), *_flags(setting)]
     return Rehearsed("plan", "", flags, setting, _ranks(question, setting, ranks, "the plan", say))
+
+
+def _flags(setting: Setting) -> list[str]:
+    """What a run by a plan is told beside it."""
+    words = []
+    if setting.tensor > 1:
+        words += ["--tensor-model-parallel-size", str(setting.tensor)]
+    if setting.plan.ranks > 1:
+        words += ["--pipeline-model-parallel-size", str(setting.plan.ranks)]
+    if setting.dtype == "bfloat16":
+        words.append("--bf16")
+    if setting.recompute != "none":
+        words += ["--recompute-granularity", setting.recompute]
+    if setting.residence != "resident":
+        words += ["--mux-backbone-weights", setting.residence]
+    return words
 
 
 def _methods(question: Question, choice: Choice, work: Work, say: Say) -> list[Rehearsed]:

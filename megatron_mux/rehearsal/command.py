@@ -1,32 +1,23 @@
-"""`tools/estimate_memory.py --method rehearsal`: its answer, at once where it is known, and as people read it."""
+"""`tools/estimate_memory.py --method rehearsal`: its answer, for programs and for people."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.sizes import GIB, show_size
-from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.rehearsal.answer import versions
-from megatron_mux.tasks import TaskSpec, load_task_file
+from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.rehearsal.choosing import Answer
-
-_ASKED = (
-    "gpus", "gpu_memory", "sequence_length", "precision", "optimizer", "master_weights", "attention", "device", "plan",
-    "recompute_granularity", "backbone_weights",
-)  # fmt: skip
-"""Of the tool's arguments, those that the answer depends on."""
 
 
 def run(
@@ -52,20 +43,12 @@ def run(
     length = max(spec.data.max_length for spec in specs)
     question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length)
     question.check()
-    store = Store("rehearsed")
-    about = _about(arguments, question, specs)
-    text = store.read(about)
-    if text is not None and not arguments.plot:
-        told: dict[str, Any] = json.loads(text)
-        return question, told
     from megatron_mux.rehearsal.choosing import choose  # imports torch, which takes seconds
 
     answer = choose(arguments, question, specs, say)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
-    told = answer.to_json()
-    store.write(about, json.dumps(told))
-    return question, told
+    return question, answer.to_json()
 
 
 def show(console: Console, told: Mapping[str, Any], command: str) -> None:
@@ -132,26 +115,3 @@ def _draw(answer: Answer, file: Path, question: Question) -> None:
         f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.setting.world}"
     )
     draw(prediction(recording, one.setting), title, file)
-
-
-def _about(arguments: Namespace, question: Question, specs: Sequence[TaskSpec]) -> dict[str, Any]:
-    """What the answer depends on."""
-    directory = question.skeleton.path.parent
-    files = [arguments.tasks, *(spec.data.path for spec in specs)]
-    files += [spec.eval.path for spec in specs if spec.eval is not None]
-    files += [*sorted(directory.glob("*token*")), *([arguments.plan] * (arguments.plan is not None))]
-    return {
-        "asked": {name: str(getattr(arguments, name)) for name in _ASKED},
-        "config": question.skeleton.raw,
-        "files": {str(file): _state(Path(file)) for file in files},
-        **versions(),
-    }
-
-
-def _state(file: Path) -> tuple[int, int] | None:
-    """How a file is now; None if there is none."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 _STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
 """It allocates nothing and has no fake kernel (torch 2.13)."""
 

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind
     from megatron_mux.fusion.plan import Policy
 
-_CAPABILITIES = {
-    "B200": (10, 0),
-    "H200": (9, 0),
-    "H100": (9, 0),
-    "A100": (8, 0),
-    "A40": (8, 6),
-    "L40S": (8, 9),
-    "V100": (7, 0),
-}
-
 
 @dataclass(frozen=True)
 class Work:
@@ -159,11 +149,6 @@ def telling_ranks(setting: Setting, stages: Sequence[int] = ()) -> list[int]:
     chosen = sorted({0, last, *(stage for stage in stages if 0 <= stage <= last)})
     each, pipeline = setting.world // setting.plan.ranks, _fullest(setting)
     return [stage * each + pipeline * setting.tensor for stage in chosen]
-
-
-def gpu_of(device: str) -> Gpu:
-    """What is known of a GPU by its name; of the others, what a Hopper is."""
-    return next((Gpu(found) for name, found in _CAPABILITIES.items() if name in device.upper()), Gpu())
 
 
 def _fullest(setting: Setting) -> int:

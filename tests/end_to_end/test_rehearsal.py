@@ -76,9 +76,9 @@ def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event(
     for kind in ALIKE:
         for recompute in ("none", "full", "selective"):
             deep, few = (_setting(layers, (kind,), recompute=recompute) for layers in (16, 8))
-            two, three = shallow(deep)
-            assert shallow(few) == [two, three]  # 4 layers are those of the larger one
-            asked[f"{kind} {recompute}"] = [(one, 0) for one in (two, three, few, deep)]
+            asked_first = shallow(deep)
+            assert shallow(few) == asked_first  # 4 layers are those of the larger one
+            asked[f"{kind} {recompute}"] = [(one, 0) for one in (*asked_first, few, deep)]
     for name, (two, three, *whole) in _recordings(asked).items():
         for layers, same in zip(depths, (three, *whole), strict=True):
             kind, recompute = name.split()

@@ -55,7 +55,11 @@ def test_a_task_adds_what_its_own_rows_keep() -> None:
     mixed = STEP.mix(both, RECIPE)
     assert [(p.share, p.length) for p in mixed.portions] == [(0.5, 128), (0.5, 64)]
     assert mixed.mean_length == 96
-    of = {name: replace(RECIPE, mix=STEP.mix(*contents({name: 4}), RECIPE).mix) for name in ("long", "short")}
+    of = {
+        name: replace(RECIPE, mix=STEP.mix(content, RECIPE).mix)
+        for name in ("long", "short")
+        for content in contents({name: 4})
+    }
     peaks = {name: Parts(ARCHITECTURE, recipe, Method()).at(0, 256) for name, recipe in of.items()}
     more = peaks["short"]["activations"] - peaks["long"]["activations"]
     assert more == 256 * 8 * (2 * 64 - 2 * 8) * 2  # a low-rank product in bf16 in each of eight layers
