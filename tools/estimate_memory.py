@@ -9,9 +9,11 @@
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
 (data, tensor, pipeline, expert; ZeRO; recomputation; offload), of full fine-tuning or of a task file's adapters, ranked
 by predicted speed; `llmem`, the closed forms of LLMem (Kim et al. 2024) with the choice of its Algorithm 1; `dnnmem`,
-DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of `transformers` in bf16 traced with fake tensors and
-replayed through PyTorch's caching allocator, on one GPU or on several with plain data parallelism. `all`: every one
-that knows the model. Traces are kept in the user's cache directory.
+DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of `transformers` (of `transformers` and `peft`, for a task
+file of one task) traced with fake tensors and replayed through PyTorch's caching allocator with the options that
+PYTORCH_ALLOC_CONF holds, on one GPU or on several with plain data parallelism. `all`: every one that knows the model.
+`--plot` draws memory over time, a picture for each method. Answers, traces and models' sizes are kept in the user's
+cache directory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
     from megatron_mux.choice.answer import Choice
     from megatron_mux.choice.recipes import TaskFile
     from megatron_mux.memory.answers import Said
-    from megatron_mux.memory.estimate import Prediction
-    from megatron_mux.memory.estimators import Answer, Entry, Question
+    from megatron_mux.memory.estimators import Answer, Question
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.memory.trace.process import Tracer
 
@@ -80,7 +81,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
-    add("--plot", type=path, metavar="FILE", help="draw the traced step's memory over time (.png or .svg)")
+    add(
+        "--plot",
+        type=path,
+        metavar="FILE",
+        help="draw memory over time, a picture for each method (.png, .svg)",
+    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args(argv)
 
@@ -155,8 +161,6 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     if arguments.plan is not None and arguments.method != "rehearsal":
         raise UserError("--plan: only a rehearsal follows one: add --method rehearsal")
     if arguments.plot:
-        if arguments.method not in ("all", "trace", "rehearsal"):
-            raise UserError(_NOT_DRAWN)
         check(arguments.plot)
     if arguments.method == "rehearsal":
         return _rehearsed(arguments, console), True
@@ -164,7 +168,7 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
         question, file = _question(arguments, tracer)
         choice, answer, refusals = _asked(arguments, question, file)
     if arguments.plot:
-        _draw(arguments, question, answer)
+        _draw(arguments, question, answer, choice)
     if console is None:
         output = json.dumps(_json(question, answer, choice))
     else:
@@ -297,28 +301,30 @@ def _choice(
         return None, list(error.problems)
 
 
-_NOT_DRAWN = "--plot: only a traced step can be drawn (--method trace)"
+def _draw(arguments: argparse.Namespace, question: Question, answer: Answer, choice: Choice | None) -> None:
+    """Draw what is predicted of each method, over time as far as it is known."""
+    from megatron_mux.memory.plot import closed, draw, traced
 
-
-def _draw(arguments: argparse.Namespace, question: Question, answer: Answer) -> None:
-    """Draw the traced step."""
-    from megatron_mux.memory.plot import draw
-
-    entry, prediction = _traced(answer)
-    title = f"{question.skeleton.tensors.model_type}, {entry.batch} x {question.length} tokens on one GPU"
-    draw(prediction, title, arguments.plot)
-
-
-def _traced(answer: Answer) -> tuple[Entry, Prediction]:
-    """The entry of a traced step, which alone can be drawn.
-
-    Raises:
-        UserError: There is none.
-    """
+    panels = [
+        traced(entry.prediction, f"{entry.layout.name}, batch {entry.batch}: a traced step")
+        for entry in answer.entries
+        if entry.prediction is not None
+    ]
+    for ranked in choice.ranking.entries[:_DRAWN] if choice is not None else ():
+        name = " ".join((ranked.method.name, ranked.method.details)).strip()
+        panels.append(closed(f"{name}\nbatch {ranked.batch}: ours", ranked.instants))
     for entry in answer.entries:
-        if entry.prediction is not None:
-            return entry, entry.prediction
-    raise UserError(_NOT_DRAWN, *answer.refusals)
+        if entry.prediction is None and entry.breakdown:
+            name = f"{entry.layout.name} {_KINDS[entry.layout.kind]}"
+            panels.append(
+                closed(f"{name}\nbatch {entry.batch}: {entry.estimator}", {"peak": entry.breakdown})
+            )
+    title = f"{question.skeleton.tensors.model_type}, {question.length} tokens, {question.gpus} GPU(s)"
+    draw(panels, title, question.gpu_memory, arguments.plot)
+
+
+_DRAWN = 6
+"""Methods of ours in a picture."""
 
 
 def _json(question: Question, answer: Answer, choice: Choice | None) -> dict[str, Any]:

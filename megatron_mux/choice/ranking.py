@@ -28,6 +28,7 @@ class Ranked:
         largest_batch: The most that fit, of the same tasks in the same proportion; 0 if not even one does.
         worst: When and on which stage memory is at its highest.
         breakdown: Bytes of that rank then, by part.
+        instants: The same at every instant of its step that is looked at, in order, by the instant's name.
         speed: Of a step.
         flags: That run the method.
         elsewhere: Why our engine cannot run it; None if it can.
@@ -39,6 +40,7 @@ class Ranked:
     largest_batch: int
     worst: Instant
     breakdown: Mapping[str, int]
+    instants: Mapping[str, Mapping[str, int]]
     speed: Speed
     flags: tuple[str, ...]
     elsewhere: str | None
@@ -153,14 +155,17 @@ def rank(
 def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device) -> Ranked:
     method, parts = fit.method, fit.parts
     elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
+    worst = parts.worst(fit.rows)
+    own = [instant for instant in parts.instants if instant.stage == worst.stage]
     words = megatron_flags(method, recipe) if elsewhere else flags(method, recipe)
     return Ranked(
         method,
         fit.fits,
         fit.sequences,
         fit.largest,
-        parts.worst(fit.rows),
-        parts.breakdown(fit.rows),
+        worst,
+        worst.breakdown(fit.rows),
+        {instant.name: instant.breakdown(fit.rows) for instant in own},
         speed(architecture, parts.recipe, method, fit.work, device),
         tuple(words),
         elsewhere,

@@ -424,10 +424,10 @@ def test_where_a_step_cannot_be_traced_closed_forms_answer(
     assert "its step cannot be traced: no GPU can be pretended" in line and "closed forms" in line
 
 
-def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["all", "trace", "ours", "llmem", "dnnmem"])
+def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -> None:
     picture = tmp_path / "memory.svg"
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
-    status, _, errors = estimate(config, "--method", "trace", "--plot", str(picture))
+    status, _, errors = estimate(OURS, "--method", method, "--plot", str(picture))
     assert status == 0 and not errors and picture.read_text().startswith("<?xml")
 
 
@@ -474,7 +474,7 @@ def test_a_picture_of_a_traced_step(estimate: Call, tmp_path: Path) -> None:
         ),
         (OPT, ["--plot"], "--plot"),
         (OPT, ["--plot", "memory.pdf"], "must end in .png or .svg"),
-        (OPT, ["--plot", "memory.svg", "--method", "llmem"], "--plot: only a traced step can be drawn"),
+        (OPT, ["--plot", "nowhere/memory.svg", "--method", "llmem"], "there is no directory nowhere"),
         (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
         ({"model_type": "lama"}, [], "model_type 'lama' is not a causal language model"),
         (

@@ -9,10 +9,15 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction
-from megatron_mux.memory.plot import check, draw, series
-from megatron_mux.memory.sizes import MIB
+from megatron_mux.memory.estimate import Prediction, outside
+from megatron_mux.memory.plot import Panel, check, closed, draw, traced
+from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
+
+INSTANTS = {
+    "the loss": {"parameters": 2 * GIB, "activations": 3 * GIB, "offloaded": 0},
+    "the optimizer's step": {"parameters": 2 * GIB, "gradients": GIB, "something new": GIB},
+}
 
 
 def _prediction(times: int = 20) -> Prediction:
@@ -27,28 +32,64 @@ def _prediction(times: int = 20) -> Prediction:
 
 def test_categories_add_up_to_what_is_live() -> None:
     found = _prediction()
-    columns, reserved = series(found)
-    assert list(columns) == ["parameters", "gradients", "activations"]
-    assert [sum(sizes) for sizes in zip(*columns.values(), strict=True)] == list(found.stream.live())
-    assert reserved == list(found.replay.reserved)
+    panel = traced(found, "a step")
+    assert list(panel.columns) == ["context", "parameters", "gradients", "activations"]
+    assert panel.totals == [outside(0) + size for size in found.stream.live()]
+    assert panel.reserved == [outside(0) + size for size in found.replay.reserved]
+    assert panel.top == found.process
 
 
 def test_the_peak_of_a_long_stream_is_drawn() -> None:
     found = _prediction(times=5000)
-    columns, reserved = series(found)
-    assert len(reserved) <= 4000
-    assert max(sum(sizes) for sizes in zip(*columns.values(), strict=True)) == found.stream.peak().size
+    panel = traced(found, "a step")
+    assert len(panel.reserved) <= 4000
+    assert max(panel.totals) == found.stream.peak().size + outside(0)
+
+
+def test_instants_of_closed_forms() -> None:
+    panel = closed("4TP", INSTANTS)
+    assert panel.times == ("the loss", "the optimizer's step")
+    assert panel.columns == {
+        "parameters": [2 * GIB, 2 * GIB],
+        "activations": [3 * GIB, 0],
+        "gradients": [0, GIB],
+        "something new": [0, GIB],
+    }
+    assert panel.totals == [5 * GIB, 4 * GIB] and panel.top == 5 * GIB
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_picture(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_picture(tmp_path: Path, suffix: str, count: int) -> None:
     file = tmp_path / f"memory{suffix}"
     check(file)
-    draw(_prediction(), "a model", file)
+    panels = [traced(_prediction(), "a step"), *(closed(f"{n} TP", INSTANTS) for n in range(count - 1))]
+    draw(panels, "a model", 6 * GIB, file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
-    if suffix == ".svg":
-        assert b"reserved" in content or content.count(b"<path") > 10
+
+
+def test_what_is_in_a_picture(tmp_path: Path) -> None:
+    import matplotlib
+
+    file = tmp_path / "memory.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        draw([closed("4 TP", INSTANTS), closed("4 DP", INSTANTS)], "a model", 6 * GIB, file)
+        text = file.read_text()
+        for word in (
+            "a model",
+            "4 TP",
+            "4 DP",
+            "5.0 GiB",
+            "parameters",
+            "something new",
+            ">GPU<",
+            "optimizer",
+        ):
+            assert word in text, word
+        draw([closed("4 TP", INSTANTS)], "a model", 600 * GIB, file)
+        text = file.read_text()
+        assert "a GPU has 600" in text and ">GPU<" not in text, "far above what is drawn"
 
 
 def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +97,10 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         check(tmp_path / "memory.pdf")
     with pytest.raises(UserError, match="no directory"):
         check(tmp_path / "nowhere" / "memory.svg")
+    panel = Panel("one", ("now",), {"parameters": [GIB]})
+    (tmp_path / "taken.svg").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        draw([panel], "a model", GIB, tmp_path / "taken.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install"):
         check(tmp_path / "memory.svg")
