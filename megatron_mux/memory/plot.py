@@ -1,7 +1,7 @@
 """Memory over time as a picture: a panel for each prediction, bytes by part stacked, the GPU's memory as a line.
 
-A traced step has thousands of moments, and what the allocator has reserved above them; closed forms know a few instants,
-the papers' only their peak.
+A traced step has thousands of moments, and what the allocator has reserved above them; closed forms know a few
+instants, the papers' only their peak.
 """
 
 from __future__ import annotations
