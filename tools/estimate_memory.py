@@ -136,6 +136,9 @@ def run(arguments: argparse.Namespace) -> None:
         from rich.console import Console
 
         console = Console()
+    if arguments.method == "rehearsal":
+        _rehearse(arguments, console, start)
+        return
     shape = (console.width, console.color_system) if console is not None else None
     answers = Answers(Store("answers"), arguments, shape)
     said = None if arguments.plot else answers.read()
@@ -162,8 +165,6 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
         raise UserError("--plan: only a rehearsal follows one: add --method rehearsal")
     if arguments.plot:
         check(arguments.plot)
-    if arguments.method == "rehearsal":
-        return _rehearsed(arguments, console), True
     with Tracer() as tracer:
         question, file = _question(arguments, tracer)
         choice, answer, refusals = _asked(arguments, question, file)
@@ -178,20 +179,21 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     return Said(output, refusals), not any(NOT_TRACED in refusal for refusal in refusals)
 
 
-def _rehearsed(arguments: argparse.Namespace, console: Console | None) -> Said:
-    """What rehearsals say."""
-    from megatron_mux.memory.answers import Said
+def _rehearse(arguments: argparse.Namespace, console: Console | None, start: float) -> None:
+    """Print what rehearsals say."""
+    from megatron_mux.memory.plot import check
     from megatron_mux.memory.store import Store
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.rehearsal import command
 
+    if arguments.plot:
+        check(arguments.plot)
     skeleton = Skeleton(arguments.model, Store("models"))
     question, told = command.run(arguments, skeleton, lambda text: print(text, file=sys.stderr, flush=True))
     if console is None:
-        return Said(json.dumps({**told, **_about(question)}), [])
-    with console.capture() as captured:
+        print(json.dumps({**told, **_about(question), "seconds": time.perf_counter() - start}))
+    else:
         command.show(console, told, _command(arguments, question))
-    return Said(captured.get(), [])
 
 
 def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.answers import Answers, Said
 from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.sizes import GIB, show_size
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.tasks import load_task_file
 
@@ -43,12 +46,20 @@ def run(
     length = max(spec.data.max_length for spec in specs)
     question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length)
     question.check()
+    # Programs and people are told the same.
+    about = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+    answers = Answers(Store("rehearsed"), Namespace(**about))
+    said = None if arguments.plot else answers.read()
+    if said is not None:
+        return question, json.loads(said.output)
     from megatron_mux.rehearsal.choosing import choose  # imports torch, which takes seconds
 
     answer = choose(arguments, question, specs, say)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
-    return question, answer.to_json()
+    told = answer.to_json()
+    answers.write(Said(json.dumps(told), []))
+    return question, told
 
 
 def show(console: Console, told: Mapping[str, Any], command: str) -> None:
@@ -102,7 +113,7 @@ def _lines(told: Mapping[str, Any], command: str) -> list[str]:
 
 def _draw(answer: Answer, file: Path, question: Question) -> None:
     """Draw the memory over time of the worst rank of what is chosen, or of what was tried last."""
-    from megatron_mux.memory.plot import draw
+    from megatron_mux.memory.plot import draw, traced
     from megatron_mux.rehearsal.answer import prediction
     from megatron_mux.rehearsal.process import rehearsals
 
@@ -114,4 +125,5 @@ def _draw(answer: Answer, file: Path, question: Question) -> None:
     title = (
         f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.setting.world}"
     )
-    draw(prediction(recording, one.setting), title, file)
+    panel = traced(prediction(recording, one.setting), f"{one.name}, rank {one.worst.rank}")
+    draw([panel], title, question.gpu_memory, file)

@@ -98,7 +98,15 @@ def test_a_whole_plan(estimate: Call, tmp_path: Path) -> None:
     file.write_text(dumps(plan))
     status, output, _ = estimate("--plan", str(file), "--json", "--backbone-weights", "offloaded")
     (method,) = json.loads(output)["methods"]
-    assert status == 0 and method["flags"] == ["--mux-plan", str(file)]
+    assert status == 0 and method["flags"] == [
+        "--mux-plan",
+        str(file),
+        "--pipeline-model-parallel-size",
+        "2",
+        "--bf16",
+        "--mux-backbone-weights",
+        "offloaded",
+    ]
     assert [rank["stage"] for rank in method["ranks"]] == [0, 1]
     assert method["micro_batches"] == [bucket.micro_batches for bucket in plan.buckets]
     assert method["backbone_weights"] == "offloaded"
