@@ -26,10 +26,14 @@ from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.liveness import Liveness
-from megatron_mux.runtime import Parallel
+from megatron_mux.memory.sizes import show_size
+from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.tasks import TaskSpec
 
 Progress = Callable[[str], None]
+
+_MARGIN = 1 / 16
+"""Of a GPU's memory, left alone by default: predictions of it err by up to so much."""
 
 
 def with_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
@@ -232,15 +236,38 @@ def _premises(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, s
         info,
         Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
         arguments.dtype.itemsize,
-        arguments.recompute_granularity == "full",
-        arguments.mux_memory_limit,
+        arguments.recompute_granularity or "none",
+        memory_limit(arguments, parallel, say),
         arguments.mux_align,
         arguments.mux_chunk_size,
         arguments.mux_micro_batches,
         schedule=arguments.mux_schedule,
         rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
         residence=arguments.mux_backbone_weights,
+        sequence_parallel=arguments.sequence_parallel,
     )
+
+
+def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:
+    """Bytes that a rank may use, the same on every rank; None: not limited. Every rank calls it.
+
+    Only the planner keeps to a limit: by default the other policies have none.
+
+    Args:
+        arguments: The command line.
+        parallel: Where this rank stands.
+        say: Told of a limit that nobody has asked for.
+    """
+    given = arguments.mux_memory_limit
+    if given != "auto":
+        return given
+    there = device_memory(parallel.device) if arguments.mux_policy == "auto" else None
+    if there is None:
+        return None
+    least = -parallel.most([-float(there)])[0]
+    limit = least * (1 - _MARGIN)
+    say(f"planning for {show_size(limit)} of a GPU's {show_size(least)} (--mux-memory-limit says otherwise)")
+    return limit
 
 
 def _from_first(what: Any) -> Any:

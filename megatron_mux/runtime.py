@@ -320,6 +320,13 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     return device
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None on a CPU, whose memory is shared with everything else."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def _is_rehearsed() -> bool:
     """Whether the world was joined as one that is not there (`megatron_mux.rehearsal`), nor is its device."""
     return dist.is_initialized() and dist.get_backend() == "fake"

@@ -139,7 +139,7 @@ def _plans(
             info,
             mesh,
             dtype.itemsize,
-            arguments.recompute_granularity == "full",
+            arguments.recompute_granularity or "none",
             arguments.memory_limit,
             arguments.align,
             chunk,

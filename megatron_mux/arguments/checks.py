@@ -89,7 +89,7 @@ def _planning(arguments: MuxArguments) -> list[str]:
         problems += [
             f"{flag}: --mux-plan says so itself: leave it out" for flag, given in fixed.items() if given
         ]
-    if arguments.mux_memory_limit is not None and arguments.mux_policy != "auto":
+    if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"
         )

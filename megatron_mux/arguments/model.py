@@ -47,7 +47,7 @@ class MuxArguments:
         mux_plan: A plan to begin with instead of making one.
         mux_align: How sequences are padded, if at all.
         mux_chunk_size: Tokens of a chunk; `auto` leaves it to the planner, None cuts nothing.
-        mux_memory_limit: Bytes that a rank may use; None: not limited.
+        mux_memory_limit: Bytes that a rank may use; `auto`: what its GPU has, less a margin; None: not limited.
         mux_backbone_weights: Where frozen weights live between uses.
         mux_watch: Directory whose task files join and leave while the run goes on.
         mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
@@ -83,7 +83,7 @@ class MuxArguments:
     mux_plan: Path | None
     mux_align: Literal["dense", "max-length", "longest"]
     mux_chunk_size: int | Literal["auto"] | None
-    mux_memory_limit: int | None
+    mux_memory_limit: int | Literal["auto"] | None
     mux_backbone_weights: Kind
     mux_watch: Path | None
     mux_micro_batches: int | None

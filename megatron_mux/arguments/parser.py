@@ -19,11 +19,11 @@ from megatron_mux.arguments.values import (
     at_least,
     chunk_size,
     destination,
+    memory_limit,
     minutes,
     only,
     path,
     policy,
-    size,
 )
 from megatron_mux.errors import UserError
 
@@ -199,8 +199,9 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="begin with this plan (tools/plan.py --output FILE makes one)",
     )
     add(
-        "--mux-memory-limit", type=size, metavar="SIZE",
-        help="what a rank may use, such as 40GiB: the planner keeps to it (default: not limited)",
+        "--mux-memory-limit", type=memory_limit, default="auto", metavar="SIZE",
+        help="what a rank may use, such as 40GiB: the planner keeps to it; auto: a GPU's memory less a margin, on a "
+        "CPU no limit (default); none: no limit",
     )  # fmt: skip
     add(
         "--mux-chunk-size", type=chunk_size, default="auto", metavar="N",

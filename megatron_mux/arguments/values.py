@@ -81,6 +81,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def memory_limit(text: str) -> int | str | None:
+    """A value of `--mux-memory-limit`."""
+    if text in ("auto", "none"):
+        return text if text == "auto" else None
+    return size(text)
+
+
 def chunk_size(text: str) -> int | str | None:
     """A value of `--mux-chunk-size`."""
     if text in ("auto", "none"):

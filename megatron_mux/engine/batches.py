@@ -123,6 +123,17 @@ class Batches:
             self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
         return self._laid_out[unit]
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest unit, before they are divided among tensor ranks."""
+        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        chunks = (chunks for grid in self.grids for chunks in grid.chunks.values())
+        rows = (
+            sum(-(-sum(piece.tokens for piece in chunk) // multiple) * multiple for chunk in unit)
+            for unit in chunks
+        )
+        return max(rows, default=1)
+
     def forget(self, unit: Unit) -> None:
         """Drop a unit that is done; nothing was laid out of one that was left out."""
         self._laid_out.pop(unit, None)

@@ -11,6 +11,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.batches import Batches
 from megatron_mux.engine.ends import LOSS_SQUARE_LACK, Ends
+from megatron_mux.engine.shortage import Shortage
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -36,6 +37,9 @@ class TrainingCompute:
         shape = (len(ends.tokens) * len(ends.buckets), len(ends.running))
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=ends.parallel.device)
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
+        one = next(iter(stages.values()))
+        rows = batches.most_rows if 0 in stages and not stages[0].last else 1
+        self._nothing = torch.zeros(rows, 1, one.shape.hidden, dtype=one.dtype, device=one.device)
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -51,9 +55,10 @@ class TrainingCompute:
             made = self.shortage.attempt(action, lambda: self._together(action, hidden))
             if made is not None:
                 return made
-        backbone = self.stages[action.stage]
-        shape = () if backbone.last else self.shape(action)
-        return torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
+        if self.stages[action.stage].last:
+            return self._nothing[0, 0, 0]
+        # What there is already: zeros must not want for memory, too.
+        return self._nothing[: self.shape(action)[0]] if hidden is None else hidden.detach().zero_()
 
     def _together(self, action: Action, hidden: Tensor | None) -> Tensor:
         """The batches of a unit, one after the other."""
@@ -122,17 +127,27 @@ class EvaluationCompute:
         batches: Micro-batches in order.
         sequences: Number of sequences over all of them.
         end_of_sequence: Token id left out of the accuracy.
+        shortage: What lacks memory here.
     """
 
     def __init__(
-        self, stages: Stages, batches: list[MicroBatch], sequences: int, end_of_sequence: int
+        self,
+        stages: Stages,
+        batches: list[MicroBatch],
+        sequences: int,
+        end_of_sequence: int,
+        shortage: Shortage,
     ) -> None:
         self.stages = stages
+        self.shortage = shortage
         self.batches = batches
         self.end_of_sequence = end_of_sequence
         # [sequence, (sum of nll, labels, predicted, labels that are not end-of-sequence)]
         device = next(iter(stages.values())).device
         self.sums: Tensor = torch.zeros(sequences, 4, dtype=torch.float64, device=device)
+        one = next(iter(stages.values()))
+        rows = [one.hidden_shape(batch)[0] for batch in batches] if 0 in stages and not one.last else []
+        self._nothing = torch.zeros(max(rows, default=1), 1, one.shape.hidden, dtype=one.dtype, device=device)
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -140,7 +155,14 @@ class EvaluationCompute:
 
     @torch.no_grad()
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        """Hidden states; on the last stage the sums are kept too."""
+        """Hidden states, anything for want of memory; on the last stage the sums are kept too."""
+        if not self.shortage.concerns(action.bucket):
+            made = self.shortage.attempt(action, lambda: self._forward(action, hidden))
+            if made is not None:
+                return made
+        return self._nothing[: self.shape(action)[0]] if hidden is None else hidden
+
+    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
         with layout.activate(batch):
             output = backbone.forward(batch, hidden, labelled_only=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.optimize import reduce_gradients, squared_norm
+from megatron_mux.engine.optimize import reduce_gradients, room_for, squared_norm
 from megatron_mux.engine.running import Running, StepResult
 from megatron_mux.engine.shortage import Shortage
 from megatron_mux.fusion.plan import Bucket
@@ -61,6 +61,7 @@ class Ends:
         self._failed = torch.zeros(len(running), dtype=torch.bool, device=parallel.device)
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
+        self._room = room_for([p for task in running.values() for p in task.adapter.parameters], parallel)
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -79,14 +80,14 @@ class Ends:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
+        # All that takes memory comes before the pipelines' sum, which tells them all who lacked it.
+        if not self.shortage.concerns(entry):
+            self.shortage.attempt(action, lambda: self._complete(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
         lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
-        step = entry // len(self.buckets)
-        squares = self.shortage.attempt(action, lambda: self._gradients(names, step, lacks))
-        if squares is None:
-            squares = torch.zeros(len(names), dtype=torch.float64, device=device)
-        if self.shortage.concerns(entry):
-            lacks = lacks.clamp(min=1.0)
+        parameters = [self.running[name].adapter.parameters for name in names]
+        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks, self._room)
+        squares = torch.stack([squared_norm(own, device) for own in parameters])
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             losses = losses[self._rows[entry % len(self.buckets)]]
@@ -101,13 +102,17 @@ class Ends:
             self._whole[entry] = table
         return table
 
-    def _gradients(self, names: Sequence[str], step: int, lacks: Tensor) -> Tensor:
-        """Make gradients whole; `[tasks]` fp64 squares of this rank's parts of their norms."""
-        parameters = [self.running[name].adapter.parameters for name in names]
-        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks)
+    def _complete(self, names: Sequence[str], step: int) -> None:
+        """Make gradients that are missing zero, and add what is no loss of any sequence: on the first pipeline alone,
+        since pipelines are summed.
+        """
         for name in names:
-            self.running[name].adapter.penalty(self._first[name] + step)
-        return torch.stack([squared_norm(own, self.parallel.device) for own in parameters])
+            adapter = self.running[name].adapter
+            for p in adapter.parameters:
+                if p.value.grad is None:
+                    p.value.grad = torch.zeros_like(p.value)
+            if self.parallel.dp_rank == 0:
+                adapter.penalty(self._first[name] + step)
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
         """Let the tasks of a bucket step here, but those that failed or lacked memory, now or before.

@@ -13,6 +13,7 @@ from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute, Stages
+from megatron_mux.engine.shortage import Shortage
 from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
@@ -71,14 +72,17 @@ def evaluate(
         Loss and accuracy.
 
     Raises:
-        UserError: Some rank could not read the data; on every rank, so none waits for another.
+        UserError: Some rank could not read the data, or has no memory for a sequence; on every rank, so none waits
+            for another.
     """
     rank = _Rank(stages, parallel, communicator, task, position_offset, steps_done, batch_size)
+    tokens = TOKENS_PER_PASS
     mine = range(parallel.dp_rank, len(dataset), parallel.dp_size)
     groups = _groups(_read(dataset, mine), PASSES_PER_STAGE * parallel.pp_size, batch_size)
     sums = torch.zeros(5, dtype=torch.float64, device=parallel.device)
     while (group := _next_together(groups, parallel)) is not None:
-        sums += rank.sums(group, dataset.end_of_sequence)
+        found, tokens = _in_memory(rank, group, dataset.end_of_sequence, tokens)
+        sums += found
     if parallel.world_size > 1:
         dist.all_reduce(sums)
     nll, labels, predicted, counted, likeliest = sums.tolist()
@@ -143,6 +147,35 @@ def _next_together(groups: Iterator[list[_Record]], parallel: Parallel) -> list[
     return group if left else None
 
 
+def _in_memory(rank: _Rank, group: list[_Record], end_of_sequence: int, tokens: int) -> tuple[Tensor, int]:
+    """Evaluate a group in passes as large as memory has room for on every rank; every rank calls it.
+
+    Args:
+        rank: This one.
+        group: Its records.
+        end_of_sequence: See `EvaluationCompute`.
+        tokens: Most tokens of a pass to begin with.
+
+    Returns:
+        See `_Rank.sums`; and the most tokens of a pass with which there was room.
+
+    Raises:
+        SharedError: There is none for one sequence at a time.
+    """
+    while True:
+        shortage = Shortage(1, rank.parallel, rank.together)
+        batches = rank.passes(group, tokens)
+        found = rank.sums(group, batches, end_of_sequence, shortage)
+        largest = max((batch.rows for batch in batches), default=0)
+        lacks, most = rank.parallel.most([shortage.concerns(0), largest])
+        if not lacks:
+            return found, tokens
+        if tokens == 1:
+            where = shortage.everywhere()[0]
+            raise SharedError(f"one sequence alone ran out of memory ({where})")
+        tokens = max(1, min(tokens, int(most)) // 2)
+
+
 @dataclass(frozen=True)
 class _Rank:
     """What evaluates a group on this rank; the attributes are the arguments of `evaluate`."""
@@ -155,8 +188,21 @@ class _Rank:
     steps_done: int
     batch_size: int | None
 
-    def sums(self, group: list[_Record], end_of_sequence: int) -> Tensor:
+    @property
+    def together(self) -> bool:
+        """Whether a pass takes part in collectives."""
+        return self.parallel.tp_size > 1 or next(iter(self.stages.values())).residence.in_step
+
+    def sums(
+        self, group: list[_Record], batches: list[MicroBatch], end_of_sequence: int, shortage: Shortage
+    ) -> Tensor:
         """Evaluate a group.
+
+        Args:
+            group: Records of this pipeline.
+            batches: Their passes.
+            end_of_sequence: See `EvaluationCompute`.
+            shortage: Told what lacks memory; then the sums are wrong.
 
         Returns:
             `[5]` fp64: over the records' own sequences the negative log-likelihood, labels, labels predicted and labels
@@ -164,12 +210,11 @@ class _Rank:
             not speak for their pipeline, so that the sum over all ranks counts every record once.
         """
         nothing = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
-        batches = self._passes([example for record in group for example in record.candidates])
         if next(iter(self.stages.values())).residence.in_step:
             passes = int(self.parallel.most([len(batches)])[0])
-            batches += [self._pack([]) for _ in range(passes - len(batches))]
+            batches = batches + [self._pack([]) for _ in range(passes - len(batches))]
         sequences = sum(len(record.candidates) for record in group)
-        compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence)
+        compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence, shortage)
         ranks, each = self.parallel.pp_size, len(self.stages)
         dtype = next(iter(self.stages.values())).dtype
         template = forward_only(ranks, len(batches), each)
@@ -182,14 +227,15 @@ class _Rank:
         likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)
         return torch.cat([chosen, likeliest.double()])
 
-    def _passes(self, examples: list[Example]) -> list[MicroBatch]:
-        """Micro-batches of at most `TOKENS_PER_PASS` tokens (a longer sequence has its own) and `batch_size`."""
+    def passes(self, group: list[_Record], most_tokens: int) -> list[MicroBatch]:
+        """A group's micro-batches of at most `most_tokens` (a longer sequence has its own) and `batch_size`."""
+        examples = [example for record in group for example in record.candidates]
         batches: list[MicroBatch] = []
         current: list[PackedSequence] = []
         tokens = 0
         for i, example in enumerate(examples):
             length = len(example.tokens)
-            if current and (tokens + length > TOKENS_PER_PASS or len(current) == self.batch_size):
+            if current and (tokens + length > most_tokens or len(current) == self.batch_size):
                 batches.append(self._pack(current))
                 current, tokens = [], 0
             current.append((self.task, i, *tensors(example), 1.0))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.fusion.stage_memory import SUMMED_AT_ONCE
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TrainingSpec
 
@@ -129,27 +130,43 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def reduce_gradients(parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor) -> None:
-    """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
-
-    One collective each for all tasks together. A sum never mixes elements, so a task's NaN stays its own.
+def room_for(parameters: Sequence[AdapterParameter], parallel: Parallel) -> Tensor | None:
+    """Memory to sum gradients over ranks in, taken beforehand: in the middle of a collective none must be wanting.
 
     Args:
-        parameters: Local parameters of every task of the step; a missing gradient counts as zero.
+        parameters: All that will be summed.
+        parallel: Where this rank stands; None if there is nobody to sum with.
+    """
+    if parallel.tp_size * parallel.dp_size == 1:
+        return None
+    sizes = [p.value.numel() for p in parameters]
+    count = max([*sizes, min(sum(sizes), SUMMED_AT_ONCE)])
+    dtype = parameters[0].value.dtype if parameters else torch.float32
+    return torch.empty(count, dtype=dtype, device=parallel.device)
+
+
+def reduce_gradients(
+    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, room: Tensor | None
+) -> None:
+    """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
+
+    Few collectives for all tasks together, and no memory for them. A sum never mixes elements, so a task's NaN stays
+    its own.
+
+    Args:
+        parameters: Local parameters of every task of the step; a missing gradient counts as zero and stays missing.
         parallel: Where this rank stands.
         flags: Summed over data-parallel ranks along with them.
+        room: See `room_for`.
     """
+    if room is None:
+        return
     parameters = list(parameters)
-    for p in parameters:
-        if p.value.grad is None:
-            p.value.grad = torch.zeros_like(p.value)
     if parallel.tp_size > 1:
-        _all_reduce(
-            [p.value.grad for p in parameters if p.partial and p.value.grad is not None], parallel.tp_group
-        )
+        _all_reduce([p.value for p in parameters if p.partial], room, parallel.tp_group)
     if parallel.dp_size > 1:
-        gradients = [p.value.grad for p in parameters if p.value.grad is not None]
-        _all_reduce([*gradients, flags], parallel.dp_group)
+        _all_reduce([p.value for p in parameters], room, parallel.dp_group)
+        dist.all_reduce(flags, group=parallel.dp_group)
 
 
 def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -> Tensor:
@@ -160,10 +177,23 @@ def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
-def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    if not tensors:
-        return
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))
+def _all_reduce(values: Sequence[Tensor], room: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum gradients, as many at once as there is room for: the same ones on every rank."""
+    start = 0
+    while start < len(values):
+        stop, size = start, 0
+        while stop < len(values) and size + values[stop].numel() <= room.numel():
+            size += values[stop].numel()
+            stop += 1
+        together = values[start:stop]
+        pieces = room[:size].split([value.numel() for value in together])
+        for value, piece in zip(together, pieces, strict=True):
+            if value.grad is None:
+                piece.zero_()
+            else:
+                piece.view_as(value).copy_(value.grad)
+        dist.all_reduce(room[:size], group=group)
+        for value, piece in zip(together, pieces, strict=True):
+            if value.grad is not None:
+                value.grad.copy_(piece.view_as(value))
+        start = stop

@@ -9,7 +9,7 @@ interrupted. One rank plans for all: rounding must not make them differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -170,12 +170,26 @@ class Planning:
         if frozenset(loads) == frozenset(plan.tasks):
             return plan, self._left
         new = [load for name, load in loads.items() if name not in plan.tasks]
-        # As the user asked, or where memory is short one sequence at a time.
-        parts = [len(n.tokens) if self.planner.memory_limit else n.accumulation for n in new]
-        plan = self.planner.priced(plan.only(loads).with_tasks(list(loads), max(parts, default=1)), loads)
+        for buckets in self._ways_to_take_in(plan.only(loads), new, loads):
+            plan = self.planner.priced(buckets, loads)
+            limit = self.planner.memory_limit
+            if limit is None or max(plan.memory_bytes, default=math.inf) <= limit:
+                break
         planning = _LEAST_SECONDS + len(loads) * self.stages * _SECONDS_A_TASK_AND_STAGE
         steps = math.ceil(planning / plan.predicted_latency_s) if plan.predicted_latency_s else _MOST_STEPS
         return replace(plan, replan_in=0), 1 + min(max(steps, 1), _MOST_STEPS)
+
+    def _ways_to_take_in(
+        self, plan: Plan, new: Sequence[TaskLoad], loads: Mapping[str, TaskLoad]
+    ) -> Iterator[Plan]:
+        """Plans with newcomers, each taking less memory than the one before: as users asked, the newcomers one sequence
+        at a time, everybody so.
+        """
+        yield plan.with_tasks(list(loads), max((n.accumulation for n in new), default=1))
+        yield plan.with_tasks(list(loads), max((len(n.tokens) for n in new), default=1))
+        most = {name: len(load.tokens) for name, load in loads.items()}
+        alone = plan_for("temporal", most, self.stages, max(most.values()), None, plan.alignment)
+        yield replace(plan, buckets=alone.buckets)
 
     def _take_over(self) -> None:
         """Follow the new plan, on every rank the first one's. If there is none, the old one does."""

@@ -31,7 +31,8 @@ class Shortage:
         period: Buckets of a step.
         parallel: Where this rank stands.
         together: Whether a pass takes part in collectives: one that ends early would leave other ranks waiting, so
-            its error is not caught. Nor is that of the end of a bucket's step with data parallelism.
+            its error is not caught. (To go on with zeros in the same collectives, of a rank that fails anywhere in a
+            layer, would take a second implementation of every layer's communication.)
     """
 
     def __init__(self, period: int, parallel: Parallel, together: bool) -> None:
@@ -49,7 +50,7 @@ class Shortage:
         try:
             return compute()
         except torch.OutOfMemoryError as error:
-            if self._together or (not action.is_pass and self._parallel.dp_size > 1):
+            if self._together:
                 raise
             what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
             self._said[action.bucket % self._period] = what

@@ -13,7 +13,6 @@ from itertools import accumulate
 from megatron_mux.backbone.split import Split, even_split
 from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.stage_cost import StageCosts
 
 
 def balanced_split(premises: Premises, loads: Sequence[TaskLoad], virtual: int = 1) -> Split:
@@ -36,17 +35,7 @@ def layer_seconds(premises: Premises, loads: Sequence[TaskLoad]) -> list[float]:
     """
     alone = tuple(range(premises.info.shape.layers))
     one_each = replace(premises, mesh=Mesh(premises.mesh.tensor, 1, premises.mesh.data, (1,) * len(alone)))
-    costs = StageCosts(
-        one_each.profile,
-        one_each.info.shape,
-        list(loads),
-        one_each.stages,
-        one_each.mesh.tensor,
-        one_each.mesh.data,
-        one_each.itemsize,
-        one_each.recompute,
-        one_each.overlap,
-    )
+    costs = one_each.costs(loads)
     # As many parts as fill the pipeline: small ones have more overhead.
     parts = max(2 * premises.mesh.pipeline, *(load.accumulation for load in loads))
     cost = costs.hybrid(tuple(range(len(loads))), parts)

@@ -27,6 +27,7 @@ class HybridCost:
         exposed: `[S]` seconds of communication in either pass that nothing hides when the hybrid task has a bucket to
             itself; empty: none. (The paper takes all communication for overlapped.)
         memory: `[S]` bytes kept between the two; empty: not counted.
+        working: `[S]` bytes that a stage takes besides while it computes the micro-batch; empty: not counted.
         transfer: `[S - 1]` seconds between stages; empty: none.
         parts: How many micro-batches there are of it on a pipeline, where sequences are too few for as many as were
             asked for; 0: as many as were asked for.
@@ -36,6 +37,7 @@ class HybridCost:
     backward: tuple[float, ...]
     exposed: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
+    working: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
     parts: int = 0
 
@@ -74,12 +76,15 @@ def pipeline_latency(cost: HybridCost, micro_batches: int) -> float:
 def bucket_cost(costs: Sequence[HybridCost], micro_batches: int) -> BucketCost:
     """Hybrid tasks interleaved in one clock: their compute adds up, their communication hides behind each other's."""
     stages = len(costs[0].forward)
+    working = [cost.working for cost in costs if cost.working]
     exposed = costs[0].exposed if len(costs) == 1 and costs[0].exposed else (0.0,) * stages
     return BucketCost(
         micro_batches=max(cost.count(micro_batches) for cost in costs),
         forward=tuple(sum(c.forward[s] for c in costs) + exposed[s] for s in range(stages)),
         backward=tuple(sum(c.backward[s] for c in costs) + exposed[s] for s in range(stages)),
         memory=_sum(costs, "memory", stages),
+        # Computed one after the other.
+        working=tuple(map(max, zip(*working, strict=True))) if working else (),
         transfer=_sum(costs, "transfer", stages - 1),
     )
 
@@ -93,7 +98,15 @@ def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:
     """Whether one micro-batch of the bucket fits into every stage's memory (equation 5 is for what is in flight)."""
     if memory_limit is None:
         return True
-    return all(bucket.kept(s) * bucket.chunks <= limit for s, limit in enumerate(memory_limit))
+    return all(
+        bucket.kept(s) * bucket.chunks + bucket.works_with(s) <= limit for s, limit in enumerate(memory_limit)
+    )
+
+
+def works_with(buckets: Sequence[BucketCost], rank: int, ranks: int) -> float:
+    """The most bytes that one of so many ranks takes while it computes a chunk of any of these buckets."""
+    stages = range(rank, buckets[0].stages, ranks) if buckets else ()
+    return max((bucket.works_with(stage) for bucket in buckets for stage in stages), default=0.0)
 
 
 def lower_bound(buckets: Sequence[BucketCost]) -> float:

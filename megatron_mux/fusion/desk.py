@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
-from megatron_mux.fusion.cost import bucket_cost
+from megatron_mux.fusion.cost import bucket_cost, works_with
 from megatron_mux.fusion.cost import fits as can_fit
 from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
@@ -24,6 +25,8 @@ from megatron_mux.fusion.step import (
     step_grid,
     step_template,
 )
+from megatron_mux.memory.forms.kept import Recompute
+from megatron_mux.memory.forms.methods import Method
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.template import Template
@@ -85,7 +88,7 @@ class Premises:
         info: The backbone (`BackboneInfo`).
         mesh: Its division.
         itemsize: Bytes of its dtype.
-        recompute: Whether layers are computed again in the backward pass.
+        recompute: What is computed again in the backward pass.
         memory_limit: Bytes that a rank may use; None: not limited.
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
@@ -94,13 +97,14 @@ class Premises:
         rolling: Steps between two flushes of the pipeline.
         residence: Where the backbone's weights live between uses.
         overlap: See `StageCosts`. Nothing runs hybrid tasks so yet: by default a plan does not count on it.
+        sequence_parallel: Whether tensor ranks divide the rows between their regions.
     """
 
     profile: Profile
     info: Any
     mesh: Mesh = Mesh()
     itemsize: int = 4
-    recompute: bool = False
+    recompute: Recompute = "none"
     memory_limit: float | None = None
     alignment: Mode = "dense"
     chunk: Chunking = "auto"
@@ -109,11 +113,31 @@ class Premises:
     schedule: Schedule = "planned"
     rolling: int = 1
     residence: Kind = "resident"
+    sequence_parallel: bool = False
+
+    @property
+    def method(self) -> Method:
+        """The division as memory sees it."""
+        return Method(
+            self.mesh.data,
+            self.mesh.tensor,
+            self.mesh.pipeline,
+            sequence_parallel=self.sequence_parallel,
+            zero=3 if self.residence.startswith("sharded") and self.mesh.data > 1 else 0,
+            recompute=self.recompute,
+            offload=self.residence.endswith("offloaded"),
+        )
 
     @property
     def stages(self) -> list[range]:
         """The layers of each stage."""
         return stage_layers(self.mesh.split or even_split(self.info.shape.layers, self.mesh.pipeline))
+
+    def costs(self, loads: Sequence[TaskLoad]) -> StageCosts:
+        """What these tasks cost."""
+        return StageCosts(
+            self.profile, self.info.shape, loads, self.stages, self.method, self.itemsize, self.overlap
+        )
 
 
 @dataclass(frozen=True)
@@ -157,18 +181,7 @@ class Desk:
             replace(load, tokens=(self.pad_to[load.name],) * len(load.tokens)) if self.pad_to else load
             for load in loads
         ]
-        mesh = premises.mesh
-        self.costs = StageCosts(
-            premises.profile,
-            premises.info.shape,
-            self.loads,
-            premises.stages,
-            mesh.tensor,
-            mesh.data,
-            premises.itemsize,
-            premises.recompute,
-            premises.overlap,
-        )
+        self.costs = premises.costs(self.loads)
         self.weights: Weights = self.costs.weights()
         self.tokens = [float(load.total) for load in self.loads]
         self.lengths = {
@@ -177,7 +190,7 @@ class Desk:
         self.limit: list[float] | None = None
         self.stage_limit: list[float] | None = None
         if premises.memory_limit is not None:
-            self.limit = [max(0.0, premises.memory_limit - r) for r in self.resident()]
+            self.limit = [max(0.0, premises.memory_limit - r) for r in self.resident]
             self.stage_limit = self._divided(self.limit)
         self._index = {load.name: i for i, load in enumerate(loads)}
         self._known: dict[tuple[Bucket, ...], WorkedOut] = {}
@@ -188,20 +201,34 @@ class Desk:
         limit = self.stage_limit
         if limit is None:
             return []
-        tight = any(r > (self.premises.memory_limit or 0.0) for r in self.resident())
+        tight = any(r > (self.premises.memory_limit or 0.0) for r in self.resident)
         return [
             task
             for task in range(len(self.loads))
             if tight or any(k > most for k, most in zip(self.costs.longest(task), limit, strict=True))
         ]
 
+    @cached_property
     def resident(self) -> list[float]:
-        """Bytes that are always there on each rank: see `StageCosts.resident`."""
-        stages, ranks = self.costs.resident(self.premises.residence), self.premises.mesh.pipeline
-        return [sum(stages[rank::ranks]) for rank in range(ranks)]
+        """Bytes that are always there on each rank, those beside its tensors included."""
+        memory, ranks = self.costs.memory, self.premises.mesh.pipeline
+        stages = memory.resident()
+        return [memory.outside(ranks) + sum(stages[rank::ranks]) for rank in range(ranks)]
+
+    def longest_that_fits(self, task: int) -> int:
+        """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
+        limit = self.stage_limit
+        assert limit is not None
+        low, high = 0, self.loads[task].longest_sequence
+        while low < high:
+            middle = (low + high + 1) // 2
+            needed = self.costs.longest(task, middle)
+            fits = all(k <= most for k, most in zip(needed, limit, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     def _divided(self, limit: Sequence[float]) -> list[float]:
-        """`[S]` of what a rank may keep between passes, each stage's share by its layers."""
+        """`[S]` of what a rank may take for passes, each stage's share by its layers."""
         layers, ranks = [len(own) for own in self.premises.stages], len(limit)
         return [limit[s % ranks] * count / sum(layers[s % ranks :: ranks]) for s, count in enumerate(layers)]
 
@@ -279,7 +306,10 @@ class Desk:
         ]
         order = sorted(range(len(costs)), key=lambda i: (-first[i], i))
         # A micro-batch that does not fit alone has no template within the limit: its memory is reported without one.
-        limit = self.limit if all(can_fit(costs[b], self.stage_limit) for b in order) else None
+        works = [works_with(costs, rank, plan.ranks) for rank in range(plan.ranks)]
+        limit: list[float] | None = None
+        if self.limit is not None and all(can_fit(costs[b], self.stage_limit) for b in order):
+            limit = [most - own for most, own in zip(self.limit, works, strict=True)]
         # Its passes are known now, so its template can be the structured one, whatever made it.
         plan = replace(
             plan,
@@ -288,7 +318,7 @@ class Desk:
             activation_limit=tuple(limit or ()),
         )
         simulated = [self._simulated(plan, [grid.sizes[b] for b in order]) for grid in grids]
-        peaks = [max(found.peaks[rank] for found in simulated) for rank in range(plan.ranks)]
+        peaks = [max(found.peaks[rank] for found in simulated) + works[rank] for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
@@ -297,7 +327,7 @@ class Desk:
         return WorkedOut(
             replace(plan, template=texts),
             max(found.latency for found in simulated) + self.costs.step_overhead(tasks),
-            tuple(r + p for r, p in zip(self.resident(), peaks, strict=True)),
+            tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
             fits,
             sum(found.actions for found in simulated),
         )
@@ -348,5 +378,6 @@ class Desk:
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
             chunks=max(max(own, default=1) for own in sizes),
             memory=tuple(max(c.kept(s) for c in costs) for s in stages),
+            working=tuple(max(c.works_with(s) for c in costs) for s in stages),
             transfer=tuple(sum(c.to_next(s) for c in costs) / count for s in stages[:-1]),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound
+from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound, works_with
 from megatron_mux.fusion.grouping import balanced
 from megatron_mux.fusion.hybrid import Partition
 from megatron_mux.pipeline.bucket import BucketCost
@@ -52,7 +52,7 @@ class Judge:
 
     Args:
         model: Costs.
-        memory_limit: `[S]` bytes between forward and backward passes; None: no limit.
+        memory_limit: `[S]` bytes for passes, kept between them and taken in them; None: no limit.
         most_effort: After how much of it, counted from `rest`, the best found so far has to do.
         virtual: Stages of each rank; what one of them may keep is its share of the rank's.
     """
@@ -135,7 +135,7 @@ class Judge:
         if not all(fits(bucket, self.limit) for bucket in buckets) or lower_bound(buckets) >= below:
             return None
         order = descending(buckets)
-        _, latency = schedule([buckets[i] for i in order], self.rank_limit, virtual=self.virtual)
+        _, latency = schedule([buckets[i] for i in order], self._kept_limit(buckets), virtual=self.virtual)
         self.effort += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
         return Layout(tuple(tuple(grouped[i]) for i in order), micro_batches, latency)
 
@@ -152,6 +152,13 @@ class Judge:
         seconds = together[:, 0].sum(axis=0) + together[:, 1].min(axis=0) + together[:, 2].min(axis=0)
         return float(seconds.max()) * (1 - _ROUNDING)
 
+    def _kept_limit(self, buckets: Sequence[BucketCost]) -> list[float] | None:
+        """What each rank may keep of micro-batches while it computes any of these buckets."""
+        if self.rank_limit is None:
+            return None
+        ranks = len(self.rank_limit)
+        return [limit - works_with(buckets, rank, ranks) for rank, limit in enumerate(self.rank_limit)]
+
     def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
         key = (hybrids, micro_batches)
         if key not in self._buckets:
@@ -167,7 +174,12 @@ class Judge:
             cost = self.hybrid(hybrid, micro_batches)
             count = cost.count(micro_batches)
             hidden = BucketCost(
-                count, cost.forward, cost.backward, memory=cost.memory, transfer=cost.transfer
+                count,
+                cost.forward,
+                cost.backward,
+                memory=cost.memory,
+                working=cost.working,
+                transfer=cost.transfer,
             )
             bound: Array | None = None
             if fits(hidden, self.limit):

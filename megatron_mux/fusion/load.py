@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.targets import match_targets, targets_of
-from megatron_mux.memory.forms.sites import Catalogue, Site, sites_of
+from megatron_mux.memory.forms.sites import Catalogue, Site, TaskAdapters
 from megatron_mux.tasks import TaskSpec
 
 
@@ -27,9 +27,8 @@ class TaskLoad:
         max_length: What sequences are cut to.
         accumulation: Its `gradient_accumulation_steps`: the fewest micro-batches that the user counts on.
         virtual_tokens: Of prefix tuning.
-        sites: Where its adapter acts, by layer.
+        adapter: Where its adapter acts, and what it holds there.
         tensors: How many parameters it has.
-        elements: Their elements.
         longest: Tokens of the longest record there is; a typical step need not have one.
     """
 
@@ -39,9 +38,8 @@ class TaskLoad:
     max_length: int
     accumulation: int
     virtual_tokens: int
-    sites: tuple[Site, ...]
+    adapter: TaskAdapters
     tensors: int
-    elements: int
     longest: int = 0
 
     @classmethod
@@ -71,11 +69,20 @@ class TaskLoad:
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
             virtual_tokens=int(getattr(spec.adapter, "num_virtual_tokens", 0)),
-            sites=sites_of(spec.adapter, targets, info),
+            adapter=TaskAdapters.of(spec, info),
             tensors=len(shapes),
-            elements=sum(int(np.prod(shape)) for shape in shapes.values()),
             longest=int(lengths.max()),
         )
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where its adapter acts, by layer."""
+        return self.adapter.sites
+
+    @property
+    def elements(self) -> float:
+        """Elements of its parameters."""
+        return sum(self.adapter.divided) + sum(self.adapter.copied)
 
     @property
     def longest_sequence(self) -> int:

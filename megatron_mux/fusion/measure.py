@@ -17,7 +17,7 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.fusion.probes import KINDS_MEASURED, SEGMENT, STACK, Probe, Probes
 from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
-from megatron_mux.fusion.roofline import activation_bytes, roofline
+from megatron_mux.fusion.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
 
 Progress = Callable[[int, int], None]
@@ -152,7 +152,6 @@ class _Bench:
             curves=curves,
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
-            activation_bytes=activation_bytes(shape, itemsize, tp),
             tensor_seconds=tensor,
             element_seconds=element,
             sequence_seconds=self._sequence(),

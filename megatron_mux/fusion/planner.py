@@ -7,7 +7,6 @@ taken: a plan is not predicted to be slower than one task after another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -208,7 +207,7 @@ class Planner:
     def _too_large(self, desk: Desk) -> list[str]:
         """Which tasks do not fit, and what would make them fit."""
         assert self.memory_limit is not None
-        resident = desk.resident()
+        resident = desk.resident
         if max(resident) > self.memory_limit:
             rank = max(range(len(resident)), key=lambda r: resident[r])
             held = f"{show_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
@@ -220,12 +219,15 @@ class Planner:
             kept = [sum(desk.costs.longest(task)[rank::ranks]) for rank in range(ranks)]
             longest = load.longest_sequence
             needed = max(r + k for r, k in zip(resident, kept, strict=True))
-            room = min((self.memory_limit - r) / k for r, k in zip(resident, kept, strict=True) if k)
-            length = math.floor(longest * room)
+            length = desk.longest_that_fits(task)
             advice = f"lower its data.max_length to {length}, " if length >= 2 else ""
             if desk.alignment == "longest":
                 advice = "do not pad to the longest of all tasks (--mux-align dense), "
-            more = "" if self.premises.recompute else "recompute layers (--recompute-granularity full), "
+            more = (
+                ""
+                if self.premises.recompute == "full"
+                else "recompute layers (--recompute-granularity full), "
+            )
             said.append(
                 f"task {load.name!r}: one sequence of {longest} tokens needs {show_size(needed)} on a rank, the limit "
                 f"is {show_size(self.memory_limit)}: {advice}{more}or give more memory, stages or tensor ranks"

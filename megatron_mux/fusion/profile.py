@@ -9,14 +9,14 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import cache_directory, write_atomically
@@ -107,8 +107,6 @@ class Profile:
             seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
-        activation_bytes: Bytes a row keeps for the backward pass: of the `attention` half and the `mlp` half of a
-            layer.
         tensor_seconds, element_seconds: An optimizer step, for each parameter of an adapter and for each element.
         sequence_seconds: Reading and laying out a sequence.
         step_seconds: Of a step whatever is in it.
@@ -122,7 +120,6 @@ class Profile:
     curves: dict[str, Curve]
     links: bool = False
     attention_in_one_call: bool = False
-    activation_bytes: dict[str, float] = field(default_factory=dict)
     tensor_seconds: float = 0.0
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0
@@ -212,8 +209,11 @@ def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
     except OSError as error:
         raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
     try:
-        profile = _ADAPTER.validate_json(text)
-    except ValidationError as error:
+        found = json.loads(text)
+        if isinstance(found, dict):
+            found.pop("activation_bytes", None)  # of earlier versions: memory is not measured
+        profile = _ADAPTER.validate_json(json.dumps(found))
+    except ValueError as error:  # pydantic's is one
         raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
     return profile
 

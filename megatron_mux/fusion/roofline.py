@@ -165,7 +165,6 @@ def roofline(
         about={**about, "device": device.name},
         curves=curves,
         attention_in_one_call=about["kind"] == "cuda",
-        activation_bytes=activation_bytes(shape, itemsize, tp),
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
         sequence_seconds=5e-5,
@@ -182,14 +181,6 @@ def _widths(shape: Any, op: BaseOpName, tensor_parallel: int) -> tuple[float, fl
     """Input and output width of a BaseOp on a rank."""
     rows = tensor_parallel if op in ("linear_proj", "linear_fc2") else 1
     return shape.in_features(op) / rows, shape.out_features(op) / (tensor_parallel / rows)
-
-
-def activation_bytes(shape: Any, itemsize: int, tensor_parallel: int) -> dict[str, float]:
-    """Bytes a row keeps for the backward pass in each half of a layer: inputs of norms, products and attention."""
-    tp = tensor_parallel
-    attention = 2 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp
-    mlp = 2 * shape.hidden + (shape.out_features("linear_fc1") + shape.ffn) / tp
-    return {"attention": attention * itemsize, "mlp": mlp * itemsize}
 
 
 def _link(sizes: list[int], device: Device, bytes_per_row: float) -> Curve:

@@ -50,7 +50,7 @@ def search(
         model: Costs.
         tokens: Of each task's step; tasks are sorted by them.
         micro_batches: Values of C to try.
-        memory_limit: `[S]` bytes that a stage may keep between forward and backward passes.
+        memory_limit: `[S]` bytes that a stage may take for passes.
         virtual: Stages of each rank.
 
     Raises:

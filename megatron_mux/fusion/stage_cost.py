@@ -1,9 +1,9 @@
-"""What a micro-batch of a hybrid task takes and keeps on each stage: equations 3 and 5 of MuxTune, from a profile.
+"""What a micro-batch of a hybrid task costs on each stage: equation 3 of MuxTune, from a profile.
 
 Equation 3 has a term for the BaseOps, which depends on all rows together, and one for the adapters at each BaseOp,
 `max(sum of u_a t_a, max of t_a)`. Here the first is written out: products, norms and the rest by rows, attention by
-sequence, the loss head and the last MLP by labels, what lies below the lowest adapter without a backward pass. Equation
-5's third term, activations, is likewise by rows; its first two are `resident`.
+sequence, the loss head and the last MLP by labels, what lies below the lowest adapter without a backward pass. What it
+keeps and takes of memory, equation 5, is in `stage_memory`.
 
 Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +23,13 @@ from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import Attention, Frozen
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.layout import BaseOpName
+from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.methods import Method
 from megatron_mux.memory.forms.sites import OPS, Site
 
-if TYPE_CHECKING:
-    from megatron_mux.backbone.residence import Kind
-
 Array = npt.NDArray[np.float64]
-
-_COPIES = 4
-"""Of an adapter's element: value, gradient and two moments (M_g of equation 5, and the optimizer's)."""
-
-_LOGITS_BYTES = 2 * (64 << 20)
-"""The loss head's chunk of logits and what it makes of it."""
 
 
 class StageCosts:
@@ -46,10 +40,8 @@ class StageCosts:
         shape: The backbone's sizes.
         loads: The tasks.
         stages: The layers of each stage.
-        tensor: Ranks that share each layer.
-        data: Pipelines that share each task's sequences.
+        method: How the step is divided among ranks, and what is computed again.
         itemsize: Bytes of the backbone's dtype.
-        recompute: Whether layers are computed again in the backward pass.
         overlap: Whether hybrid tasks of one bucket hide each other's communication, as the paper's do. Else it is part
             of every pass.
     """
@@ -60,10 +52,8 @@ class StageCosts:
         shape: Any,
         loads: Sequence[TaskLoad],
         stages: Sequence[range],
-        tensor: int = 1,
-        data: int = 1,
+        method: Method = Method(),  # noqa: B008 (frozen)
         itemsize: int = 4,
-        recompute: bool = False,
         overlap: bool = True,
     ) -> None:
         self.overlap = overlap
@@ -71,10 +61,12 @@ class StageCosts:
         self.shape = shape
         self.loads = list(loads)
         self.stages = list(stages)
-        self.tensor = tensor
-        self.data = data
+        self.tensor = method.tensor
+        self.data = method.data
         self.itemsize = itemsize
-        self.recompute = recompute
+        self.recomputes = method.recompute == "full"
+        kind = profile.about.get("kind", "cpu")
+        self.memory = StageMemory(architecture_of(shape), loads, stages, method, itemsize, kind)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
         self._cores = Attention(profile)
@@ -94,7 +86,6 @@ class StageCosts:
         ).reshape(-1, 2)
         self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
         self._frozen = Frozen(profile, self.stages)
-        self._kept_by = self._adapter_bytes()
 
     # -- equation 3
 
@@ -132,17 +123,22 @@ class StageCosts:
                 whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
                 labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
-                if piece.start or piece.stop < whole or load.virtual_tokens:
-                    # Put together with what comes before them, and left for later chunks: in each place a copy.
-                    kept[i] += load.virtual_tokens + piece.stop + piece.tokens * (piece.stop < whole)
+                # Put together with what comes before them, and left for later chunks: in each place a copy.
+                kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
         return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept)
 
-    def longest(self, task: int) -> tuple[float, ...]:
-        """`[S]` bytes kept of the longest sequence that a task may have."""
+    def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
+        """`[S]` bytes of one sequence that a task may have: kept, and taken besides.
+
+        Args:
+            task: Which.
+            length: Of the sequence; by default the longest there is.
+        """
         rows = np.zeros((1, len(self.loads)))
-        rows[0, task] = self._longest[task]
-        nothing = np.zeros(1)
-        return self._combine(rows, nothing, np.zeros((1, 2)), nothing, nothing)[0].memory
+        rows[0, task] = length = self._longest[task] if length is None else length
+        virtual = self.loads[task].virtual_tokens
+        found = self.memory.of(Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)])))
+        return tuple((found.kept + found.working)[0].tolist())
 
     def _combine(
         self, rows: Array, labels: Array, attention: Array, longest: Array, copied: Array
@@ -162,7 +158,7 @@ class StageCosts:
         seconds = self._frozen.seconds(
             total, labels, attention + self._cores.launch, lowest
         ) + self._adapters(rows)  # [B, 2, S]
-        if self.recompute:
+        if self.recomputes:
             seconds[:, 1] += seconds[:, 0]
         layers = np.array([len(own) for own in self.stages])
         exposed = np.zeros((len(rows), 0))
@@ -175,12 +171,14 @@ class StageCosts:
         transfer = np.zeros((len(rows), 0))
         if len(layers) > 1:
             transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
-        memory = self._kept(layers, np.maximum(total, longest), rows)
-        heads = self.shape.kv_heads_on_rank(self.tensor)
-        memory += (copied * 2 * heads * self.shape.head_dim * self.itemsize)[:, None] * layers
-        columns = (seconds[:, 0], seconds[:, 1], exposed, memory, transfer)
+        most = np.maximum(total, longest)
+        memory = self.memory.of(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
+        columns = (seconds[:, 0], seconds[:, 1], exposed, memory.kept, memory.working, transfer)
         listed = zip(*(column.tolist() for column in columns), strict=True)
-        return [HybridCost(tuple(f), tuple(b), tuple(e), tuple(m), tuple(t)) for f, b, e, m, t in listed]
+        return [
+            HybridCost(tuple(f), tuple(b), tuple(e), tuple(m), tuple(w), tuple(t))
+            for f, b, e, m, w, t in listed
+        ]
 
     # -- adapters
 
@@ -223,59 +221,6 @@ class StageCosts:
         share = (size - low) / (high - low)
         a, b = (self._curves[f"{kind}:{op}:{n}"].at(rows) for n in (low, high))
         return max(0.0, a[0] + share * (b[0] - a[0])), max(0.0, a[1] + share * (b[1] - a[1]))
-
-    # -- equation 5
-
-    def _kept(self, layers: npt.NDArray[np.int64], total: Array, rows: Array) -> Array:
-        """`[B, S]` bytes that a stage keeps of a batch from its forward to its backward pass."""
-        found: Array = total[:, None] * layers
-        if self.recompute:
-            found = found * (self.shape.hidden * self.itemsize)
-        else:
-            found = found * sum(self.profile.activation_bytes.values()) + rows @ self._kept_by
-        return found
-
-    def _adapter_bytes(self) -> Array:
-        """`[K, S]` bytes that a row of a task keeps for its adapter."""
-        found = np.zeros((len(self.loads), len(self.stages)))
-        for task, sites in enumerate(self._sites):
-            for (op, kind, size), counts in sites.items():
-                outputs = self.shape.out_features(op) * self.itemsize
-                found[task] += counts * {
-                    "LORA": size * self.itemsize,
-                    "LORA_DROPOUT": size * self.itemsize + self.shape.in_features(op),  # the mask
-                    "BOTTLENECK": 2 * size * self.itemsize,
-                    "IA3": outputs,
-                    "DIFF_PRUNING": outputs,
-                }.get(kind, 0)
-        return found
-
-    def resident(self, kind: Kind = "resident") -> tuple[float, ...]:
-        """`[S]` bytes that are always there: the backbone's part, the tasks' adapters with what trains them.
-
-        Args:
-            kind: Where the backbone's part lives between uses: else than in place, two of its units are there at once.
-        """
-        # Adapters are fp32, in fp64 if the backbone is.
-        shape, found = self.shape, []
-        layer = sum(shape.in_features(op) * shape.out_features(op) for op in OPS) / self.tensor
-        vocabulary = shape.vocab * shape.hidden / self.tensor
-        for stage, layers in enumerate(self.stages):
-            elements = layer * len(layers)
-            first, last = stage == 0, stage == len(self.stages) - 1
-            elements += vocabulary * (first + last - (first and last and shape.tied))
-            if kind != "resident":
-                units = 2 * max(layer, vocabulary * (first or last))
-                share = 0.0 if kind.endswith("offloaded") else elements / self.data
-                elements = min(elements, share + units)
-            own = sum(
-                load.elements * sum(site.layer in layers for site in load.sites) / max(1, len(load.sites))
-                for load in self.loads
-            )
-            found.append(
-                elements * self.itemsize + own * _COPIES * max(4, self.itemsize) + _LOGITS_BYTES * last
-            )
-        return tuple(found)
 
     # -- besides the passes
 

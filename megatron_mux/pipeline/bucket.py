@@ -21,6 +21,7 @@ class BucketCost:
         backward: `[S]` seconds for its backward pass.
         chunks: In how many pieces each micro-batch is computed.
         memory: `[S]` bytes that a stage keeps of a chunk from its forward to its backward; empty: not counted.
+        working: `[S]` bytes that a stage takes besides while it computes a chunk; empty: not counted.
         transfer: `[S - 1]` seconds from a stage to the next and, for the gradient, back; empty: none.
         update: `[S]` seconds that a stage takes for the optimizer steps of the bucket's tasks; empty: none.
     """
@@ -30,18 +31,22 @@ class BucketCost:
     backward: tuple[float, ...]
     chunks: int = 1
     memory: tuple[float, ...] = ()
+    working: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        optional = (len(own) or stages for own in (self.memory, self.update))
+        optional = (len(own) or stages for own in (self.memory, self.working, self.update))
         lengths = (len(self.backward), len(self.transfer) or stages - 1, *optional)
-        if not stages or lengths != (stages, stages - 1, stages, stages):
+        if not stages or lengths != (stages, stages - 1, stages, stages, stages):
             raise ValueError(f"a bucket's costs must all be for the same number of stages: {self}")
         if self.micro_batches < 0 or self.chunks < 1:
             raise ValueError(f"a bucket has at least 0 micro-batches of at least 1 chunk: {self}")
-        if min(*self.forward, *self.backward, *self.memory, *self.transfer, *self.update, 0.0) < 0:
+        if (
+            min(*self.forward, *self.backward, *self.memory, *self.working, *self.transfer, *self.update, 0.0)
+            < 0
+        ):
             raise ValueError(f"a bucket's costs must not be negative: {self}")
 
     @property
@@ -62,6 +67,10 @@ class BucketCost:
     def kept(self, stage: int) -> float:
         """Bytes that a stage keeps of a chunk."""
         return self.memory[stage] if self.memory else 0.0
+
+    def works_with(self, stage: int) -> float:
+        """Bytes that a stage takes besides while it computes a chunk."""
+        return self.working[stage] if self.working else 0.0
 
     def to_next(self, stage: int) -> float:
         """Seconds between `stage` and the one after it, either way."""

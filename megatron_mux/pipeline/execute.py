@@ -148,8 +148,9 @@ class _Run:
         self.compute.backward(action, output, gradient)
         if hidden is None:
             return None
-        # No adapter between here and the loss: the gradient is zero, and the neighbour waits for it.
-        return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        # No adapter between here and the loss, or no memory: the gradient is zero, and the neighbour waits for it. The
+        # hidden states have served; their memory is there for sure.
+        return hidden.detach().zero_() if hidden.grad is None else hidden.grad
 
     def _now(self) -> float:
         if self.timer is not None and self.communicator.device.type == "cuda":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.layout import MicroBatch
+from megatron_mux.engine.ends import Ends
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import failing
@@ -37,8 +38,9 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 
 def trained(
-    joined: Callable[..., Parallel], path: Path, pipeline: int, split: Split, policy: Any, short: bool
+    joined: Callable[..., Parallel], path: Path, pipeline: int, split: Split, policy: Any, short: str = ""
 ) -> Found:
+    """Every task to its end; `short`: what finds no memory, `passes` or the `ends` of buckets' steps."""
     parallel = joined(1, pipeline, False)
     stages = load_stages(path, parallel, torch.float64, split=split or None)
     virtual = len(stages)
@@ -46,15 +48,22 @@ def trained(
     engine.register_tasks([case.task for case in cases_of()])
     results: dict[str, list[tuple[int, float]]] = {name: [] for name in engine.tasks}
     # Twice, on the last rank alone; where tasks do not share a batch, for one of them alone.
-    left = 2 * (short and dist.get_rank() == dist.get_world_size() - 1)
+    left = 2 * (bool(short) and dist.get_rank() == dist.get_world_size() - 1)
 
-    def fails(batch: MicroBatch) -> bool:
+    def hit(tasks: Collection[str]) -> bool:
         nonlocal left
-        hit = left > 0 and "b" in batch.task_rows
-        left -= hit
-        return hit
+        lacks = left > 0 and "b" in tasks
+        left -= lacks
+        return lacks
 
-    with failing(stages, fails):
+    def complete(self: Ends, names: Sequence[str], step: int) -> None:
+        if short == "ends" and hit(names):
+            raise torch.OutOfMemoryError("made to fail. Nothing is short")
+        completed(self, names, step)
+
+    completed = Ends._complete
+    passes = failing(stages, lambda batch: short == "passes" and hit(batch.task_rows))
+    with passes, mock.patch.object(Ends, "_complete", complete):
         turns = 0
         while engine.active and turns < 40:
             turns += 1
@@ -64,6 +73,7 @@ def trained(
     return results, {name: engine.adapter_tensors(name) or {} for name in engine.tasks}, engine.planning.news
 
 
+@pytest.mark.parametrize("short", ["passes", "ends"])
 @pytest.mark.parametrize("policy", ["temporal", "spatial"])
 @pytest.mark.parametrize(
     ("pipeline", "split"),
@@ -71,10 +81,10 @@ def trained(
     ids=["DP4", "PP2", "virtual", "PP4"],
 )
 def test_one_rank_that_lacks_memory_costs_nobody_a_step(
-    pipeline: int, split: Split, policy: str, path: Path, joined: Callable[..., Parallel]
+    pipeline: int, split: Split, policy: str, short: str, path: Path, joined: Callable[..., Parallel]
 ) -> None:
-    wanted, adapters, _ = trained(joined, path, pipeline, split, policy, short=False)
-    found, tensors, news = trained(joined, path, pipeline, split, policy, short=True)
+    wanted, adapters, _ = trained(joined, path, pipeline, split, policy)
+    found, tensors, news = trained(joined, path, pipeline, split, policy, short)
     problems = []
     if not any("out of memory (rank 3 at" in said for said in news):
         problems.append(f"nothing was short: {news}")

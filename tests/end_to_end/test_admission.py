@@ -25,6 +25,8 @@ from tests.end_to_end.workplace import TASKS, Workplace
 COUNT = 200
 ROOM = 3 << 20
 """Bytes for adapters, what trains them, and activations: of a few of the tasks."""
+MARGIN = 0.1
+"""Of it, left alone: a step's sequences may be longer than those of the typical step that plans are made for."""
 
 
 def random_case(i: int, r: Random) -> Case:
@@ -59,7 +61,7 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
     backbone = backbone_of("llama", torch.float64)
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     premises = Premises(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
-    limit = max(Desk(premises, [], "dense").resident()) + ROOM
+    limit = max(Desk(premises, [], "dense").resident) + ROOM * (1 - MARGIN)
     planner = Planner(Premises(premises.profile, premises.info, Mesh(), 8, memory_limit=limit))
     engine = Engine(backbone, parallel, Planning("auto", 1, planner))
     admission = Admission(engine, parallel)
@@ -71,13 +73,13 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
 
     def fails(batch: MicroBatch) -> bool:
         nonlocal injected
-        hit = len(engine.active) > 1 and r.random() < 0.03
+        hit = len(engine.active) > 1 and r.random() < 0.05
         injected += hit
         return hit
 
     with Budget(ROOM) as budget, failing([backbone], fails):
         while coming or admission.waiting or engine.tasks:
-            now, coming = coming[: (count := r.randint(0, 5))], coming[count:]
+            now, coming = coming[: (count := r.randint(0, 7))], coming[count:]
             engine.register_tasks(admission.offer(now))
             waited = max(waited, len(admission.waiting))
             for step in engine.steps(r.randint(1, 3)):
@@ -92,7 +94,8 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
             if engine.active and r.random() < 0.2:
                 left.add(name := r.choice(engine.active))
                 engine.remove_task(name)
-    assert budget.peak <= ROOM
+    assert budget.failures == 0, "the planner kept to it by itself"
+    assert budget.peak > ROOM / 2, "and left no more than it had to"
     assert waited > 5 and injected > 20 and len(left) > 5
     assert finished.keys() == cases.keys() - left, "every task that was taken in and stayed"
     single = Engine(backbone, parallel)
@@ -103,14 +106,14 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
 
 
 LARGE = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
-"""160 MiB have room for one of these at a time."""
+"""One of these needs 42 MiB, two of them 70: 56 have room for one at a time."""
 NAMES = ("first", "second", "third")
 
 
 def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workplace, tmp_path: Path) -> None:
     path = workplace.write_tasks("large.yaml", dict.fromkeys(NAMES, LARGE))
     run = server.run(
-        workplace.arguments("--mux-memory-limit", "160MiB", "--save", tmp_path / "run", tasks=path)
+        workplace.arguments("--mux-memory-limit", "56MiB", "--save", tmp_path / "run", tasks=path)
     )
     assert run.status == 0, run.output
     assert "second waits until there is room for it in memory" in run.output
@@ -123,7 +126,7 @@ def test_a_run_takes_in_what_there_is_room_for(server: Server, workplace: Workpl
     path = workplace.write_tasks(
         "larger.yaml", {"much": {**LARGE, "adapter": {**LARGE["adapter"], "r": 1 << 18}}}
     )
-    run = server.run(workplace.arguments("--mux-memory-limit", "160MiB", tasks=path))
+    run = server.run(workplace.arguments("--mux-memory-limit", "56MiB", tasks=path))
     assert run.status == 2 and "task 'much'" in run.errors
 
 
@@ -132,7 +135,7 @@ def test_one_that_waited_and_is_refused_holds_nobody_up(
 ) -> None:
     path = workplace.write_tasks("large.yaml", dict.fromkeys(NAMES, LARGE))
     fault = Fault("megatron_mux.adapters.attach:AdapterSet.add", 2, "no memory")
-    limit = ("--mux-memory-limit", "160MiB", "--save", tmp_path / "run")
+    limit = ("--mux-memory-limit", "56MiB", "--save", tmp_path / "run")
     run = server.run(workplace.arguments(*limit, tasks=path), fault)
     assert run.status == 0, run.errors
     assert "second refused: task 'second': there is no memory for its adapter" in run.output

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from megatron_mux.engine import Engine
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
+from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from tests.budget import failing
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.harness import engine_logits
 from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain
@@ -72,6 +74,41 @@ def test_loss_and_accuracy_are_what_they_are_said_to_be(
     assert found.loss == pytest.approx(nll / labels, rel=1e-7)
     assert found.accuracy == pytest.approx(right / counted)
     assert not choices or 0 < right < COUNT
+
+
+@pytest.mark.parametrize("choices", [0, 3])
+def test_passes_that_find_no_memory_are_cut_until_they_do(
+    choices: int, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    records = classified(choices) if choices else plain()
+    undisturbed = evaluated(backbone, parallel, case, records)
+    longest = max(len(tokens) for pairs in records.candidates_of or [records.pairs] for tokens, _ in pairs)
+    rows: list[int] = []
+
+    def lacks(batch: MicroBatch) -> bool:
+        rows.append(batch.rows)
+        return batch.rows > longest
+
+    with failing([backbone], lacks):
+        found = evaluated(backbone, parallel, case, records)
+    assert rows[0] > longest and rows.count(rows[0]) == 1, "no pass is tried again as it was"
+    assert found.loss == pytest.approx(undisturbed.loss, rel=1e-12)
+    assert (found.accuracy, found.records) == (undisturbed.accuracy, undisturbed.records)
+
+
+def test_where_one_sequence_finds_no_memory_that_is_said_and_training_goes_on(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    engine, task = Engine(backbone, parallel), case.task
+    task.evaluation = plain().as_dataset()
+    engine.register_tasks([task])
+    said = r"one sequence alone ran out of memory \(rank 0 at 0F"
+    with failing([backbone], lambda batch: True), pytest.raises(UserError, match=said):
+        engine.evaluate("task")
+    assert engine.step()["task"].step == 1
+    engine.remove_task("task")
 
 
 def test_a_record_that_cannot_be_read_ends_the_evaluation_alone(

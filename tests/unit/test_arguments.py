@@ -74,7 +74,7 @@ def test_defaults() -> None:
         mux_plan=None,
         mux_align="dense",
         mux_chunk_size="auto",
-        mux_memory_limit=None,
+        mux_memory_limit="auto",
         mux_backbone_weights="resident",
         mux_watch=None,
         mux_micro_batches=None,

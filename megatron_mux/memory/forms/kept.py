@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.memory.forms.architecture import Architecture
 
 Attention = Literal["flash", "eager"]
@@ -125,6 +126,23 @@ def _attention(a: Architecture, run: Pass) -> Iterator[Saved]:
     yield Saved("values", "columns", values, run.size)
     yield Saved("output of attention", "columns", a.queries, run.size)
     yield Saved("log-sum-exp", "columns", a.heads, 4)
+
+
+def engine_mlp(architecture: Architecture, run: Pass) -> list[Saved]:
+    """Of `engine`, what a layer keeps for its MLP whatever the adapters, statistics left out."""
+    a, w = architecture, run.size
+    return [
+        Saved("input of the second norm", "rows", a.hidden, w),
+        Saved("input of the activation", "columns", a.inner, w),
+    ]
+
+
+def logits(architecture: Architecture, run: Pass, tensor: int) -> tuple[int, int]:
+    """Of the loss under a frozen output layer: bytes of a row of logits and what is made of it; rows of a chunk."""
+    vocabulary = -(-architecture.vocabulary // tensor)
+    # Logits, in fp32 (fp64 for fp64), and rounded again for the product.
+    size = run.size if run.size >= 4 else 4 + 2 * run.size
+    return vocabulary * size, max(1, CHUNK_ELEMENTS[run.device] // vocabulary)
 
 
 def trained(architecture: Architecture, run: Pass, selective: bool = False) -> list[Saved]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved
@@ -40,12 +39,12 @@ PARTS = (
 """What memory is for. `communication`: weights gathered or copied for use; `fragmentation`: held by the allocator, used
 by nothing; `context`: beside the allocator's."""
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
-_FRAGMENTATION = 0.05
+FRAGMENTATION = 0.05
 """Of what comes and goes, held by the allocator in vain. Assumed: the trace's replay tells it, closed forms do not."""
 _AHEAD = 2
 """Messages of a neighbour that are received before they are used: as pipeline/communicate.py has it, and how many of
 those that were sent it has wait: twice as many as stages, and two."""
-_ROW_INPUTS = 40
+ROW_INPUTS = 40
 """Bytes of a row's token, position, label, weight and place among labels."""
 
 
@@ -137,7 +136,7 @@ class Parts:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
         self._outside = (outside or Outside()).total(method) if device == "cuda" else 0
-        self._in_vain = _FRAGMENTATION if device == "cuda" else 0.0
+        self._in_vain = FRAGMENTATION if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
     @cached_property
@@ -366,7 +365,7 @@ class Parts:
 
     def _inputs(self) -> Line:
         turns = self.architecture.head_dim * self._run.size if self.architecture.rotary else 0
-        return Line("activations", 0, _ROW_INPUTS + turns)
+        return Line("activations", 0, ROW_INPUTS + turns)
 
     def _loss(self) -> Iterator[Line]:
         """Logits and what is made of them, and the final norm's."""
@@ -374,9 +373,8 @@ class Parts:
         vocabulary = -(-a.vocabulary // self.method.tensor)
         hidden = Saved("final", "all", a.hidden, size)
         if self.recipe.frozen:
-            # Chunk by chunk: logits, in fp32, and rounded again for the product.
-            chunk = max(1, CHUNK_ELEMENTS[self._run.device] // vocabulary)
-            yield Line("logits", 0, vocabulary * (4 if size == 4 else 4 + 2 * size), chunk)
+            per_row, chunk = kept.logits(a, self._run, self.method.tensor)
+            yield Line("logits", 0, per_row, chunk)
             yield Line(
                 "activations", 0, self._bytes([hidden] * 4)
             )  # the norm's input and output, two gradients

@@ -78,16 +78,23 @@ class Stage:
 
 def stages(architecture: Architecture, method: Method) -> list[Stage]:
     """The stages of a method; layers as even as can be."""
-    count = method.pipeline
-    split = stage_layers(even_split(len(architecture.layers), count))
+    return stages_of(
+        architecture, method, stage_layers(even_split(len(architecture.layers), method.pipeline))
+    )
+
+
+def stages_of(architecture: Architecture, method: Method, split: Sequence[range]) -> list[Stage]:
+    """The stages that have these layers each; the method's own number of stages is not looked at."""
     return [
-        Stage(index, count, layers, tuple(_units(architecture, method, index, layers)))
+        Stage(index, len(split), layers, tuple(_units(architecture, method, index, layers, len(split))))
         for index, layers in enumerate(split)
     ]
 
 
-def _units(architecture: Architecture, method: Method, index: int, layers: range) -> Sequence[Share]:
-    first, last = not index, index == method.pipeline - 1
+def _units(
+    architecture: Architecture, method: Method, index: int, layers: range, count: int
+) -> Sequence[Share]:
+    first, last = not index, index == count - 1
     units = [_share(architecture.embedding, method)] if first else []
     units += [_share(architecture.layers[i], method) for i in layers]
     if last:

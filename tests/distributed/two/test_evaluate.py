@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
+from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
+from tests.budget import failing
 from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain, uneven
 
 DATA, TENSOR, SEQUENCE, PIPELINE = (1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)
@@ -53,6 +55,45 @@ def test_every_layout_finds_the_same(choices: int, path: Path, joined: Callable[
     everyone: list[float] = [0.0, 0.0]
     dist.all_gather_object(everyone, found[0].loss)
     assert everyone[0] == everyone[1], "every rank gets the answer"
+
+
+@pytest.mark.parametrize(("layout", "split"), [(DATA, None), (PIPELINE, None), (PIPELINE, (1, 1, 1, 1))])
+@pytest.mark.parametrize("short", [0, 1])
+def test_one_rank_that_lacks_memory_makes_all_take_smaller_passes(
+    short: int,
+    layout: tuple[int, int, bool],
+    split: tuple[int, ...] | None,
+    path: Path,
+    joined: Callable[..., Parallel],
+) -> None:
+    parallel = joined(*layout)
+    stages = load_stages(path, parallel, torch.float64, split=split)
+    case, records = make_case("lora", path), plain()
+    longest = max(len(tokens) for tokens, _ in records.pairs)
+    wanted = evaluated(stages, parallel, case, records)
+    lacking = 0
+
+    def lacks(batch: MicroBatch) -> bool:
+        nonlocal lacking
+        hit = dist.get_rank() == short and batch.rows > longest
+        lacking += hit
+        return hit
+
+    with failing(stages, lacks):
+        found = evaluated(stages, parallel, case, records)
+    problem = "" if found.loss == pytest.approx(wanted.loss, rel=1e-9) else f"{found} for {wanted}"
+    if found.accuracy != wanted.accuracy or (dist.get_rank() == short and not lacking):
+        problem += f" {lacking} lacking, accuracy {found.accuracy} for {wanted.accuracy}"
+    with failing(stages, lambda batch: dist.get_rank() == short):
+        try:
+            evaluated(stages, parallel, case, records)
+            problem += " what never fits was evaluated"
+        except UserError as error:
+            if f"ran out of memory (rank {short} at" not in str(error):
+                problem += f" {error}"
+    problems = ["", ""]
+    dist.all_gather_object(problems, problem)
+    assert not any(problems), problems
 
 
 @pytest.mark.parametrize("layout", [DATA, PIPELINE])

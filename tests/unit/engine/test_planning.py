@@ -41,7 +41,9 @@ class Slow:
 
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
         """See `MakesPlans`."""
-        return replace(plan, predicted_latency_s=self._seconds)
+        # Of two sequences a task, those that are computed at once.
+        most = max(2 * len(bucket.tasks) / bucket.micro_batches for bucket in plan.buckets)
+        return replace(plan, predicted_latency_s=self._seconds, memory_bytes=(most,))
 
 
 def loads(names: str) -> dict[str, TaskLoad]:
@@ -152,12 +154,13 @@ def test_looking_at_the_next_plan_changes_nothing() -> None:
     assert len(planning.begin(loads("abc")).buckets) == 2
 
 
-def test_newcomers_are_cautious_where_memory_is_short() -> None:
+@pytest.mark.parametrize(("limit", "parts"), [(None, [7, 1]), (2, [7, 1]), (1, [7, 2]), (0.5, [2, 2, 2])])
+def test_newcomers_are_as_cautious_as_memory_is_short(limit: float | None, parts: list[int]) -> None:
     slow = Slow()
-    slow.memory_limit = 1e9
+    slow.memory_limit = limit
     planning = Planning("auto", 1, slow)
     planning.begin(loads("ab"))
-    assert planning.begin(loads("abc")).buckets[-1].micro_batches == 2, "one sequence at a time"
+    assert [bucket.micro_batches for bucket in planning.begin(loads("abc")).buckets] == parts
 
 
 def test_auto_needs_a_planner() -> None:

@@ -13,7 +13,7 @@ from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
-from megatron_mux.memory.forms.sites import Site
+from megatron_mux.memory.forms.sites import Site, TaskAdapters
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:
@@ -66,9 +66,18 @@ def profile(layers: int = 8, **changes: Any) -> Profile:
 
 
 def load(
-    name: str, lengths: list[int], layers: int = 8, kind: str = "LORA", size: int = 16, **changes: Any
+    name: str,
+    lengths: list[int],
+    layers: int = 8,
+    kind: str = "LORA",
+    size: int = 16,
+    sites: tuple[Site, ...] | None = None,
+    **changes: Any,
 ) -> TaskLoad:
     """A task with sequences of these lengths, half of each labelled, its adapter on every layer's linear_qkv."""
+    if sites is None:
+        sites = tuple(Site(layer, "linear_qkv", kind, size) for layer in range(layers))
+    values = tuple(10_000.0 * any(site.layer == layer for site in sites) for layer in range(layers))
     found = TaskLoad(
         name=name,
         tokens=tuple(lengths),
@@ -76,9 +85,8 @@ def load(
         max_length=max(lengths),
         accumulation=1,
         virtual_tokens=0,
-        sites=tuple(Site(layer, "linear_qkv", kind, size) for layer in range(layers)),
+        adapter=TaskAdapters(name, "adamw", sites, values, (0.0,) * layers),
         tensors=4 * layers,
-        elements=layers * 10_000,
     )
     return dataclasses.replace(found, **changes)
 

@@ -1,0 +1,50 @@
+"""A backbone of ours as the closed forms see it, from its shape alone."""
+
+from __future__ import annotations
+
+from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.memory.forms.architecture import Architecture, Unit
+
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+
+
+def architecture_of(shape: BackboneShape) -> Architecture:
+    """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
+    vocabulary = shape.vocab * shape.hidden
+    positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
+    return Architecture(
+        model_type=shape.family,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        gated=shape.gated,
+        activation=shape.activation,
+        rms_norm=shape.norm == "RMSNorm",
+        rotary=shape.rope is not None,
+        dropout=False,
+        experts=1,
+        experts_per_token=1,
+        vocabulary=shape.vocab,
+        tied=shape.tied,
+        layers=(_layer(shape),) * shape.layers,
+        embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
+        head=Unit(divided=0 if shape.tied else vocabulary),
+        final=Unit(copied=_norm(shape)),
+    )
+
+
+def _layer(shape: BackboneShape) -> Unit:
+    divided, copied = 0, 2 * _norm(shape) + 2 * shape.head_dim * shape.qk_norm
+    for op in BASE_OPS:
+        divided += shape.in_features(op) * shape.out_features(op)
+        if shape.biases[op]:
+            bias = shape.out_features(op)
+            divided, copied = (divided + bias, copied) if op in _COLUMN_PARALLEL else (divided, copied + bias)
+    return Unit(divided, copied)
+
+
+def _norm(shape: BackboneShape) -> int:
+    """Values of a norm of hidden states."""
+    return shape.hidden * (2 if shape.norm == "LayerNorm" else 1)
