@@ -42,19 +42,30 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 
 
-def megatron_flags(method: Method, recipe: Recipe) -> list[str]:
-    """Of Megatron-LM's training scripts, for what is not run here."""
+def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
+    """Of Megatron-LM's training scripts, for what is not run here.
+
+    Args:
+        method: How the step is divided.
+        recipe: What is trained and how.
+        batch: Sequences of a micro-batch.
+    """
     words = _degrees(method)
+    together = batch * method.data * method.micro_batches
+    words += ["--micro-batch-size", str(batch), "--global-batch-size", str(together)]
+    words += ["--seq-length", str(recipe.length)]
+    if recipe.optimizer == "sgd":
+        words += ["--optimizer", "sgd"]
     if method.expert > 1:
         words += ["--expert-model-parallel-size", str(method.expert)]
     if recipe.precision != "fp32":
         words.append(f"--{recipe.precision}")
-    if method.zero == 1:
-        words.append("--use-distributed-optimizer")
+    if method.zero == 1 or (method.offload and not method.zero):
+        words.append("--use-distributed-optimizer")  # of one rank too: an optimizer in host memory wants it
     elif method.zero:
         strategy = "optim_grads" if method.zero == 2 else "optim_grads_params"
         words += ["--use-distributed-optimizer", "--use-megatron-fsdp"]
-        words += ["--data-parallel-sharding-strategy", strategy]
+        words += ["--data-parallel-sharding-strategy", strategy, "--ckpt-format", "fsdp_dtensor"]
     if method.recompute == "selective":
         words += ["--recompute-granularity", "selective"]
     elif method.recompute == "full":
@@ -67,7 +78,7 @@ def megatron_flags(method: Method, recipe: Recipe) -> list[str]:
             "1",
         ]
     if method.offload:
-        words.append("--optimizer-cpu-offload")
+        words += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     return words
 
 

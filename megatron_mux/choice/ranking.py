@@ -157,7 +157,7 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
     elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
     worst = parts.worst(fit.rows)
     own = [instant for instant in parts.instants if instant.stage == worst.stage]
-    words = megatron_flags(method, recipe) if elsewhere else flags(method, recipe)
+    words = megatron_flags(method, recipe, fit.sequences) if elsewhere else flags(method, recipe)
     return Ranked(
         method,
         fit.fits,

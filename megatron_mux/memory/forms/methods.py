@@ -149,7 +149,8 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
     """All sensible methods for so many GPUs, the plainest first.
 
     Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
-    of attention that keeps no scores, division of a frozen backbone's optimizer.
+    of attention that keeps no scores, division of a frozen backbone's optimizer; of full fine-tuning, an optimizer in
+    host memory that has no moments, or whose states every rank keeps: ranks divide the work there.
     """
     found = [
         Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
@@ -160,7 +161,7 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
         for zero in _zeros(data, pipeline, recipe.frozen)
         for recompute in _RECOMPUTED
         if recompute != "selective" or _keeps_more_than_inputs(architecture, recipe)
-        for offload in (False, True)
+        for offload in _offloads(data, zero, recipe)
     ]
     return sorted(found, key=_plainness)
 
@@ -203,6 +204,11 @@ def _zeros(data: int, pipeline: int, frozen: bool) -> tuple[Literal[0, 1, 2, 3],
     if frozen:
         return (0, 3)
     return (0, 1, 3) if pipeline > 1 else (0, 1, 2, 3)
+
+
+def _offloads(data: int, zero: int, recipe: Recipe) -> tuple[bool, ...]:
+    helps = recipe.frozen or (recipe.optimizer == "adamw" and (zero > 0 or data == 1))
+    return (False, True) if helps else (False,)
 
 
 def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:

@@ -100,7 +100,7 @@ def test_the_fewest_micro_batches_that_fit(
 
 def test_data_parallel_ranks_divide_a_step() -> None:
     """Twice as many sequences are no larger micro-batch: there are more of them, so that they fit."""
-    memory = 800 * MIB
+    memory = 1100 * MIB
     twice = FileStep(tuple(replace(task, sequences=2 * task.sequences) for task in STEP.tasks))
     one, two = (rank(ARCHITECTURE, RECIPE, 2, memory, gpu("A100"), step=s) for s in (STEP, twice))
     assert one.chosen is not None and two.chosen is not None

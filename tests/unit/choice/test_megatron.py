@@ -1,0 +1,78 @@
+"""Flags for what is not run here, by Megatron's own parser and checks; and its own report of memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_mux.choice.flags import megatron_flags
+from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.methods import Method, Precision, Recipe, methods
+from tests.unit.memory.architectures import llama
+
+USUAL = [
+    "--num-layers", "8", "--hidden-size", "256", "--ffn-hidden-size", "704", "--num-attention-heads", "8",
+    "--group-query-attention", "--num-query-groups", "4", "--max-position-embeddings", "128",
+    "--tokenizer-type", "NullTokenizer", "--vocab-size", "1024", "--swiglu", "--normalization", "RMSNorm",
+    "--disable-bias-linear", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights",
+    "--train-iters", "1", "--lr", "1e-4", "--attention-backend", "unfused",
+    # Fused kernels of transformer-engine and apex need not be here.
+    "--transformer-impl", "local", "--no-masked-softmax-fusion", "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-bias-dropout-fusion",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def training() -> Any:
+    """Megatron-LM's arguments, where they are shipped."""
+    return pytest.importorskip("megatron.training.arguments")
+
+
+def parsed(
+    training: Any, words: Sequence[str], method: Method, patch: pytest.MonkeyPatch, validate: bool = True
+) -> Any:
+    """The arguments as Megatron has them on so many GPUs."""
+    patch.setattr(sys, "argv", ["pretrain_gpt.py", *USUAL, *words])
+    patch.setenv("WORLD_SIZE", str(method.gpus))
+    patch.setenv("RANK", str(method.gpus - 1))  # a later one does not print
+    patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8" if method.zero > 1 else "1")
+    patch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    patch.setattr("torch.cuda.get_device_properties", lambda *_: type("H100", (), {"major": 9, "minor": 0}))
+    found = training.parse_args()
+    return training.validate_args(found) if validate else found
+
+
+EXPERTS = replace(
+    llama(8, experts=8, experts_per_token=2), layers=(Unit(200_000, 512, 8 * 3 * 256 * 704),) * 8
+)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "gpus"), [("bf16", "adamw", 4), ("fp16", "adamw", 2), ("fp32", "sgd", 2)]
+)
+def test_printed_flags_are_taken(
+    training: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: Any
+) -> None:
+    recipe = Recipe(128, precision, optimizer)
+    wrong: dict[str, list[Method]] = {}
+    for method in methods(gpus, llama(8), recipe):
+        words = megatron_flags(method, recipe, 3)
+        try:
+            found = parsed(training, words, method, monkeypatch)
+        except (AssertionError, ValueError, SystemExit) as error:
+            wrong.setdefault(str(error), []).append(method)
+            continue
+        assert found.tensor_model_parallel_size == method.tensor
+        assert found.pipeline_model_parallel_size == method.pipeline
+        assert found.data_parallel_size == method.data
+        assert found.global_batch_size == 3 * method.data * method.micro_batches
+        assert found.sequence_parallel == method.sequence_parallel
+        assert bool(found.use_distributed_optimizer) == (method.zero > 0 or method.offload)
+        assert bool(found.use_megatron_fsdp) == (method.zero > 1)
+        assert found.optimizer_cpu_offload == method.offload
+        assert (found.recompute_granularity or "none") == method.recompute
+    assert not wrong, {said: (len(own), own[0]) for said, own in wrong.items()}
