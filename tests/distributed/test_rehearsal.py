@@ -90,7 +90,7 @@ def _told(recording: Recording) -> list[tuple[str, int]]:
     return [("held", recording.held), ("peak of the last step", recording.last_step_peak)]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_ranks_hold_and_allocate_what_was_rehearsed(
     once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
 ) -> None:

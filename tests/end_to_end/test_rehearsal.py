@@ -76,9 +76,8 @@ def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event(
     for kind in ALIKE:
         for recompute in ("none", "full", "selective"):
             deep, few = (_setting(layers, (kind,), recompute=recompute) for layers in (16, 8))
-            asked_first = shallow(deep)
-            assert shallow(few) == asked_first  # 4 layers are those of the larger one
-            asked[f"{kind} {recompute}"] = [(one, 0) for one in (*asked_first, few, deep)]
+            assert shallow(few) == shallow(deep)  # the larger of the two has 4 layers
+            asked[f"{kind} {recompute}"] = [(one, 0) for one in (*shallow(deep), few, deep)]
     for name, (two, three, *whole) in _recordings(asked).items():
         for layers, same in zip(depths, (three, *whole), strict=True):
             kind, recompute = name.split()
