@@ -103,6 +103,22 @@ def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:
     )
 
 
+def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> list[float] | None:
+    """What each rank may keep of micro-batches while it computes any of these buckets; None: one of them does not fit.
+
+    Args:
+        buckets: Of a step.
+        rank_limit: Bytes that each rank may take for passes.
+    """
+    ranks = len(rank_limit)
+    left = [limit - works_with(buckets, rank, ranks) for rank, limit in enumerate(rank_limit)]
+    for bucket in buckets:
+        kept = [sum(bucket.kept(s) for s in range(rank, bucket.stages, ranks)) for rank in range(ranks)]
+        if any(own * bucket.chunks > most for own, most in zip(kept, left, strict=True)):
+            return None
+    return left
+
+
 def works_with(buckets: Sequence[BucketCost], rank: int, ranks: int) -> float:
     """The most bytes that one of so many ranks takes while it computes a chunk of any of these buckets."""
     stages = range(rank, buckets[0].stages, ranks) if buckets else ()

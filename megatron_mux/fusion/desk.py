@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.fusion.alignment import Mode, Weights, padded_lengths
-from megatron_mux.fusion.cost import bucket_cost, works_with
-from megatron_mux.fusion.cost import fits as can_fit
+from megatron_mux.fusion.cost import bucket_cost, kept_limit, works_with
 from megatron_mux.fusion.judge import Layout
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
@@ -307,9 +306,7 @@ class Desk:
         order = sorted(range(len(costs)), key=lambda i: (-first[i], i))
         # A micro-batch that does not fit alone has no template within the limit: its memory is reported without one.
         works = [works_with(costs, rank, plan.ranks) for rank in range(plan.ranks)]
-        limit: list[float] | None = None
-        if self.limit is not None and all(can_fit(costs[b], self.stage_limit) for b in order):
-            limit = [most - own for most, own in zip(self.limit, works, strict=True)]
+        limit = None if self.limit is None else kept_limit(costs, self.limit)
         # Its passes are known now, so its template can be the structured one, whatever made it.
         plan = replace(
             plan,

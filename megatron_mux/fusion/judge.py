@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, lower_bound, works_with
+from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, kept_limit, lower_bound
 from megatron_mux.fusion.grouping import balanced
 from megatron_mux.fusion.hybrid import Partition
 from megatron_mux.pipeline.bucket import BucketCost
@@ -134,8 +134,11 @@ class Judge:
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         if not all(fits(bucket, self.limit) for bucket in buckets) or lower_bound(buckets) >= below:
             return None
+        limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
+        if limit is None and self.rank_limit is not None:
+            return None
         order = descending(buckets)
-        _, latency = schedule([buckets[i] for i in order], self._kept_limit(buckets), virtual=self.virtual)
+        _, latency = schedule([buckets[i] for i in order], limit, virtual=self.virtual)
         self.effort += 2 * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
         return Layout(tuple(tuple(grouped[i]) for i in order), micro_batches, latency)
 
@@ -151,13 +154,6 @@ class Judge:
         together = np.stack(bounds)  # [N, 3, S]
         seconds = together[:, 0].sum(axis=0) + together[:, 1].min(axis=0) + together[:, 2].min(axis=0)
         return float(seconds.max()) * (1 - _ROUNDING)
-
-    def _kept_limit(self, buckets: Sequence[BucketCost]) -> list[float] | None:
-        """What each rank may keep of micro-batches while it computes any of these buckets."""
-        if self.rank_limit is None:
-            return None
-        ranks = len(self.rank_limit)
-        return [limit - works_with(buckets, rank, ranks) for rank, limit in enumerate(self.rank_limit)]
 
     def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
         key = (hybrids, micro_batches)
