@@ -143,22 +143,34 @@ class _Passes:
     def _brought(self, unit: Unit) -> float:
         """To have a layer's weights in place for a pass."""
         method, device = self._method, self._device
-        size = self._size * (
-            unit.divided / method.tensor + unit.copied + unit.experts / method.tensor / method.expert
-        )
+        dense, experts = self._size * self._dense(unit), self._size * self._experts(unit)
         seconds = 0.0
         if method.zero == 3:
-            seconds += size * _rest(method.data) / device.link + device.latency
+            seconds += self._others(dense, experts) / device.link + device.latency
         if method.offload and self._recipe.frozen:
-            seconds += size / (method.data if method.zero == 3 else 1) / HOST_LINK
+            shares = method.data if method.zero == 3 else 1
+            seconds += (dense + experts * min(method.expert, shares)) / shares / HOST_LINK
         return seconds
+
+    def _dense(self, unit: Unit) -> float:
+        """Values of a unit on a rank that all data-parallel ranks have alike."""
+        return unit.divided / self._method.tensor + unit.copied
+
+    def _experts(self, unit: Unit) -> float:
+        """Values of a rank's experts, which only those with the same experts have alike."""
+        return unit.experts / self._method.tensor / self._method.expert
+
+    def _others(self, dense: float, experts: float) -> float:
+        """What others have of a rank's values when those that have them alike divide them."""
+        method = self._method
+        return dense * _rest(method.data) + experts * _rest(method.data // method.expert)
 
     def _reduced(self, unit: Unit) -> float:
         """To sum a layer's gradients over ranks each of which keeps a share of the weights."""
         if self._method.zero != 3 or self._recipe.frozen:
             return 0.0
-        size = self._recipe.gradient_size * unit.total / self._method.tensor
-        return size * _rest(self._method.data) / self._device.link
+        values = self._others(self._dense(unit), self._experts(unit))
+        return self._recipe.gradient_size * values / self._device.link
 
     def _head(self) -> tuple[float, float]:
         flops = 2 * self._rows * self._a.hidden * self._a.vocabulary / self._method.tensor
@@ -176,9 +188,9 @@ class _Passes:
         method, recipe = self._method, self._recipe
         if method.data == 1 or (method.zero == 3 and not recipe.frozen):
             return 0.0
-        values = self._trained(stage)
-        size = 2 * values * recipe.gradient_size * _rest(method.data)
-        return size / self._device.link + self._device.latency
+        experts = 0 if recipe.frozen else sum(unit.experts for unit in stage.units)
+        values = self._others(self._trained(stage) - experts, experts)
+        return 2 * values * recipe.gradient_size / self._device.link + self._device.latency
 
     def optimizer(self, stage: Stage) -> float:
         """Of the optimizer's step."""

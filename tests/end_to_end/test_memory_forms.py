@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,25 @@ LEAST, MOST = -0.015, 0.04
 LENGTH, SEQUENCES = 128, 12
 
 
-def _specs(names: tuple[str, ...]) -> list[TaskSpec]:
-    data = {"path": "none", "max_length": LENGTH}
-    training = {"per_device_train_batch_size": SEQUENCES, "max_steps": 8}
+def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec]:
+    """Tasks with adapters of these names, and with so many sequences of a length in each step."""
+    data = {"path": "none", "max_length": length}
+    training = {"per_device_train_batch_size": sequences, "max_steps": 8}
     parts = ({"name": n, "adapter": ADAPTERS[n], "data": data, "training": training} for n in names)
     return [TaskSpec.model_validate(part) for part in parts]
 
 
-def _setting(specs: list[TaskSpec], method: Method) -> Setting:
+def setting_of(
+    names: Sequence[str], method: Method, length: int, sequences: int, config: dict[str, Any]
+) -> Setting:
+    """What is rehearsed of such tasks, trained together by a method."""
+    specs = specs_of(names, length, sequences)
     plan = plan_for("spatial", {s.name: 1 for s in specs}, method.pipeline, method.micro_batches)
     schedule: Any = "1f1b" if method.pipeline > 1 else "planned"
     where: Any = "sharded" if method.zero == 3 else "offloaded" if method.offload else "resident"
-    lengths, labels = [LENGTH] * 2 * SEQUENCES, [LENGTH - 1] * 2 * SEQUENCES
+    lengths, labels = [length] * 2 * sequences, [length - 1] * 2 * sequences
     return Setting(
-        CONFIG,
+        config,
         [Cast(spec.plain(), lengths, labels) for spec in specs],
         replace(plan, data=method.data, schedule=schedule),
         method.tensor,
@@ -96,7 +101,7 @@ def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[i
 def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
     asked = []
     for names, method in CASES.values():
-        setting = _setting(_specs(names), method)
+        setting = setting_of(names, method, LENGTH, SEQUENCES, CONFIG)
         # Tensor ranks differ in rows where these are divided: then a task's are on some of them only.
         tensor = range(method.tensor if method.sequence_parallel else 1)
         stages = range(0, method.pipeline * method.tensor, method.tensor)
@@ -106,7 +111,7 @@ def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
     for (name, (names, method)), own in zip(CASES.items(), asked, strict=True):
         peaks = [next(made).stream.peak() for _ in own]
         each = len(peaks) // method.pipeline
-        for stage, form in enumerate(_forms(_specs(names), method, tmp_path)):
+        for stage, form in enumerate(_forms(specs_of(names, LENGTH, SEQUENCES), method, tmp_path)):
             peak = max(peaks[stage * each : (stage + 1) * each], key=lambda one: one.size)
             off = form / peak.size - 1
             line = (

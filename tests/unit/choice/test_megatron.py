@@ -55,7 +55,7 @@ EXPERTS = replace(
     ("precision", "optimizer", "gpus"), [("bf16", "adamw", 4), ("fp16", "adamw", 2), ("fp32", "sgd", 2)]
 )
 def test_printed_flags_are_taken(
-    training: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: Any
+    training: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: Any, gpus: int
 ) -> None:
     recipe = Recipe(128, precision, optimizer)
     wrong: dict[str, list[Method]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
-from megatron_mux.choice.speed import Speed, Work, speed
+from megatron_mux.choice.speed import Speed, Work, _Passes, speed
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.roofline import Device
+from megatron_mux.memory.forms.architecture import Unit
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
 from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.sizes import MIB
 from tests.unit.memory.architectures import llama, lora
 
@@ -89,6 +93,36 @@ def test_weights_gathered_for_a_small_batch_cost_time() -> None:
     methods_ = Method(data=4), Method(data=4, zero=3)
     plain, gathered = (speed(LARGE, ON_LARGE, m, work(m, 1), A100).seconds for m in methods_)
     assert plain < gathered
+
+
+def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
+    """Eight GPUs, four of which share out eight experts: each is on two, which alone exchange it."""
+    dense, experts = Unit(1000, 24), 16_000
+    unit = replace(dense, experts=experts)
+    model = replace(LARGE, experts=8, experts_per_token=2, layers=(unit,))
+    link = Device("slow link", {2: 1e18, 4: 1e18}, 1e18, 0.0, 1.0, 0.0)
+
+    def passes(**degrees: Any) -> tuple[_Passes, Stage]:
+        method = Method(data=8, expert=4, **degrees)
+        return _Passes(model, Recipe(1), method, 1.0, link), stages(model, method)[0]
+
+    plain, stage = passes()
+    ends = model.embedding + model.head + model.final
+    # Sums of fp32 gradients around rings of eight, and of two for 4,000 values of a rank's two experts.
+    wanted = 2 * 4 * ((1024 + ends.total) * 7 / 8 + 4000 / 2)
+    assert plain.gradients(stage) == pytest.approx(wanted)
+    assert plain.transfer() == 4096 * 2
+    three, stage = passes(zero=3)
+    brought = 2 * (1024 * 7 / 8 + 4000 / 2)
+    assert three._brought(unit) == pytest.approx(brought) and three._reduced(unit) == pytest.approx(
+        2 * brought
+    )
+    assert three.gradients(stage) == 0
+    # Two of a row's two copies, of eight thousand bytes, each go to another rank three times in four; and come back.
+    assert plain._exchange() == pytest.approx(2 * 2 * 4096 * 2 * 3 / 4)
+    assert stage.divided(Method(data=8, expert=4, zero=3)) == 128 + 2000 + -(-model.embedding.total // 8) + -(
+        -(model.head + model.final).total // 8
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

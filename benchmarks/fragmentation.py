@@ -1,0 +1,132 @@
+"""What the caching allocator holds in vain, as a share of what comes and goes: the constant of our closed forms.
+
+python benchmarks/fragmentation.py                                                  # a few minutes
+python benchmarks/fragmentation.py --output benchmarks/results/fragmentation.json   # the JSON, and the table as .md
+
+Steps of our engine are rehearsed, and full fine-tuning with `transformers` is traced, both for a GPU that is not there;
+their allocations are replayed through PyTorch's caching allocator with its default options. Nothing is measured: the
+result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from script import add_output, command_line, publish, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+if TYPE_CHECKING:
+    from megatron_mux.memory.stream.events import Stream
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_layer": 4, "n_head": 12}
+_STANDS = ("parameters", "adapters", "gradients", "optimizer")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rehearse and trace, replay, print."""
+    arguments = parse(argv)
+    rows = [_row(*found) for found in (*rehearsed(), *traced())]
+    shares = sorted(row["share"] for row in rows)
+    result = {
+        "median": statistics.median(shares),
+        "least": shares[0],
+        "most": shares[-1],
+        "cases": rows,
+    }
+    publish(result, markdown(result), arguments.output)
+    return 0
+
+
+def rehearsed() -> Iterator[tuple[str, Stream]]:
+    """Steps of our engine."""
+    from megatron_mux.memory.forms.methods import Method
+    from megatron_mux.rehearsal.process import rehearsals
+    from tests.end_to_end.test_memory_forms import setting_of
+
+    methods = {
+        "one GPU": Method(),
+        "computed again": Method(recompute="full"),
+        "two tensor ranks": Method(tensor=2, sequence_parallel=True),
+        "two stages": Method(pipeline=2, parts=8),
+        "sharded": Method(data=2, zero=3),
+    }
+    asked = {
+        f"{'+'.join(names)}, {sequences} x {length}, {name}": setting_of(
+            names, method, length, sequences, LLAMA
+        )
+        for names in (("lora",), ("bottle", "dropped", "scales"))
+        for length, sequences in ((512, 8), (1536, 8))
+        for name, method in methods.items()
+    }
+    found = rehearsals([(setting, 0) for setting in asked.values()], whole=True)
+    for name, recording in zip(asked, found, strict=True):
+        yield name, recording.stream
+
+
+def traced() -> Iterator[tuple[str, Stream]]:
+    """Full fine-tuning with `transformers` in bf16, on one GPU."""
+    from megatron_mux.memory.trace.case import Case
+    from megatron_mux.memory.trace.training import trace
+
+    for config in (LLAMA, GPT2):
+        for batch, length in ((2, 512), (4, 1024)):
+            for again in (False, True):
+                said = ", computed again" if again else ""
+                name = f"full {config['model_type']}, {batch} x {length}{said}"
+                yield name, trace(Case(config, 4, batch, length, recompute=again))
+
+
+def _row(name: str, stream: Stream) -> dict[str, Any]:
+    from megatron_mux.memory.caching.replay import replay
+    from megatron_mux.memory.caching.settings import Settings
+
+    peak = stream.peak()
+    moving = sum(size for category, size in peak.breakdown.items() if str(category) not in _STANDS)
+    in_vain = replay(stream, Settings()).peak_reserved - peak.size
+    return {
+        "name": name,
+        "peak_bytes": peak.size,
+        "moving_bytes": moving,
+        "in_vain_bytes": in_vain,
+        "share": in_vain / moving,
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table."""
+    mib = 1 << 20
+    rows = [
+        [
+            row["name"],
+            f"{row['peak_bytes'] / mib:,.0f}",
+            f"{row['moving_bytes'] / mib:,.0f}",
+            f"{row['in_vain_bytes'] / mib:,.0f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in result["cases"]
+    ]
+    head = "step | peak, MiB | comes and goes | held in vain | share"
+    said = f"median {result['median']:.1%}, from {result['least']:.1%} to {result['most']:.1%}"
+    return "\n".join([*table(head, rows), "", said])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
