@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_mux.choice.flags import megatron_flags
-from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.methods import Method, Precision, Recipe, methods
+from megatron_mux.memory.forms.parts import Parts
 from tests.unit.memory.architectures import llama
 
 USUAL = [
@@ -46,11 +48,6 @@ def parsed(
     return training.validate_args(found) if validate else found
 
 
-EXPERTS = replace(
-    llama(8, experts=8, experts_per_token=2), layers=(Unit(200_000, 512, 8 * 3 * 256 * 704),) * 8
-)
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer", "gpus"), [("bf16", "adamw", 4), ("fp16", "adamw", 2), ("fp32", "sgd", 2)]
 )
@@ -76,3 +73,54 @@ def test_printed_flags_are_taken(
         assert found.optimizer_cpu_offload == method.offload
         assert (found.recompute_granularity or "none") == method.recompute
     assert not wrong, {said: (len(own), own[0]) for said, own in wrong.items()}
+
+
+EXPERTS = replace(
+    llama(8, experts=8, experts_per_token=2), layers=(Unit(196_608, 512 + 2048, 8 * 3 * 256 * 704),) * 8
+)
+"""Attention, norms with the router, experts."""
+
+
+def sizes(architecture: Architecture, method: Method) -> SimpleNamespace:
+    """The arguments that Megatron's report reads."""
+    several = architecture.experts > 1
+    return SimpleNamespace(
+        num_layers=8, hidden_size=256, ffn_hidden_size=704, num_attention_heads=8, kv_channels=32,
+        group_query_attention=True, num_query_groups=4, padded_vocab_size=1024, swiglu=True, normalization="RMSNorm",
+        untie_embeddings_and_output_weights=True, multi_latent_attention=False, mtp_num_layers=None,
+        add_bias_linear=False, num_experts=8 if several else None, moe_layer_freq=1, moe_ffn_hidden_size=704,
+        moe_router_topk=2, moe_latent_size=None, moe_shared_expert_intermediate_size=None,
+        world_size=method.gpus, tensor_model_parallel_size=method.tensor, data_parallel_size=method.data,
+        pipeline_model_parallel_size=method.pipeline, expert_model_parallel_size=method.expert,
+        expert_tensor_parallel_size=method.tensor, use_distributed_optimizer=method.zero == 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        (llama(8), Method()),
+        (llama(8), Method(tensor=4)),
+        (llama(8), Method(data=4)),
+        (llama(8), Method(data=4, zero=1)),
+        (llama(8), Method(data=2, tensor=2, zero=1)),
+        (llama(8), Method(pipeline=4)),
+        (llama(8), Method(tensor=2, pipeline=2)),
+        (EXPERTS, Method(data=8, expert=4)),
+        (EXPERTS, Method(data=8, expert=4, zero=1)),
+        (EXPERTS, Method(data=8, expert=2, tensor=2, zero=1)),
+    ],
+    ids=lambda value: f"{value.name} {value.details}" if isinstance(value, Method) else value.experts,
+)
+def test_weights_and_optimizer_are_those_of_megatrons_report(
+    architecture: Architecture, method: Method
+) -> None:
+    report = pytest.importorskip("megatron.training.theoretical_memory_usage")
+    theirs = report.compute_weight_and_optimizer_memory(sizes(architecture, method))
+    parts = Parts(architecture, Recipe(128), method).at(0, 128)
+    ours = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    if method.pipeline > 1:
+        theirs -= (
+            18 * 256 / method.pipeline
+        )  # they share the final norm out among all stages, we leave it to the last
+    assert ours == pytest.approx(theirs, abs=64), "but for shares that are rounded up"
