@@ -18,6 +18,8 @@ from megatron_mux.memory.store import Store, versions
 _ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", *NAMES)
 _READ = ("config.json", "adapter_config.json", "tokenizer*", "vocab*", "merges*")
 """Files of a directory that an answer may depend on; a user may well write the answer to another one in it."""
+_LARGE = 1 << 20
+"""Bytes of a file beyond which it is not read to tell whether it has changed."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -82,9 +84,12 @@ def _content(path: Path) -> Any:
         return None
 
 
-def _changed(file: Path) -> list[int]:
+def _changed(file: Path) -> str | list[int]:
+    """A digest, or of a large file its size and when it was written."""
     about = file.stat()
-    return [about.st_size, about.st_mtime_ns, about.st_ino]
+    if about.st_size > _LARGE:
+        return [about.st_size, about.st_mtime_ns, about.st_ino]
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
 
 
 def _named(file: Path) -> list[Path]:

@@ -51,6 +51,20 @@ def test_a_file_that_changes_is_looked_at_again(
     assert ask().read() is None
 
 
+def test_a_file_written_anew_may_say_the_same(ask: Callable[..., Answers], tmp_path: Path) -> None:
+    ask().write(SAID)
+    file = tmp_path / "model" / "config.json"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text)
+    assert ask().read() == SAID
+    (tmp_path / "data.jsonl").write_text("2" * (1 << 21))
+    ask().write(SAID)
+    assert ask().read() == SAID
+    (tmp_path / "data.jsonl").write_text("3" * (1 << 21))
+    assert ask().read() is None, "a large one is not read"
+
+
 def test_what_is_no_part_of_a_model_may_be_written_beside_it(
     ask: Callable[..., Answers], tmp_path: Path
 ) -> None:
