@@ -1,10 +1,11 @@
-"""Predicted against measured GPU memory: plain `transformers` + `peft` training, a process for each run.
+"""Predicted against measured GPU memory: `transformers` + `peft` training, and our engine's; a process for each run.
 
 python benchmarks/gpu_memory.py predict --output predicted.json                  # no GPU needed: minutes
 python benchmarks/gpu_memory.py measure --predicted predicted.json --output measured.json  # on a GPU: ten minutes
 
-Predictions are written down first, and `measure` changes none. Measured is what `transformers.Trainer` takes, of the
-allocator (peak reserved) and beside it; each run's allocator history is replayed and compared event by event. Then the
+Predictions are written down first, and `measure` changes none: traces of `transformers.Trainer`'s steps, rehearsals of
+our engine's. Measured is what the allocator reserves at its peak, and what the process takes beside it; each run's
+allocator history is replayed and compared event by event. Then the
 process is limited as if the GPU were smaller: the predicted largest batch has to run, and one more must not.
 Goals: reserved memory predicted within 1% (median) and 3% (worst); every history replayed exactly; LLMem, DNNMem and
 Megatron's theoretical report beaten on what they know: full fine-tuning.
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is predicted of every case, and which batches are expected to be the largest."""
-    from gpu_memory_cases import LIMITS, cases
+    from gpu_memory_cases import LIMITS, cases, settings
 
     from megatron_mux.memory.batches import Batches
     from megatron_mux.memory.store import versions
@@ -94,6 +95,9 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = {name: found for name, found in cases(gpu).items() if wanted(name, arguments.only)}
     with Traces() as traces:
         found = {name: predicted_case(name, case, traces) for name, (_, case) in chosen.items()}
+        for name, (_, setting) in settings(gpu).items():
+            if wanted(name, arguments.only):
+                found[name] = predicted_together(name, setting)
         limits = []
         for gib, names in LIMITS.items():
             for name in filter(chosen.__contains__, names):
@@ -127,15 +131,27 @@ def predicted_case(name: str, case: Any, traces: Any) -> dict[str, Any]:
     from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
-    told = predict(case, traces.step)
+    return {"asked": {"case": case.to_dict()}, **told(predict(case, traces.step)), "others": others(case)}
+
+
+def predicted_together(name: str, setting: Any) -> dict[str, Any]:
+    """What is predicted of our engine with several tasks, in bytes."""
+    from megatron_mux.rehearsal.answer import prediction
+    from megatron_mux.rehearsal.process import rehearsals
+
+    print(name, file=sys.stderr)
+    (recording,) = rehearsals([(setting, 0)])
+    return {"asked": {"setting": setting.to_dict()}, **told(prediction(recording, setting)), "others": {}}
+
+
+def told(found: Any) -> dict[str, Any]:
+    """A prediction as it is written down."""
     return {
-        "case": case.to_dict(),
-        "peak_allocated": told.peak_allocated,
-        "peak_reserved": told.peak_reserved,
-        "process": told.process,
-        "interval": list(told.interval),
-        "moment": told.moment,
-        "others": others(case),
+        "peak_allocated": found.peak_allocated,
+        "peak_reserved": found.peak_reserved,
+        "process": found.process,
+        "interval": list(found.interval),
+        "moment": found.moment,
     }
 
 
@@ -241,7 +257,7 @@ def measurements(predicted: Mapping[str, Any], only: Sequence[str] | None) -> di
     for name, about in cases.items():
         found[name] = {
             **about,
-            "measured": run({"case": about["case"], "limit": None, "history": True}, name),
+            "measured": run({**about["asked"], "limit": None, "history": True}, name),
         }
     limits = []
     for about in predicted["limits"]:

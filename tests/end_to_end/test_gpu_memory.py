@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.runtime import Parallel
 from tests.unit.memory.traced import ADAPTERS, CONFIGS
 
@@ -79,6 +81,16 @@ def test_a_history_that_is_replayed_otherwise_is_found(scripts: Any) -> None:
     assert worker.replayed([*trace[:2], more, trace[2]])["first_event_replayed_otherwise"] == 1
 
 
+def task(name: str, adapter: dict[str, Any]) -> dict[str, Any]:
+    training = {"per_device_train_batch_size": 2, "max_steps": 8}
+    return {
+        "name": name,
+        "adapter": adapter,
+        "data": {"path": "none", "max_length": 16},
+        "training": training,
+    }
+
+
 def test_predictions_are_written_down_and_compared(
     scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +99,9 @@ def test_predictions_are_written_down_and_compared(
     tiny = Case(CONFIGS["llama"], 2, 2, 16)
     known = {"tiny full": ("tiny", tiny), "tiny LoRA": ("tiny", replace(tiny, adapter=ADAPTERS["lora"]))}
     monkeypatch.setattr(cases, "cases", lambda _: known)
+    casts = [Cast(task("a", {"peft_type": "LORA", "target_modules": ["q_proj"]}), [16, 16], [8, 8])]
+    together = Setting(CONFIGS["llama"], casts, plan_for("spatial", {"a": 1}, 1))
+    monkeypatch.setattr(cases, "settings", lambda _: {"tiny together": ("tiny", together)})
     monkeypatch.setattr(cases, "LIMITS", {1: ("tiny full",)})
     path = tmp_path / "predicted.json"
     script.main(["predict", "--output", str(path)])
@@ -98,6 +113,8 @@ def test_predictions_are_written_down_and_compared(
     assert full["others"].keys() == known_here and not predicted["cases"]["tiny LoRA"]["others"]
     assert all(size > 0 for size in full["others"].values())
     assert predicted["limits"][0]["largest"] > 100
+    ours = predicted["cases"]["tiny together"]
+    assert ours["peak_allocated"] <= ours["peak_reserved"] < ours["process"] and not ours["others"]
 
     def run(asked: Any, name: str) -> dict[str, Any]:
         """A GPU on which everything takes 4% more than was predicted."""
@@ -111,7 +128,7 @@ def test_predictions_are_written_down_and_compared(
     monkeypatch.setattr(script, "machine", lambda: {"gpu": "made up"})
     script.main(["measure", "--predicted", str(path), "--output", str(tmp_path / "measured.json")])
     said = (tmp_path / "measured.md").read_text()
-    assert "median 3.85% off (goal 1%), worst 3.85% (goal 3%), of 2; 0 histories" in said
+    assert "median 3.85% off (goal 1%), worst 3.85% (goal 3%), of 3; 0 histories" in said
     assert "not event 7" in said and "| runs | does not fit |" in said
 
 
