@@ -12,7 +12,7 @@ from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
 from megatron_mux.rehearsal import answer as module
-from megatron_mux.rehearsal.answer import answer, answers, worst
+from megatron_mux.rehearsal.answer import answer, answers, prediction, worst
 from megatron_mux.rehearsal.recording import STEP, Recording
 from megatron_mux.rehearsal.setting import Setting
 
@@ -29,13 +29,15 @@ def _recording() -> Recording:
     builder.free(made, Moment("backward", 0))
     again = builder.allocate(20 * MIB, Moment("optimizer", 0, "mm"), category=Category.WORKSPACE)
     builder.free(again, Moment("optimizer"))
-    marks = ((1, STEP), (1, "1F0.0"), (2, "1B0.0"), (5, "1N0"))
+    marks = ((1, STEP), (1, "1F0.0"), (2, "1B0.0"), (3, "1B0.1"), (5, "1N0"))
     return Recording(builder.done(), marks, 3)
 
 
 def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     found = answer(_recording(), SETTING, 2, 80 * GIB)
+    operators = [event.moment.operator for event in prediction(_recording(), SETTING).stream]
+    assert operators.count(invisible.CUBLAS) == 2
     # A workspace for the main thread and one for autograd's, which has not begun when most is allocated.
     live = (40 + 60 + 32 + 100) * MIB
     assert (found.rank, found.stage, found.fits, found.communicators) == (2, 1, True, 3)
@@ -82,4 +84,4 @@ def test_a_recording_survives_its_text() -> None:
     recording = _recording()
     assert Recording.from_json(recording.to_json()) == recording
     assert recording.begins == (1,) and recording.held == 40 * MIB
-    assert [recording.at(index) for index in (0, 1, 4, 6)] == ["", "1F0.0", "1B0.0", "1N0"]
+    assert [recording.at(index) for index in (0, 1, 2, 4, 6)] == ["", "1F0.0", "1B0.0", "1B0.1", "1N0"]

@@ -61,12 +61,3 @@ def test_other_ranks_say_what_this_one_says() -> None:
     found: list[str] = ["", "", ""]
     everyone_says_the_same(found, "ring")
     assert found == ["ring"] * 3
-
-
-def test_a_step_of_sgd_takes_no_memory(recorder: Recorder) -> None:
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    weight.grad = torch.ones(4)
-    events = recorder.events
-    optimizer.step()
-    assert {event.moment.operator for event in list(recorder.done())[events:]} <= {"_to_copy", ""}
