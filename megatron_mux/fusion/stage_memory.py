@@ -172,7 +172,7 @@ class StageMemory:
         working[:, -1] = np.maximum(working[:, -1], self._loss(rows))
         if len(self.stages) > 1:
             working[:, 0] += rows.most * entry  # the engine's zeros for want of memory
-        vain = 1 + FRAGMENTATION * self._gpu
+        vain = 1 + FRAGMENTATION[self.method.recompute] * self._gpu
         return Bytes(np.maximum(found, 0.0) * vain, working * vain)
 
     @property

@@ -10,14 +10,14 @@ Shapes: T rows (tokens) of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.kept import Pass, Saved
+from megatron_mux.memory.forms.kept import Pass, Recompute, Saved
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
@@ -39,8 +39,10 @@ PARTS = (
 """What memory is for. `communication`: weights gathered or copied for use; `fragmentation`: held by the allocator, used
 by nothing; `context`: beside the allocator's."""
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
-FRAGMENTATION = 0.05
-"""Of what comes and goes, held by the allocator in vain. Assumed: the trace's replay tells it, closed forms do not."""
+FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
+"""Of what comes and goes, what the allocator needs in vain: medians of replays of rehearsed and traced steps, in the
+least memory in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there is
+little: benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
 _AHEAD = 2
 """Messages of a neighbour that are received before they are used: as pipeline/communicate.py has it, and how many of
 those that were sent it has wait: twice as many as stages, and two."""
@@ -136,7 +138,7 @@ class Parts:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
         self._outside = (outside or Outside()).total(method) if device == "cuda" else 0
-        self._in_vain = FRAGMENTATION if device == "cuda" else 0.0
+        self._in_vain = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
     @cached_property

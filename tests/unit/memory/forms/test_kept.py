@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.kept import Pass, engine, total, trained, workspace
+from megatron_mux.memory.forms.kept import Pass, Recompute, engine, total, trained, workspace
 from megatron_mux.memory.forms.methods import Method, Precision, Recipe
 from megatron_mux.memory.forms.parts import Outside, Parts
 from megatron_mux.memory.stream.events import Category, Stream
@@ -62,6 +62,37 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
     assert (
         0.99 < allocated / three.peak().size < 1.1
     )  # gradients within a layer come and go, the form has them all
+
+
+WIDE_LLAMA = {
+    "model_type": "llama", "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": WIDE_LLAMA,
+    "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 8000, "n_positions": 2048},
+    "opt": {
+        "hidden_size": 512, "ffn_dim": 2048, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8000,
+        "word_embed_proj_dim": 512, "max_position_embeddings": 2048,
+    },
+    "qwen2": {**WIDE_LLAMA, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", WIDE)
+def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) -> None:
+    """As wide as a model is against its rows the optimizer's step is the peak, or the loss."""
+    config = {**WIDE[name], "model_type": name}
+    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    for batch, length, when in ((1, 256, "the optimizer's step"), (4, 512, "the loss")):
+        peak = trace(Case(config, 4, batch, length, recompute=recompute == "full")).peak()
+        recipe, method = Recipe(length, "bf16", master=False), Method(recompute=recompute)
+        parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
+        found = parts.breakdown(batch * length)
+        assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)
+        assert parts.worst(batch * length).name == when
 
 
 def _kept(stream: Stream) -> int:
