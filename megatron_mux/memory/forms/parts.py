@@ -41,8 +41,8 @@ by nothing; `context`: beside the allocator's."""
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
 """Of what comes and goes, what the allocator needs in vain: medians of replays of rehearsed and traced steps, in the
-least memory in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there is
-little: benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
+least memory in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there
+is little: benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
 _AHEAD = 2
 """Messages of a neighbour that are received before they are used: as pipeline/communicate.py has it, and how many of
 those that were sent it has wait: twice as many as stages, and two."""
