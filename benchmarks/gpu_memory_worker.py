@@ -178,7 +178,10 @@ def train_together(setting: Mapping[str, Any], device: torch.device) -> None:
     planning = Planning("auto", given.plan.stages, AsGiven(given.plan), given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(
-        [Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one))) for one in given.tasks]
+        [
+            Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one.lengths, one.labels)))
+            for one in given.tasks
+        ]
     )
     for _ in range(STEPS):
         for name, result in engine.step().items():

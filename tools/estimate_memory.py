@@ -49,7 +49,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=path, required=True, metavar="CONFIG_OR_DIR", help="config.json, or its directory")
+    add(
+        "--model",
+        type=path,
+        required=True,
+        metavar="CONFIG_OR_DIR",
+        help="config.json, or (for --tasks) its directory",
+    )
     add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
     add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
     add(
@@ -161,8 +167,14 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.trace.process import Tracer
 
-    if arguments.plan is not None and arguments.method != "rehearsal":
+    if arguments.plan is not None:
         raise UserError("--plan: only a rehearsal follows one: add --method rehearsal")
+    if arguments.backbone_weights != "resident":
+        raise UserError("--backbone-weights: goes with --plan and --method rehearsal: other methods try all")
+    if arguments.recompute != "none" and arguments.method not in ("all", "trace"):
+        raise UserError(
+            f"--recompute: --method {arguments.method} does not ask: `ours` ranks methods with and without"
+        )
     if arguments.plot:
         check(arguments.plot)
     with Tracer() as tracer:

@@ -65,6 +65,12 @@ def as_many_as_fit(
     together = method.data * method.micro_batches * shown
     count = method.micro_batches * -(-SEQUENCES // together)
     rows = shown * recipe.length
+    accumulated = replace(method, parts=count)
+    with_sums = Parts(architecture, recipe, accumulated, device)
+    if with_sums.peak(rows) <= memory or shown > largest:
+        method, parts = accumulated, with_sums
+    else:  # gradients have to be gone before the next micro-batch
+        count = method.micro_batches
     return Fit(method, parts, rows, shown, largest, Work(rows, count, method.data * count * rows))
 
 

@@ -55,7 +55,9 @@ def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
     words += ["--micro-batch-size", str(batch), "--global-batch-size", str(together)]
     words += ["--seq-length", str(recipe.length)]
     if recipe.optimizer == "sgd":
-        words += ["--optimizer", "sgd"]
+        words += ["--optimizer", "sgd", "--sgd-momentum", "0"]
+    if recipe.attention == "eager":
+        words += ["--attention-backend", "unfused"]
     if method.expert > 1:
         words += ["--expert-model-parallel-size", str(method.expert)]
     if recipe.precision != "fp32":

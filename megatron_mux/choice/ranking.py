@@ -29,6 +29,8 @@ class Ranked:
         worst: When and on which stage memory is at its highest.
         breakdown: Bytes of that rank then, by part.
         instants: The same at every instant of its step that is looked at, in order, by the instant's name.
+        interval: The least and the most bytes of that rank's process, by what is not known.
+        host: Bytes of host memory for what a rank keeps there.
         speed: Of a step.
         flags: That run the method.
         elsewhere: Why our engine cannot run it; None if it can.
@@ -41,6 +43,8 @@ class Ranked:
     worst: Instant
     breakdown: Mapping[str, int]
     instants: Mapping[str, Mapping[str, int]]
+    interval: tuple[int, int]
+    host: int
     speed: Speed
     flags: tuple[str, ...]
     elsewhere: str | None
@@ -80,6 +84,8 @@ class Ranked:
             "batch_size": self.batch,
             "largest_batch": self.largest_batch,
             "peak_process_bytes": self.peak_process,
+            "peak_process_interval_bytes": list(self.interval),
+            "host_bytes": self.host,
             "peak_reserved_bytes": self.peak_reserved,
             "peak_allocated_bytes": self.peak_allocated,
             "breakdown": dict(self.breakdown),
@@ -166,6 +172,8 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
         worst,
         worst.breakdown(fit.rows),
         {instant.name: instant.breakdown(fit.rows) for instant in own},
+        parts.interval(fit.rows),
+        parts.host,
         speed(architecture, parts.recipe, method, fit.work, device),
         tuple(words),
         elsewhere,

@@ -69,7 +69,10 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
     lines = [
         f"selected: {offloaded}{best.method.name}{details}, {batches}",
         f"its peak, at {best.worst.name}: {parts}",
+        f"{' to '.join(map(show_size, best.interval))} by what is not known of context, NCCL and allocator",
     ]
+    if best.host:
+        lines.append(f"host memory: {show_size(best.host)} for each GPU")
     words = " ".join(best.flags)
     if best.elsewhere:
         lines += [f"not by this engine ({best.elsewhere}); Megatron-LM's flags: {words or 'none'}"]

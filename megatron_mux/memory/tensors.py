@@ -335,6 +335,11 @@ def _config(path: Path, raw: Mapping[str, Any]) -> Any:
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise UserError(f"{path}: {name} = {value!r}: must be a whole number from 1 to {most:,}.")
+    heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
+    if groups is not None and heads % groups:
+        raise UserError(
+            f"{path}: num_key_value_heads = {groups}: does not divide num_attention_heads = {heads}."
+        )
     return config
 
 

@@ -21,7 +21,7 @@ from megatron_mux.memory.forms.kept import Pass, Recompute, Saved
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
-from megatron_mux.memory.invisible import communicator, context
+from megatron_mux.memory.invisible import COMMUNICATOR, CONTEXT, TABLE, communicator, context
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
 PARTS = (
@@ -43,6 +43,12 @@ FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "fu
 """Of what comes and goes, what the allocator needs in vain: medians of replays of rehearsed and traced steps, in the
 least memory in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there
 is little: benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
+_IN_VAIN: Mapping[Recompute, tuple[float, float]] = {
+    "none": (0.02, 0.29),
+    "selective": (0.02, 0.29),
+    "full": (0.04, 0.88),
+}
+"""The least and the most of these replays."""
 _AHEAD = 2
 """Messages of a neighbour that are received before they are used: as pipeline/communicate.py has it, and how many of
 those that were sent it has wait: twice as many as stages, and two."""
@@ -52,7 +58,7 @@ ROW_INPUTS = 40
 
 @dataclass(frozen=True)
 class Outside:
-    """Bytes that a process takes beside what its allocator has, on a GPU: see `memory.invisible`.
+    """Bytes that a process takes beside its tensors, on a GPU: see `memory.invisible`.
 
     Attributes:
         context: The CUDA context with its kernels.
@@ -62,11 +68,20 @@ class Outside:
     context: int = field(default_factory=context)
     group: int = field(default_factory=communicator)
 
-    def total(self, method: Method) -> int:
-        """Of a process: a communicator for each kind of parallelism, one for all ranks, and one to each neighbour."""
+    def total(self, method: Method, most: bool | None = None) -> int:
+        """Of a process: a communicator for each kind of parallelism, one for all ranks, and one to each neighbour.
+
+        Args:
+            method: How the step is divided.
+            most: The most there may be, or the least; None for what is likely.
+        """
         kinds = (method.data, method.tensor, method.expert)
         groups = sum(size > 1 for size in kinds) + 2 * (method.pipeline > 1) + (method.gpus > 1)
-        return self.context + groups * self.group
+        sizes = {CONTEXT: self.context, COMMUNICATOR: groups * self.group}
+        if most is None:
+            return sum(sizes.values())
+        entries = {name: TABLE[name] for name in sizes}
+        return round(sum(sizes[n] * (e.most if most else e.least) for n, e in entries.items()))
 
 
 class Line(NamedTuple):
@@ -137,7 +152,8 @@ class Parts:
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
-        self._outside = (outside or Outside()).total(method) if device == "cuda" else 0
+        self._besides = outside or Outside()
+        self._outside = self._besides.total(method) if device == "cuda" else 0
         self._in_vain = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
@@ -162,6 +178,27 @@ class Parts:
     def peak(self, rows: int) -> int:
         """Bytes of the worst rank, the context included."""
         return sum(self.breakdown(rows).values())
+
+    def interval(self, rows: int) -> tuple[int, int]:
+        """The least and the most that `peak` may be, by what is not known of the context, NCCL and fragmentation."""
+        found = self.breakdown(rows)
+        known = sum(found.values()) - found["fragmentation"] - found["context"]
+        moving = sum(found[part] for part in _COMES_AND_GOES)
+        ends = []
+        for most in (False, True):
+            outside = self._besides.total(self.method, most) if self._outside else 0
+            share = _IN_VAIN[self.method.recompute][most] if self._in_vain else 0.0
+            ends.append(round(known + share * moving + outside))
+        return ends[0], ends[1]
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory for what a rank keeps there: of the rank that keeps most."""
+        if not self.method.offload:
+            return 0
+        each = self.recipe.size if self.recipe.frozen else self.recipe.state_size + self.recipe.gradient_size
+        found = stages(self.architecture, self.method)
+        return round(max(each * (s.divided(self.method) if self.method.zero else s.values) for s in found))
 
     def breakdown(self, rows: int) -> dict[str, int]:
         """The same by part."""

@@ -55,6 +55,7 @@ class Options:
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
         accumulate: Whether gradients of several micro-batches are added up before the optimizer's step.
         clip: Largest norm of the gradient; None does not clip.
+        fused: Whether AdamW is torch's fused one, as `transformers` has it unless told otherwise.
     """
 
     device: str = "A100"
@@ -66,6 +67,7 @@ class Options:
     adapter: Mapping[str, Any] | None = None
     accumulate: bool = False
     clip: float | None = 1.0
+    fused: bool = True
 
     def case(self, config: Mapping[str, Any], tensors: ModelTensors, length: int, batch: int = 1) -> Case:
         """The case to trace.
@@ -95,7 +97,7 @@ class Options:
             autocast=dtype if mixed else None,
             attention="sdpa" if self.attention == "flash" else "eager",
             recompute=self.recompute,
-            optimizer=self.optimizer,
+            optimizer="adamw_fused" if self.optimizer == "adamw" and self.fused else self.optimizer,
             clip=self.clip,
             accumulate=self.accumulate,
             kinds=tensors.layer_kinds,
@@ -157,5 +159,6 @@ def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
         optimizer="sgd" if training.optim == "sgd" else "adamw",
         accumulate=training.gradient_accumulation_steps > 1,
         clip=training.max_grad_norm or None,
+        fused=False,  # adamw_torch is not
     )
     return chosen, training.per_device_train_batch_size, spec.data.max_length

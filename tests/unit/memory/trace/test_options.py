@@ -48,7 +48,14 @@ def test_the_rest() -> None:
         _case(),
         _case(optimizer="sgd", attention="eager", recompute=True, accumulate=True, clip=None),
     )
-    assert (plain.optimizer, plain.attention, plain.recompute, plain.clip) == ("adamw", "sdpa", False, 1.0)
+    # What Trainer's default comes to.
+    assert (plain.optimizer, plain.attention, plain.recompute, plain.clip) == (
+        "adamw_fused",
+        "sdpa",
+        False,
+        1.0,
+    )
+    assert _case(fused=False).optimizer == "adamw"
     assert (other.optimizer, other.attention, other.recompute, other.clip) == ("sgd", "eager", True, None)
     assert other.accumulate and not plain.accumulate
 
