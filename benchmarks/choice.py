@@ -303,7 +303,6 @@ def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
     from megatron_mux.engine import Engine, Planning, Task
     from megatron_mux.fusion.plan import plan_for
     from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
-    from megatron_mux.rehearsal.setting import Cast
     from megatron_mux.tasks import load_task_file
 
     stages = load_stages(
@@ -321,7 +320,7 @@ def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
     tasks = []
     for spec in load_task_file(directory / "tasks.yaml", data_later=True):
         count, length = 4 * spec.sequences_per_step, spec.data.max_length
-        data: Any = LengthsAlone(Cast(spec.plain(), [length] * count, [length - 1] * count))
+        data: Any = LengthsAlone([length] * count, [length - 1] * count)
         tasks.append(Task(spec, data))
     engine.register_tasks(tasks)
     return engine

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
-from megatron_mux.fusion.stage_memory import SUMMED_AT_ONCE
+from megatron_mux.memory.forms.own import SUMMED_AT_ONCE
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TrainingSpec
 

@@ -32,8 +32,6 @@ Array = npt.NDArray[np.float64]
 
 _MLP: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
 _ROW_PARALLEL: tuple[BaseOpName, ...] = ("linear_proj", "linear_fc2")
-SUMMED_AT_ONCE = 1 << 22
-"""Elements of gradients that one collective sums over ranks, unless a single gradient has more."""
 _HOPPER = (9, 0)
 """The GPU whose cuBLAS workspace is counted: the largest there is."""
 
@@ -126,7 +124,7 @@ class StageMemory:
         copies = [2 if load.adapter.optimizer == "sgd" else 4 for load in self.loads]
         found = sum(count * size for count, size in zip(copies, values, strict=True))
         if self.method.data * self.method.tensor > 1:
-            found += min(sum(values), SUMMED_AT_ONCE)
+            found += min(sum(values), own.SUMMED_AT_ONCE)
         return found * self.adapter_size
 
     @property

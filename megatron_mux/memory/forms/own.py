@@ -13,6 +13,9 @@ _LOW_RANK = ("LORA", "LORA_DROPOUT")
 _NEED_INPUT = (*_LOW_RANK, "DIFF_PRUNING")
 _COLUMN = ("linear_qkv", "linear_fc1")
 
+SUMMED_AT_ONCE = 1 << 22
+"""Elements of gradients that one collective sums over ranks, unless a single gradient has more."""
+
 
 def inputs(tasks: Sequence[TaskAdapters], layer: int) -> frozenset[str]:
     """BaseOps of a layer whose input some task's adapter needs: one tensor for all of them."""

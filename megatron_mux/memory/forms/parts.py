@@ -274,11 +274,15 @@ class Parts:
         return values * self.recipe.gradient_size
 
     def _adapters(self, stage: Stage) -> Iterator[Line]:
-        """Of all tasks: fp32 values and moments."""
+        """Of all tasks: fp32 values and moments; and room to sum gradients over ranks."""
+        total = 0.0
         for task in self.recipe.adapters:
             values = task.values(stage.layers, self.method.tensor)
             yield Line("adapters", 4 * values)
             yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
+            total += values
+        if self.method.data * self.method.tensor > 1:
+            yield Line("communication", 4 * min(total, own.SUMMED_AT_ONCE))
 
     def _adapter_gradients(self, layers: range) -> Line:
         """Of all tasks, in fp32."""
