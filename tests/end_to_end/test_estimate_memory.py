@@ -441,7 +441,7 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
         (OPT, ["--batch-size", "-1"], "--batch-size: must be a whole number of at least 1"),
         (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
         (OPT, ["--llmem-base-memory", "0.5kg"], "--llmem-base-memory: must be a size"),
-        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, llmem, dnnmem"),
+        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, rehearsal, llmem, dnnmem"),
         (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
         (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
