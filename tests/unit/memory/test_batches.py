@@ -78,6 +78,16 @@ def test_full_fine_tuning_begins_where_tokens_are_sorted() -> None:
     assert sorted(set(traces.asked)) == [1, 49, 134, 305]
 
 
+def test_weights_tell_whether_one_sequence_is_worth_a_trace() -> None:
+    traces = Formula()
+    assert Batches(CASE, traces, weights=100 * MIB).largest(3000 * MIB) > 50
+    assert sorted(set(traces.asked)) == [2, 87, 258], "not one alone"
+    traces = Formula()
+    assert Batches(CASE, traces, weights=700 * MIB).largest(600 * MIB) == 0 and not traces.asked
+    few = 690 * MIB
+    assert Batches(CASE, Formula(), weights=1).largest(few) == Batches(CASE, Formula()).largest(few)
+
+
 def test_a_model_that_does_not_fit_is_traced_once() -> None:
     traces = Formula()
     assert Batches(CASE, traces).largest(300 * MIB) == 0

@@ -120,6 +120,20 @@ def test_attention_saves_no_scores_unless_it_is_asked_to() -> None:
     assert largest("eager") - largest("sdpa") > 2 * scores
 
 
+def test_a_second_micro_batch_finds_gradients() -> None:
+    one, two = (trace(Case(LLAMA, 2, 2, 16, steps=1, accumulate=accumulate)) for accumulate in (False, True))
+    forward = [
+        max(
+            size
+            for size, at in zip(found.live(), found.moments, strict=True)
+            if found.moment_names[at][0] == "forward"
+        )
+        for found in (one, two)
+    ]
+    gradients = sum(e.size for e in one if e.kind == "allocate" and e.category == Category.GRADIENTS)
+    assert gradients and 0 <= forward[1] - forward[0] - gradients < 100, "and the first one's loss"
+
+
 def test_a_mask_is_made_where_sequences_are_padded() -> None:
     plain, padded = (
         trace(Case(LLAMA, 2, 2, 64, ADAPTERS["lora"], padded=padded, gpu=Gpu((8, 0), False)))
