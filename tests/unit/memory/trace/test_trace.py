@@ -157,6 +157,7 @@ def test_traces_in_a_process_of_their_own() -> None:
             tracer.sizes(Path("nowhere.json"))
         assert tracer._worker is not None
         tracer._worker._process.kill()
+        tracer._worker._reader.join(10)
         with pytest.raises(TraceError, match="ended by SIGKILL"):
             list(tracer(cases))
         assert len(list(tracer(cases))) == 2, "in another process"
