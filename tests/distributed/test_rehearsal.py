@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import Work
 
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
@@ -24,8 +27,6 @@ from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case
 
 WITHIN = 0.01
-KNOWN_OFF = {"DP=2, TP=2, sequence parallel": 0.015}
-"""One rank of this layout takes 3.5 KB (1.4%) more in its last step than rehearsed: not understood yet."""
 
 
 class Layout(NamedTuple):
@@ -85,7 +86,31 @@ def _setting(layout: Layout, config: dict[str, object], cases: list[Case]) -> Se
 def _really(setting: Setting, path: Path, parallel: Parallel) -> Recording:
     for cached in (attention._mask, attention._bounds, grouped._runs):
         cached.cache_clear()  # what an earlier layout left
-    return count(setting, path, parallel)
+    with _messages_let_go():
+        return count(setting, path, parallel)
+
+
+@contextmanager
+def _messages_let_go() -> Iterator[None]:
+    """Wait for messages so that they are free once they are waited for.
+
+    A thread of gloo's says that a message is there, and holds its tensors until it runs again: with more processes than
+    cores, that can be several operators later. One that sleeps until the message is there lets the thread finish.
+    """
+    wait = Work.wait
+
+    def patiently(work: Work, *arguments: Any, **named: Any) -> bool:
+        until = (
+            time.monotonic() + 5e-3
+        )  # messages to one rank, and compound ones, are complete only once waited for
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(1e-4)
+        time.sleep(1e-4)
+        return wait(work, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "wait", patiently)
+        yield
 
 
 def _told(recording: Recording) -> list[tuple[str, int]]:
@@ -114,7 +139,7 @@ def test_ranks_hold_and_allocate_what_was_rehearsed(
             off = rehearsed / bytes_ - 1
             line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, rehearsed {rehearsed} ({off:+.3%})"
             figures.append(line)
-            problems += [line] * (abs(off) > KNOWN_OFF.get(name, WITHIN))
+            problems += [line] * (abs(off) > WITHIN)
     everyone: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
     dist.all_gather_object(everyone, (problems, figures))
     print("\n".join(line for _, lines in everyone for line in lines))
