@@ -86,9 +86,9 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is predicted of every case, and which batches are expected to be the largest."""
     from gpu_memory_cases import LIMITS, cases, settings
 
+    from megatron_mux.gpus import Gpu
     from megatron_mux.memory.batches import Batches
     from megatron_mux.memory.store import versions
-    from megatron_mux.memory.trace.case import Gpu
     from megatron_mux.memory.trace.traces import Traces
 
     gpu = this_gpu() if arguments.this_gpu else Gpu(arguments.capability, arguments.cudnn_attention)
@@ -118,7 +118,7 @@ def this_gpu() -> Any:
     """What of the GPU at hand decides which kernels run."""
     import torch
 
-    from megatron_mux.memory.trace.case import Gpu
+    from megatron_mux.gpus import Gpu
 
     found = torch.cuda.get_device_capability()
     # torch's rule: see `Gpu`.

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.trace.case import Case
 from megatron_mux.rehearsal.setting import Cast, Setting
 
 LLAMA_1B: dict[str, Any] = {

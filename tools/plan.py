@@ -118,13 +118,14 @@ def _plans(
     from megatron_mux.fusion.desk import ROLLING_STEPS, Premises
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
-    from megatron_mux.fusion.roofline import GPUS, roofline
+    from megatron_mux.fusion.roofline import roofline
+    from megatron_mux.gpus import known
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no GPU here: name one, such as H100")
-    if kind not in ("cpu", "cuda") and not any(name in kind.upper() for name in GPUS):
-        raise UserError(f"--device {kind}: is not known: choose from cpu, cuda, {', '.join(GPUS)}")
+    if kind not in ("cpu", "cuda"):
+        known(kind, "cpu", "cuda")
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     chunk = arguments.chunk_size
     found: list[tuple[Plan, float]] = []

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.roofline import GPUS, Device, device_of
+from megatron_mux.fusion.roofline import Device, device_of
+from megatron_mux.gpus import known
 from megatron_mux.memory.forms.sites import Configured, TaskAdapters
 from megatron_mux.tasks import load_task_file
 
@@ -83,6 +84,5 @@ def gpu(name: str) -> Device:
     Raises:
         UserError: It is not known.
     """
-    if not any(known in name.upper() for known in GPUS):
-        raise UserError(f"--device {name}: is not known: choose from {', '.join(GPUS)}")
+    known(name)
     return device_of("cuda", name, 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
+from megatron_mux.gpus import GPUS, find
 from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms.sites import OPS
 
@@ -46,31 +47,18 @@ class Device:
         return (arithmetic + moving if self.adds else max(arithmetic, moving)) + self.overhead
 
 
-GPUS: Mapping[str, tuple[float, float, float]] = {
-    # Name in the device's own: dense bf16 and fp32 (TF32 off) in FLOP/s, memory in byte/s: vendor's data sheets.
-    "B200": (2250e12, 80e12, 8.0e12),
-    "H200": (989e12, 67e12, 4.8e12),
-    "H100": (989e12, 67e12, 3.35e12),
-    "A100": (312e12, 19.5e12, 2.0e12),
-    "A40": (150e12, 37e12, 0.696e12),
-    "L40S": (362e12, 91e12, 0.864e12),
-    "V100": (125e12, 15.7e12, 0.9e12),
-}
-
-
 def device_of(kind: str, name: str, threads: int) -> Device:
     """The limits of a device.
 
     Args:
         kind: `cuda` or `cpu`.
-        name: The GPU's name.
+        name: The GPU's name; one that is not known is taken for an A100.
         threads: Threads that compute, on a CPU.
     """
     if kind == "cuda":
-        half, single, memory = next(
-            (limits for part, limits in GPUS.items() if part in name.upper()), GPUS["A100"]
-        )
-        return Device(name, {2: half, 4: single, 8: single / 2}, memory, 8e-6, 50e9, 2e-5)
+        gpu = find(name) or GPUS["A100"]
+        peak = {2: gpu.half, 4: gpu.single, 8: gpu.single / 2}
+        return Device(name, peak, gpu.bandwidth, 8e-6, 50e9, 2e-5)
     core = 90e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
     return Device(
         f"{threads} CPU thread(s)",

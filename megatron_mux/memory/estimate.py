@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory import invisible
 from megatron_mux.memory.caching.replay import Replay, replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream
 from megatron_mux.memory.stream.insertion import Block, buckets, inserted, scaled, workspaces
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.memory.trace.case import Case
 
 FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"
 _PHASES = {

@@ -336,7 +336,8 @@ def _config(path: Path, raw: Mapping[str, Any]) -> Any:
         if type(value) is not int or not 1 <= value <= most:
             raise UserError(f"{path}: {name} = {value!r}: must be a whole number from 1 to {most:,}.")
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
-    latent = getattr(sizes, "kv_lora_rank", None) is not None  # every head has keys of its own, whatever is said
+    # Every head of a latent attention has keys of its own, whatever is said.
+    latent = getattr(sizes, "kv_lora_rank", None) is not None
     if groups is not None and heads % groups and not latent:
         raise UserError(
             f"{path}: num_key_value_heads = {groups}: does not divide num_attention_heads = {heads}."

@@ -13,9 +13,9 @@ from megatron_mux.choice.ranking import Ranked
 from megatron_mux.choice.recipes import TaskFile
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
+from megatron_mux.gpus import known
 from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.store import Store
-from megatron_mux.memory.trace.options import gpu_of
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.answer import RankAnswer, answers, worst
 from megatron_mux.rehearsal.data import Batches
@@ -127,7 +127,12 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
     batches = Batches(directory, Store("batches"))
     work = Work(
-        question.skeleton.raw, directory, arguments.tasks, specs, batches.of(specs), gpu_of(arguments.device)
+        question.skeleton.raw,
+        directory,
+        arguments.tasks,
+        specs,
+        batches.of(specs),
+        known(arguments.device).gpu,
     )
     try:
         if arguments.plan is not None:

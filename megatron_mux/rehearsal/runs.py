@@ -12,7 +12,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import Plan, plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.memory.trace.case import Gpu
+from megatron_mux.gpus import Gpu
 from megatron_mux.rehearsal.casting import Batch, cast, steps_of
 from megatron_mux.rehearsal.setting import Setting
 from megatron_mux.tasks import TaskSpec

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.memory.trace.case import Gpu, Precision
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.trace.case import Precision
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind

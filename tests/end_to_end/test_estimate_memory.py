@@ -452,7 +452,7 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
             "--tasks: --method llmem knows full fine-tuning only",
         ),
         (OURS, ["--method", "trace", "--device", "V100"], "--device V100: has no bf16"),
-        (OURS, ["--method", "trace", "--device", "H9000"], "--device H9000: is not known to traces"),
+        (OURS, ["--method", "trace", "--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (
             {
                 "model_type": "deepseek_v3",

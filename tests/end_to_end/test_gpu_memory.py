@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.trace.case import Case
 from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.runtime import Parallel
 from tests.unit.memory.traced import ADAPTERS, CONFIGS

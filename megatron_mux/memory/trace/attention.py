@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_mux.memory.trace.case import Gpu
+from megatron_mux.gpus import Gpu
 
 _HALF = (torch.float16, torch.bfloat16)
 

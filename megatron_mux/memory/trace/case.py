@@ -6,21 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from megatron_mux.gpus import Gpu
+
 Precision = Literal["float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What of a GPU decides which kernels run, and so what they allocate.
-
-    Attributes:
-        capability: Compute capability, major and minor.
-        prefers_cudnn: Whether attention tries cuDNN before flash attention: torch does so on compute capability 9.0
-            and 10.0 where it finds cuDNN 9.15.1 or newer (wheels for CUDA 13 bring one).
-    """
-
-    capability: tuple[int, int] = (9, 0)
-    prefers_cudnn: bool = True
 
 
 @dataclass(frozen=True)

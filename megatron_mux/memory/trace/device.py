@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.trace.attention import Attention
-from megatron_mux.memory.trace.case import Gpu
 from megatron_mux.memory.trace.guard import fake_guard
 
 DEVICE = torch.device("cuda", 0)

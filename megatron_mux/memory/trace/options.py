@@ -8,31 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_mux.errors import UserError
+from megatron_mux.gpus import known
 from megatron_mux.memory.tensors import ModelTensors
-from megatron_mux.memory.trace.case import Case, Gpu, Precision
+from megatron_mux.memory.trace.case import Case, Precision
 from megatron_mux.tasks import load_task_file
 
-GPUS: Mapping[str, Gpu] = {
-    # A part of the device's own name, of which a longer one counts first: its compute capability, and whether torch
-    # tries cuDNN before flash attention on it (as far as torch's wheels bring a cuDNN that is new enough).
-    "B200": Gpu((10, 0), True),
-    "H100": Gpu((9, 0), True),
-    "H200": Gpu((9, 0), True),
-    "H800": Gpu((9, 0), True),
-    "H20": Gpu((9, 0), True),
-    "L40S": Gpu((8, 9), False),
-    "L40": Gpu((8, 9), False),
-    "L4": Gpu((8, 9), False),
-    "4090": Gpu((8, 9), False),
-    "3090": Gpu((8, 6), False),
-    "A6000": Gpu((8, 6), False),
-    "A40": Gpu((8, 6), False),
-    "A10": Gpu((8, 6), False),
-    "A100": Gpu((8, 0), False),
-    "A800": Gpu((8, 0), False),
-    "T4": Gpu((7, 5), False),
-    "V100": Gpu((7, 0), False),
-}
 PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING")
 """Kinds of a task's adapter that peft has, too."""
 
@@ -44,7 +24,7 @@ class Options:
     """How a model is trained with `transformers` and `peft`, and on which GPU.
 
     Attributes:
-        device: A part of the GPU's name, a key of `GPUS`.
+        device: A part of the GPU's name, a key of `gpus.GPUS`.
         precision: `bf16`, `fp16` or `fp32`.
         master_weights: With half a precision, whether weights are fp32 and autocast computes (`bf16=True` or
             `fp16=True` of `TrainingArguments`) where all of them are trained; else they are loaded in the precision.
@@ -81,7 +61,7 @@ class Options:
         Raises:
             UserError: The GPU is not known, or has no such precision.
         """
-        gpu, dtype = gpu_of(self.device), _DTYPES[self.precision]
+        gpu, dtype = known(self.device).gpu, _DTYPES[self.precision]
         if self.precision == "bf16" and gpu.capability < (8, 0):
             raise UserError(
                 f"--device {self.device}: has no bf16, so that transformers refuses it: use --precision fp16"
@@ -117,18 +97,6 @@ class Options:
             f"{self.attention} attention" if self.attention != "flash" else "",
         ]
         return ", ".join(filter(None, (kind, weights, self.optimizer, *more, self.device)))
-
-
-def gpu_of(name: str) -> Gpu:
-    """What of a GPU decides which kernels run, by its name.
-
-    Raises:
-        UserError: It is not known.
-    """
-    for part in sorted(GPUS, key=len, reverse=True):
-        if part in name.upper():
-            return GPUS[part]
-    raise UserError(f"--device {name}: is not known to traces: choose from {', '.join(GPUS)}")
 
 
 def of_task(file: Path, options: Options) -> tuple[Options, int, int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory import invisible
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict, prediction
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.memory.trace.case import Case
 
 CASE = Case({"model_type": "llama"}, 2, 1, 8, gpu=Gpu((8, 0), False))
 CUBLAS = 8_519_680

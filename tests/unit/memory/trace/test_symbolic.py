@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.stream.events import Stream
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.symbolic import BLOCK, UnlikeError, family
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory.traced import ADAPTERS, GPT2, LLAMA

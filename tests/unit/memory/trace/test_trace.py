@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_mux.errors import UserError
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.invisible import TABLE
 from megatron_mux.memory.stream.events import Category, Moment, Stream
-from megatron_mux.memory.trace.case import Case, Gpu
+from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.model import UntraceableError
 from megatron_mux.memory.trace.process import TraceError, Tracer

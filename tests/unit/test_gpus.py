@@ -1,0 +1,41 @@
+"""The one table of GPUs: by their own names, for kernels and for speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.roofline import device_of
+from megatron_mux.gpus import GPUS, Gpu, find, known
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "half"),
+    [
+        ("H100", Gpu((9, 0), True), 989e12),
+        ("NVIDIA H200", Gpu((9, 0), True), 989e12),
+        ("nvidia b200", Gpu((10, 0), True), 2250e12),
+        ("A100-SXM4-80GB", Gpu((8, 0), False), 312e12),
+        ("A10", Gpu((8, 6), False), 125e12),
+        ("NVIDIA L40S", Gpu((8, 9), False), 362e12),
+        ("NVIDIA L40", Gpu((8, 9), False), 181e12),
+        ("GeForce RTX 4090", Gpu((8, 9), False), 165e12),
+        ("V100", Gpu((7, 0), False), 125e12),
+    ],
+)
+def test_a_longer_part_of_a_name_counts_first(name: str, gpu: Gpu, half: float) -> None:
+    assert known(name).gpu == gpu
+    assert device_of("cuda", name, 0).peak[2] == half
+
+
+def test_what_is_not_known() -> None:
+    assert find("H9000") is None
+    with pytest.raises(UserError, match=f"--device H9000: is not known: choose from cpu, {', '.join(GPUS)}"):
+        known("H9000", "cpu")
+    assert device_of("cuda", "some new GPU", 0).peak[2] == known("A100").half
+
+
+def test_speeds_are_of_the_right_order() -> None:
+    for name, one in GPUS.items():
+        assert 1.5 < one.half / one.single < 40, name
+        assert 30 < one.half / one.bandwidth < 450, f"{name}: operations a byte"
