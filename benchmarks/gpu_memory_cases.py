@@ -95,7 +95,7 @@ def cases(gpu: Gpu) -> dict[str, tuple[str, Case]]:
     add("full, wide", "llama-1b", 12, 512)
     add("full, recomputed", "llama-1b", 4, 2048, recompute=True)
     add("full, bf16 by autocast", "llama-1b", 2, 1024, **fp32, autocast="bfloat16")
-    add("full, fused", "llama-1b", 4, 512, optimizer="adamw_fused")
+    add("full, fused", "llama-1b", 4, 512, optimizer="adamw_torch_fused")
     add("full, SGD", "llama-1b", 4, 1024, optimizer="sgd")
     add("full", "qwen2-1.5b", 2, 1024)
     add("LoRA", "qwen2-1.5b", 8, 512, adapter=_QV)

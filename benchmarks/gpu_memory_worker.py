@@ -114,12 +114,11 @@ def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> 
     """What `Trainer` is told."""
     from transformers import TrainingArguments
 
-    optimizers = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
     return TrainingArguments(
         output_dir=directory,
         per_device_train_batch_size=case["batch"],
         max_steps=STEPS,
-        optim=optimizers[case["optimizer"]],
+        optim=case["optimizer"],
         max_grad_norm=case["clip"] or 0.0,
         bf16=case["autocast"] == "bfloat16",
         fp16=case["autocast"] == "float16",

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
 from megatron_mux.errors import UserError, exit_status
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:
@@ -101,7 +102,10 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     """What only `ours` and `trace` ask: the papers' methods have mixed precision and Adam."""
     add = parser.add_argument_group("for --method ours and trace").add_argument
     add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights (bf16)")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of full fine-tuning (adamw)")
+    add(
+        "--optimizer", choices=tuple(OPTIMIZERS), default=DEFAULT, metavar="NAME",
+        help=f"of full fine-tuning, as TrainingArguments.optim has it: {', '.join(OPTIMIZERS)} ({DEFAULT})",
+    )  # fmt: skip
     add(
         "--master-weights", action=argparse.BooleanOptionalAction, default=True,
         help="fp32 copies, gradients and moments beside half-precision weights; traced: fp32 weights that autocast "

@@ -54,7 +54,7 @@ def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
     together = batch * method.data * method.micro_batches
     words += ["--micro-batch-size", str(batch), "--global-batch-size", str(together)]
     words += ["--seq-length", str(recipe.length)]
-    if recipe.optimizer == "sgd":
+    if recipe.keeps.megatron == "sgd":
         words += ["--optimizer", "sgd", "--sgd-momentum", "0"]
     if recipe.attention == "eager":
         words += ["--attention-backend", "unfused"]

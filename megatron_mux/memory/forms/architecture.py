@@ -10,11 +10,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.memory.tensors import ParameterTensor, Skeleton
 
 _LAYER = re.compile(r"^\D*?\.(\d+)\.(.*)$")
@@ -30,14 +31,21 @@ class Unit:
         divided: Values that tensor ranks divide among themselves.
         copied: Values that each of them has: norms, biases behind a sum, positions.
         experts: Values of all experts, which tensor ranks divide and expert ranks share out.
+        shapes: Of the tensors, undivided; nothing where only adapters are trained.
     """
 
     divided: int = 0
     copied: int = 0
     experts: int = 0
+    shapes: Shapes = field(default=Shapes(), compare=False)
 
     def __add__(self, other: Unit) -> Unit:
-        return Unit(self.divided + other.divided, self.copied + other.copied, self.experts + other.experts)
+        return Unit(
+            self.divided + other.divided,
+            self.copied + other.copied,
+            self.experts + other.experts,
+            self.shapes + other.shapes,
+        )
 
     @property
     def total(self) -> int:
@@ -237,13 +245,14 @@ class _Reader:
 
     def _unit(self, tensor: ParameterTensor) -> Unit:
         name, count = tensor.name, tensor.count
+        shapes = Shapes.of(tensor.shape, tensor.operator == "Embedding")
         if ".experts." in name and "shared" not in name and self._experts > 1:
-            return Unit(experts=count)
+            return Unit(experts=count, shapes=shapes)
         tokens = name in (self._tensors.embedding, self._tensors.head)
         bias = name.endswith("bias")
         if tokens or (tensor.operator == "Linear" and not (bias and _ROW_PARALLEL.search(name))):
-            return Unit(divided=count)
-        return Unit(copied=count)
+            return Unit(divided=count, shapes=shapes)
+        return Unit(copied=count, shapes=shapes)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

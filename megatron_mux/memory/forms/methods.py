@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Attention, Recompute
 from megatron_mux.memory.forms.sites import TaskAdapters
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -35,7 +36,7 @@ class Recipe:
     Attributes:
         length: Tokens of the longest sequence.
         precision: Of weights and hidden states.
-        optimizer: Of full fine-tuning; tasks have their own.
+        optimizer: Of full fine-tuning, a name of `OPTIMIZERS`; tasks have their own.
         master: Whether half-precision weights have fp32 copies, gradients and moments beside them, as Megatron's
             mixed precision has it; else all of these are in the weights' precision, as `transformers` has it.
         attention: Whether scores are kept (`eager`).
@@ -45,7 +46,7 @@ class Recipe:
 
     length: int
     precision: Precision = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = DEFAULT
     master: bool = True
     attention: Attention = "flash"
     adapters: tuple[TaskAdapters, ...] = ()
@@ -83,10 +84,38 @@ class Recipe:
         return 4 if self.frozen or self.has_master else self.size
 
     @property
-    def state_size(self) -> int:
-        """Bytes that the optimizer has for a value, a master copy included."""
-        moments = 0 if self.optimizer == "sgd" else 2 * self.gradient_size
-        return moments + (4 if self.has_master else 0)
+    def keeps(self) -> Optimizer:
+        """The optimizer of full fine-tuning."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def state_size(self) -> float:
+        """Bytes that the optimizer has for a value of a large matrix, a master copy included."""
+        return self._master_size + self.keeps.state_size(self.gradient_size)
+
+    def states(self, values: float, shapes: Shapes) -> float:
+        """Bytes that the optimizer has for some weights, master copies included.
+
+        Args:
+            values: Of the weights.
+            shapes: Of their tensors.
+        """
+        return self._master_size * values + self.keeps.states(values, shapes, self.gradient_size)
+
+    def step(self, values: float, shapes: Shapes) -> float:
+        """Bytes that an optimizer's step makes anew; Megatron's mixed precision has optimizers that make nothing.
+
+        Args:
+            values: Of the weights.
+            shapes: Of their tensors.
+        """
+        if self.has_master and self.keeps.megatron is not None:
+            return 0.0
+        return self.keeps.step(values, shapes, self.gradient_size)
+
+    @property
+    def _master_size(self) -> int:
+        return 4 if self.has_master else 0
 
 
 @dataclass(frozen=True)
@@ -150,13 +179,15 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
 
     Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
     of attention that keeps no scores, division of a frozen backbone's optimizer; of full fine-tuning, an optimizer in
-    host memory that has no moments, or whose states every rank keeps: ranks divide the work there.
+    host memory that is not AdamW, or whose states every rank keeps: ranks divide the work there. And what nothing runs:
+    layers divided with an optimizer that Megatron-LM does not have.
     """
+    alone = not recipe.frozen and recipe.keeps.megatron is None
     found = [
         Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
         for data, tensor, pipeline in _degrees(gpus)
-        if not problem(architecture, tensor, pipeline)
-        for expert in _experts(architecture, data)
+        if not problem(architecture, tensor, pipeline) and (data == gpus or not alone)
+        for expert in ([1] if alone else _experts(architecture, data))
         for sequence_parallel in ((False, True) if tensor > 1 else (False,))
         for zero in _zeros(data, pipeline, recipe.frozen)
         for recompute in _RECOMPUTED
@@ -207,7 +238,7 @@ def _zeros(data: int, pipeline: int, frozen: bool) -> tuple[Literal[0, 1, 2, 3],
 
 
 def _offloads(data: int, zero: int, recipe: Recipe) -> tuple[bool, ...]:
-    helps = recipe.frozen or (recipe.optimizer == "adamw" and (zero > 0 or data == 1))
+    helps = recipe.frozen or (recipe.keeps.megatron == "adam" and (zero > 0 or data == 1))
     return (False, True) if helps else (False,)
 
 

@@ -196,9 +196,8 @@ class Parts:
         """Bytes of host memory for what a rank keeps there: of the rank that keeps most."""
         if not self.method.offload:
             return 0
-        each = self.recipe.size if self.recipe.frozen else self.recipe.state_size + self.recipe.gradient_size
         found = stages(self.architecture, self.method)
-        return round(max(each * (s.divided(self.method) if self.method.zero else s.values) for s in found))
+        return round(max(self._on_host(stage) for stage in found))
 
     def breakdown(self, rows: int) -> dict[str, int]:
         """The same by part."""
@@ -248,11 +247,23 @@ class Parts:
         """Weights in use, where they are brought for it."""
         return [Line("communication", values * self.recipe.size)] if self._brings else []
 
+    def _on_host(self, stage: Stage) -> float:
+        """Bytes of a frozen backbone's weights; else of the optimizer's states and of gradients to step with."""
+        values = self._stepped(stage)
+        if self.recipe.frozen:
+            return values * self.recipe.size
+        return self._all_states(stage) + values * self.recipe.gradient_size
+
     def _states(self, stage: Stage) -> float:
-        if self.method.offload:
-            return 0.0
-        values = stage.divided(self.method) if self.method.zero else stage.values
-        return values * self.recipe.state_size
+        return 0.0 if self.method.offload else self._all_states(stage)
+
+    def _all_states(self, stage: Stage) -> float:
+        share = self._stepped(stage) / stage.values
+        return share * self.recipe.states(stage.values, stage.shapes)
+
+    def _stepped(self, stage: Stage) -> int:
+        """Values of a stage that each data-parallel rank steps."""
+        return stage.divided(self.method) if self.method.zero else stage.values
 
     def _gradients(self, stage: Stage) -> list[Line]:
         size = self.recipe.gradient_size
@@ -265,13 +276,13 @@ class Parts:
         ]
 
     def _step(self, stage: Stage) -> float:
-        """What the optimizer's step takes: without fp32 copies torch's AdamW makes one list of tensors anew."""
+        """What the optimizer's step makes anew."""
         if self.recipe.frozen:
             return own.scratch(self.recipe.adapters, stage.layers, self.architecture, self.method.tensor)
-        if self.recipe.has_master or self.recipe.optimizer == "sgd" or self.method.offload:
+        if self.method.offload:
             return 0.0
-        values = stage.divided(self.method) if self.method.zero else stage.values
-        return values * self.recipe.gradient_size
+        share = self._stepped(stage) / stage.values
+        return share * self.recipe.step(stage.values, stage.shapes)
 
     def _adapters(self, stage: Stage) -> Iterator[Line]:
         """Of all tasks: fp32 values and moments; and room to sum gradients over ranks."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.optimizers import Shapes
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,12 @@ class Share:
     Attributes:
         dense: What all data-parallel ranks have alike.
         experts: What only those with the same experts have alike.
+        shapes: Of the unit's tensors as if nothing divided them.
     """
 
     dense: int
     experts: int
+    shapes: Shapes = Shapes()  # noqa: RUF009  (frozen)
 
     @property
     def total(self) -> int:
@@ -58,6 +62,11 @@ class Stage:
     def values(self) -> int:
         """All values."""
         return sum(unit.total for unit in self.units)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Of all tensors."""
+        return sum((unit.shapes for unit in self.units), start=Shapes())
 
     @property
     def largest(self) -> int:
@@ -107,4 +116,4 @@ def _units(
 
 def _share(unit: Unit, method: Method) -> Share:
     dense = -(-unit.divided // method.tensor) + unit.copied
-    return Share(dense, -(-unit.experts // (method.tensor * method.expert)))
+    return Share(dense, -(-unit.experts // (method.tensor * method.expert)), unit.shapes)

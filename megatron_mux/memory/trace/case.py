@@ -27,7 +27,7 @@ class Case:
         recompute: Whether each layer is recomputed in the backward pass (`gradient_checkpointing`).
         padded: Whether sequences are padded, so that attention needs a mask.
         steps: Optimizer steps: from the second one on, the optimizer's states are there.
-        optimizer: `torch.optim`'s AdamW in its foreach or its fused form, or SGD (foreach, no momentum).
+        optimizer: As `TrainingArguments.optim` has it, one of `OPTIMIZERS` that is traced.
         clip: Largest norm of the gradient; None does not clip.
         accumulate: Whether a step is two micro-batches, the second of which finds gradients (more change nothing).
         kinds: A number for each layer of the config that tells unlike ones apart; () if all are alike.
@@ -45,7 +45,7 @@ class Case:
     recompute: bool = False
     padded: bool = False
     steps: int = 2
-    optimizer: Literal["adamw", "adamw_fused", "sgd"] = "adamw"
+    optimizer: str = "adamw_torch"
     clip: float | None = 1.0
     accumulate: bool = False
     kinds: tuple[int, ...] = ()

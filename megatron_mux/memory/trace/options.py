@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import known
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Precision
 from megatron_mux.tasks import load_task_file
@@ -29,25 +30,23 @@ class Options:
         master_weights: With half a precision, whether weights are fp32 and autocast computes (`bf16=True` or
             `fp16=True` of `TrainingArguments`) where all of them are trained; else they are loaded in the precision.
             A frozen backbone is always loaded in the precision.
-        optimizer: AdamW or SGD.
+        optimizer: As `TrainingArguments.optim` has it, a name of `OPTIMIZERS`.
         attention: Fused kernels as `scaled_dot_product_attention` has them, or scores in memory.
         recompute: Whether layers are recomputed in the backward pass (`gradient_checkpointing`).
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
         accumulate: Whether gradients of several micro-batches are added up before the optimizer's step.
         clip: Largest norm of the gradient; None does not clip.
-        fused: Whether AdamW is torch's fused one, as `transformers` has it unless told otherwise.
     """
 
     device: str = "A100"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     master_weights: bool = True
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = DEFAULT
     attention: Literal["flash", "eager"] = "flash"
     recompute: bool = False
     adapter: Mapping[str, Any] | None = None
     accumulate: bool = False
     clip: float | None = 1.0
-    fused: bool = True
 
     def case(self, config: Mapping[str, Any], tensors: ModelTensors, length: int, batch: int = 1) -> Case:
         """The case to trace.
@@ -59,12 +58,17 @@ class Options:
             batch: Sequences of a micro-batch.
 
         Raises:
-            UserError: The GPU is not known, or has no such precision.
+            UserError: The GPU is not known, or has no such precision, or the optimizer is not traced.
         """
         gpu, dtype = known(self.device).gpu, _DTYPES[self.precision]
         if self.precision == "bf16" and gpu.capability < (8, 0):
             raise UserError(
                 f"--device {self.device}: has no bf16, so that transformers refuses it: use --precision fp16"
+            )
+        if not OPTIMIZERS[self.optimizer].traced:
+            raise UserError(
+                f"--optimizer {self.optimizer}: its kernels are bitsandbytes' own, and not traced: use --method ours, "
+                f"or one of {', '.join(name for name, one in OPTIMIZERS.items() if one.traced)}"
             )
         mixed = self.master_weights and self.adapter is None and self.precision != "fp32"
         return Case(
@@ -77,7 +81,7 @@ class Options:
             autocast=dtype if mixed else None,
             attention="sdpa" if self.attention == "flash" else "eager",
             recompute=self.recompute,
-            optimizer="adamw_fused" if self.optimizer == "adamw" and self.fused else self.optimizer,
+            optimizer=self.optimizer,
             clip=self.clip,
             accumulate=self.accumulate,
             kinds=tensors.layer_kinds,
@@ -124,9 +128,8 @@ def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
     chosen = replace(
         options,
         adapter=adapter,
-        optimizer="sgd" if training.optim == "sgd" else "adamw",
+        optimizer=training.optim,
         accumulate=training.gradient_accumulation_steps > 1,
         clip=training.max_grad_norm or None,
-        fused=False,  # adamw_torch is not
     )
     return chosen, training.per_device_train_batch_size, spec.data.max_length

@@ -28,6 +28,9 @@ _DEVICE = torch.ops.prim.device.default
 # Fake kernels make these scalars on the meta device; where no graph is captured, the GPU's are in host memory.
 _SEEDS_ON_HOST = "_scaled_dot_product_efficient_attention"
 
+_STEPPED = (Category.PARAMETERS, Category.ADAPTERS, Category.GRADIENTS)
+"""What tells at which tensor an optimizer is."""
+
 Answer = Callable[[torch.Tensor], Any]
 """The value to read from a tensor that has none."""
 
@@ -93,6 +96,8 @@ class Recorder(TorchDispatchMode):
         self.vocabulary = vocabulary
         self._answer = answer
         self._scratch = scratch
+        self._in_turn = False
+        self._at: int | None = None
         self._blocks: list[_Block] = []
         self._log: list[_Entry] = []
         self._live: dict[int, _Live] = {}
@@ -129,6 +134,18 @@ class Recorder(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         self._see(func, args, made)
         return made
+
+    @contextlib.contextmanager
+    def stepping(self, in_turn: bool) -> Iterator[None]:
+        """Within, an optimizer steps.
+
+        Args:
+            in_turn: Whether it does so tensor by tensor: then all that it makes and frees meanwhile is the tensor's
+                layer's; else whose a block is follows from what it is made of, and what is freed is nobody's.
+        """
+        self._in_turn, self._at = in_turn, None
+        yield
+        self._in_turn = False
 
     def label(self, tensor: torch.Tensor, category: Category) -> None:
         """Say what a live tensor is for."""
@@ -219,7 +236,8 @@ class Recorder(TorchDispatchMode):
         return len(self._blocks) - 1
 
     def _note_free(self, number: int) -> None:
-        self._log.append(_Entry(~number, self._place.phase, self._place.layer, ""))
+        layer = self._at if self._in_turn else self._place.layer
+        self._log.append(_Entry(~number, self._place.phase, layer, ""))
 
     def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
         """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
@@ -229,6 +247,10 @@ class Recorder(TorchDispatchMode):
         if isinstance(of, (list, tuple)):  # the i-th result is for the i-th tensor
             of = of[index] if isinstance(made, (list, tuple)) else None
         block = self._block_of(of) if isinstance(of, torch.Tensor) else None
+        if self._in_turn:
+            if block is not None and block.category in _STEPPED:
+                self._at = block.layer
+            return self._at
         return self._place.layer if block is None else block.layer
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:

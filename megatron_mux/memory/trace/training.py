@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
+from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
@@ -92,7 +95,8 @@ class _Training:
             scaler.unscale_(optimizer)
             # `foreach` is what the default comes to on a GPU, for tensors that are not fake.
             nn.utils.clip_grad_norm_(model.parameters(), case.clip, foreach=True)
-        scaler.step(optimizer)
+        with self._recorder.stepping(OPTIMIZERS[case.optimizer].in_turn):
+            scaler.step(optimizer)
         scaler.update()
         label_trained(self._recorder, model, case, optimizer)
         place.enter(CLEAR)
@@ -155,7 +159,16 @@ def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
         {"params": [p for name, p in named if (name in decayed) == first], "weight_decay": 0.0}
         for first in (True, False)
     ]
-    if case.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=1e-4, foreach=True)
-    fused = case.optimizer == "adamw_fused"
-    return torch.optim.AdamW(groups, lr=1e-4, fused=fused, foreach=not fused)
+    return _MADE[case.optimizer](groups)
+
+
+# `foreach` is what the default comes to on a GPU, for tensors that are not fake.
+_MADE: Mapping[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "adamw_torch_fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+    "adamw_torch": partial(torch.optim.AdamW, lr=1e-4, foreach=True),
+    "adafactor": partial(Adafactor, lr=1e-4, scale_parameter=False, relative_step=False),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-4, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-4, foreach=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-4, foreach=True),
+}
+"""By the names of `TrainingArguments.optim`, as `Trainer` makes them."""

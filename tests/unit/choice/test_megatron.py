@@ -14,6 +14,7 @@ from megatron_mux.choice.flags import megatron_flags
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.methods import Method, Precision, Recipe, methods
 from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.optimizers import DEFAULT
 from tests.unit.memory.architectures import llama
 
 USUAL = [
@@ -49,7 +50,7 @@ def parsed(
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "gpus"), [("bf16", "adamw", 4), ("fp16", "adamw", 2), ("fp32", "sgd", 2)]
+    ("precision", "optimizer", "gpus"), [("bf16", DEFAULT, 4), ("fp16", "adamw_torch", 2), ("fp32", "sgd", 2)]
 )
 def test_printed_flags_are_taken(
     training: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: Any, gpus: int

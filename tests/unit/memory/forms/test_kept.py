@@ -50,7 +50,7 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
     architecture = Architecture.of(Skeleton(write(tmp_path, {**config, layers: 3})))
     precision: Precision = "fp32" if more.get("weights") == "float32" else "bf16"
-    recipe = Recipe(length, precision, master=False)
+    recipe = Recipe(length, precision, "adamw_torch", master=False)
     method = Method(recompute="full" if more.get("recompute") else "none")
     parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
     if not more.get("recompute"):
@@ -88,7 +88,7 @@ def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) 
     architecture = Architecture.of(Skeleton(write(tmp_path, config)))
     for batch, length, when in ((1, 256, "the optimizer's step"), (4, 512, "the loss")):
         peak = trace(Case(config, 4, batch, length, recompute=recompute == "full")).peak()
-        recipe, method = Recipe(length, "bf16", master=False), Method(recompute=recompute)
+        recipe, method = Recipe(length, "bf16", "adamw_torch", master=False), Method(recompute=recompute)
         parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
         found = parts.breakdown(batch * length)
         assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)

@@ -14,6 +14,7 @@ from megatron_mux.memory.forms.kept import Pass, engine, total
 from megatron_mux.memory.forms.methods import PRECISIONS, Method, Recipe, impossible, methods
 from megatron_mux.memory.forms.own import factors, rows
 from megatron_mux.memory.forms.parts import PARTS, Outside, Parts
+from megatron_mux.memory.optimizers import OPTIMIZERS
 from tests.unit.memory.architectures import gpt2, llama, lora
 
 NOTHING = Outside(0, 0)
@@ -52,7 +53,7 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
     assert at(Method(data=4, zero=3), FULL, BACKWARD)["communication"] == 2 * 2 * layer + one_gradient
     head = llama().head + llama().final
     assert at(Method(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
-    bare = Recipe(128, "bf16", master=False)
+    bare = Recipe(128, "bf16", "adamw_torch", master=False)
     peak = Parts(llama(8), bare, Method(), outside=NOTHING)
     step = next(i for i in peak.instants if i.name == "the optimizer's step").breakdown(512)
     assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
@@ -124,7 +125,7 @@ RECIPES = st.builds(
     Recipe,
     st.sampled_from([16, 128, 1024]),
     st.sampled_from(PRECISIONS),
-    st.sampled_from(["adamw", "sgd"]),
+    st.sampled_from([*OPTIMIZERS]),
     st.booleans(),
     st.sampled_from(["flash", "eager"]),
     st.sampled_from([(), FROZEN.adapters]),

@@ -49,12 +49,12 @@ def test_the_rest() -> None:
     )
     # What Trainer's default comes to.
     assert (plain.optimizer, plain.attention, plain.recompute, plain.clip) == (
-        "adamw_fused",
+        "adamw_torch_fused",
         "sdpa",
         False,
         1.0,
     )
-    assert _case(fused=False).optimizer == "adamw"
+    assert _case(optimizer="adamw_torch").optimizer == "adamw_torch"
     assert (other.optimizer, other.attention, other.recompute, other.clip) == ("sgd", "eager", True, None)
     assert other.accumulate and not plain.accumulate
 

@@ -56,7 +56,7 @@ def test_few_layers_tell_of_more(config: str, adapter: str, recompute: bool, dep
 @pytest.mark.parametrize(
     "more",
     [
-        {"autocast": "bfloat16", "optimizer": "adamw_fused", "clip": None},
+        {"autocast": "bfloat16", "optimizer": "adamw_torch_fused", "clip": None},
         {"autocast": "float16", "weights": "float32", "recompute": True},
         {"optimizer": "sgd", "padded": True, "gpu": Gpu((7, 5), False), "weights": "float16"},
         {"attention": "eager", "padded": True},

@@ -1,0 +1,129 @@
+"""What optimizers keep: against those that `Trainer` makes, after a step that is really taken; and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.methods import Method, Recipe, methods
+from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.forms.shards import stages
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
+from megatron_mux.memory.stream.events import Category
+from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.trace.model import configuration
+from megatron_mux.memory.trace.training import _MADE, trace
+from tests.unit.memory.architectures import llama
+from tests.unit.memory.configs import write
+from tests.unit.memory.traced import CONFIGS, LLAMA
+
+TRACED = [name for name, one in OPTIMIZERS.items() if one.traced]
+
+
+def told(name: str, directory: Path) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(directory), optim=name, use_cpu=True, report_to="none")
+
+
+def states(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all that is kept, single numbers left out."""
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return sum(one.nbytes for one in kept if isinstance(one, torch.Tensor) and one.dim())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", TRACED)
+def test_states_are_those_of_real_optimizers(
+    name: str, config: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(configuration(CONFIGS[config], 2), dtype=dtype)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(told(name, tmp_path), model)
+    optimizer = kind(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    (stage,) = stages(Architecture.of(Skeleton(write(tmp_path, CONFIGS[config]))), Method())
+    assert stage.values == sum(p.numel() for p in model.parameters())
+    form = OPTIMIZERS[name].states(stage.values, stage.shapes, dtype.itemsize)
+    assert form == states(optimizer)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_is_traced_is_what_trainer_makes(name: str, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(told(name, tmp_path))
+    ours = _MADE[name]([{"params": [parameter]}])
+    assert type(ours) is kind
+    for key, value in options.items():
+        if key not in ("lr", "betas", "eps"):
+            assert ours.defaults[key] == value
+
+
+def test_names_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert set(OPTIMIZERS) <= {one.value for one in OptimizerNames}
+    assert TrainingArguments(output_dir=str(tmp_path)).optim == DEFAULT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_has_these_states(name: str) -> None:
+    found = trace(Case(LLAMA, 2, 2, 16, optimizer=name))
+    kept = sum(
+        e.size for e in found if e.kind == "allocate" and e.category == Category.OPTIMIZER and e.size > 4
+    )
+    real = AutoModelForCausalLM.from_config(configuration(LLAMA, 2), dtype=torch.bfloat16)
+    shapes = sum((Shapes.of(p.shape, False) for p in real.parameters()), start=Shapes())
+    assert kept == OPTIMIZERS[name].states(sum(p.numel() for p in real.parameters()), shapes, 2)
+
+
+def test_shapes_by_hand() -> None:
+    matrix, vector, experts = (
+        Shapes.of((64, 96), False),
+        Shapes.of((64,), False),
+        Shapes.of((8, 64, 96), False),
+    )
+    assert matrix == Shapes(lines=160, exact=0, largest=6144) and vector == Shapes(64, 64, 64)
+    assert experts == Shapes(8 * 160, 0, 8 * 6144)
+    assert Shapes.of((160, 64), True) == Shapes(224, 10240, 10240), "an embedding"
+    assert matrix + vector == Shapes(224, 64, 6144)
+
+
+def test_eight_bits_by_hand(tmp_path: Path) -> None:
+    architecture = Architecture.of(Skeleton(write(tmp_path, LLAMA)))
+    # Of each of two layers, in fp32: key and value projections of 64 x 32 values, and two norms; of the model, the
+    # embedding of 160 x 64 and a norm. In bytes with a scale for each 256: queries, output, three of the MLP; the head.
+    exact = 2 * (2 * 64 * 32 + 2 * 64) + 160 * 64 + 64
+    coarse = 2 * (2 * 64 * 64 + 3 * 64 * 96) + 160 * 64
+    assert exact + coarse == architecture.total
+    parts = Parts(
+        architecture, Recipe(16, optimizer="adamw_8bit", master=False), Method(), outside=Outside(0, 0)
+    )
+    step = next(i for i in parts.instants if i.name == "the optimizer's step").breakdown(32)
+    assert step["optimizer"] == 8 * exact + 2 * coarse + 2 * 4 * coarse // 256 and not step["workspace"]
+
+
+def test_what_megatron_does_not_have_divides_no_layers() -> None:
+    for name, one in OPTIMIZERS.items():
+        found = methods(4, llama(8), Recipe(128, optimizer=name))
+        assert ({m.name for m in found} == {"4DP"}) == (one.megatron is None)
+        assert any(m.offload for m in found) == name.startswith("adamw_torch")
+
+
+@pytest.mark.parametrize("name", [name for name, one in OPTIMIZERS.items() if type(one) is not Optimizer])
+def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -> None:
+    architecture = Architecture.of(Skeleton(write(tmp_path, LLAMA)))
+
+    def kept(**degrees: Any) -> int:
+        parts = Parts(architecture, Recipe(16, optimizer=name), Method(**degrees), outside=Outside(0, 0))
+        return parts.breakdown(32)["optimizer"]
+
+    assert kept() == kept(data=4)
+    assert kept(data=4, zero=1) == pytest.approx(kept() / 4, rel=0.01)
