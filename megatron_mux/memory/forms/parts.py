@@ -21,7 +21,15 @@ from megatron_mux.memory.forms.kept import Pass, Recompute, Saved
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
-from megatron_mux.memory.invisible import COMMUNICATOR, CONTEXT, TABLE, communicator, context
+from megatron_mux.memory.invisible import (
+    COMMUNICATOR,
+    CONTEXT,
+    MANY_TOKENS,
+    TABLE,
+    communicator,
+    context,
+    embedding,
+)
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
 PARTS = (
@@ -226,10 +234,33 @@ class Parts:
         working = self._working(stage)
         rest = self._stack(stage, self._in_flight(stage) - 1)
         brought = self._brought(stage.two_in_use)
-        late = [*gradients, *brought, *rest, *self._one(stage.layers[0]), *working, self._inputs()]
+        not_yet = [] if stays else self._embeddings_gradient(stage)
+        late = [*gradients, *not_yet, *brought, *rest, *self._one(stage.layers[0]), *working, self._inputs()]
         yield Instant("the first layer's backward pass", stage.index, (*standing, *late))
+        if stage.first and not self.recipe.frozen:
+            lines = (*standing, *gradients, *rest, *self._embedded(stage))
+            yield Instant("the embedding's backward pass", stage.index, lines)
         step = Line("workspace", self._step(stage))
         yield Instant("the optimizer's step", stage.index, (*standing, *gradients, step))
+
+    def _embeddings_gradient(self, stage: Stage) -> list[Line]:
+        """What of a backward pass's gradients is not there before it has come to the embedding."""
+        if self.recipe.frozen or not stage.first or self._shares_head(stage):
+            return []
+        return [Line("gradients", -stage.units[0].total * self.recipe.gradient_size)]
+
+    def _embedded(self, stage: Stage) -> Iterator[Line]:
+        """What the embedding's gradient takes: that of hidden states, sorted tokens; where the output layer shares its
+        weights, their gradient twice more: by itself, and their sum (in one buffer for all gradients, by itself alone).
+        """
+        a, size = self.architecture, self._run.size
+        tokens = MANY_TOKENS  # few are not sorted
+        scratch = sum(one.size for one in embedding(tokens, a.hidden)) / tokens if self._outside else 0.0
+        weights = (
+            -(-a.embedding.divided // self.method.tensor) if self._shares_head(stage) and stage.last else 0
+        )
+        again = weights * (size if self.recipe.has_master else 2 * self.recipe.gradient_size)
+        yield Line("workspace", again, a.hidden * size + scratch)
 
     @property
     def _brings(self) -> bool:
