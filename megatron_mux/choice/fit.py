@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_mux.choice.speed import Work
 from megatron_mux.choice.step import Content, FileStep
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.parts import Parts
@@ -50,6 +51,7 @@ def as_many_as_fit(
     memory: int,
     batch: int | None = None,
     device: str = "cuda",
+    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
 ) -> Fit:
     """Micro-batches of a given number of sequences, or of as many as fit.
 
@@ -58,15 +60,16 @@ def as_many_as_fit(
         memory: Bytes of a GPU.
         batch: Sequences; None for as many as fit, or one if none does.
         device: `cuda` or `cpu`.
+        gpu: Which one.
     """
-    parts = Parts(architecture, recipe, method, device)
+    parts = Parts(architecture, recipe, method, device, gpu=gpu)
     largest = largest_batch(lambda count: parts.peak(count * recipe.length), memory)
     shown = batch or max(largest, 1)
     together = method.data * method.micro_batches * shown
     count = method.micro_batches * -(-SEQUENCES // together)
     rows = shown * recipe.length
     accumulated = replace(method, parts=count)
-    with_sums = Parts(architecture, recipe, accumulated, device)
+    with_sums = Parts(architecture, recipe, accumulated, device, gpu=gpu)
     if with_sums.peak(rows) <= memory or shown > largest:
         method, parts = accumulated, with_sums
     else:  # gradients have to be gone before the next micro-batch
@@ -81,6 +84,7 @@ def of_file(
     memory: int,
     step: FileStep,
     device: str = "cuda",
+    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
 ) -> Fit:
     """A file's step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there can be.
 
@@ -89,6 +93,7 @@ def of_file(
         memory: Bytes of a GPU.
         step: The file's.
         device: `cuda` or `cpu`.
+        gpu: Which one.
     """
 
     def fit(count: int) -> Fit:
@@ -96,7 +101,7 @@ def of_file(
         division = step.divided(method.data, count)
         parts, content = max(
             (
-                (Parts(architecture, step.mix(content, recipe), own, device), content)
+                (Parts(architecture, step.mix(content, recipe), own, device, gpu=gpu), content)
                 for content in division.heaviest
             ),
             key=lambda pair: pair[0].peak(pair[1].total),

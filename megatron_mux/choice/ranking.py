@@ -11,9 +11,10 @@ from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.choice.step import FileStep
 from megatron_mux.fusion.roofline import Device
+from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.instants import Instant
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.forms.parts import Instant
 from megatron_mux.memory.papers.decision import OFFLOAD
 
 
@@ -143,11 +144,13 @@ def rank(
         step: Of a task file, which says so itself.
         kind: `cuda`, or `cpu` for processes that compute there.
     """
+    table = find(device.name)
+    gpu = table.gpu if table is not None else Gpu()
 
     def fit(method: Method) -> Fit:
         if step is not None:
-            return of_file(architecture, recipe, method, memory, step, kind)
-        return as_many_as_fit(architecture, recipe, method, memory, batch, kind)
+            return of_file(architecture, recipe, method, memory, step, kind, gpu)
+        return as_many_as_fit(architecture, recipe, method, memory, batch, kind, gpu)
 
     found = [
         _ranked(architecture, recipe, fit(method), device) for method in methods(gpus, architecture, recipe)

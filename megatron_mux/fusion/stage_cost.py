@@ -24,6 +24,7 @@ from megatron_mux.fusion.frozen import Attention, Frozen
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_memory import Rows, StageMemory
+from megatron_mux.gpus import Gpu, find
 from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.methods import Method
@@ -66,7 +67,9 @@ class StageCosts:
         self.itemsize = itemsize
         self.recomputes = method.recompute == "full"
         kind = profile.about.get("kind", "cpu")
-        self.memory = StageMemory(architecture_of(shape), loads, stages, method, itemsize, kind)
+        known = find(str(profile.about.get("device", "")))
+        gpu = known.gpu if known is not None else Gpu()
+        self.memory = StageMemory(architecture_of(shape), loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
         self._cores = Attention(profile)

@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.gpus import Gpu
 from megatron_mux.layout import BaseOpName
-from megatron_mux.memory import invisible
 from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved
 from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.parts import FRAGMENTATION, ROW_INPUTS, Outside
+from megatron_mux.memory.forms.outside import Outside
+from megatron_mux.memory.forms.parts import FRAGMENTATION, ROW_INPUTS
 from megatron_mux.memory.forms.shards import Stage, stages_of
 from megatron_mux.memory.forms.sites import OPS, TaskAdapters
 
@@ -32,8 +33,6 @@ Array = npt.NDArray[np.float64]
 
 _MLP: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
 _ROW_PARALLEL: tuple[BaseOpName, ...] = ("linear_proj", "linear_fc2")
-_HOPPER = (9, 0)
-"""The GPU whose cuBLAS workspace is counted: the largest there is."""
 
 
 class Bytes(NamedTuple):
@@ -69,6 +68,7 @@ class StageMemory:
         method: How the step is divided; its `pipeline` is not looked at.
         itemsize: Bytes of the backbone's dtype.
         device: `cuda` or `cpu`.
+        gpu: Which one, on `cuda`.
     """
 
     def __init__(
@@ -79,12 +79,16 @@ class StageMemory:
         method: Method,
         itemsize: int,
         device: str,
+        gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
     ) -> None:
         self.architecture, self.method, self.itemsize = architecture, method, itemsize
         self.loads = list(loads)
         self.stages: list[Stage] = stages_of(architecture, method, stages)
         self._gpu = device == "cuda"
-        self._run = Pass(itemsize, 1, device=device)
+        self._outside = Outside.of(gpu) if self._gpu else Outside.nothing()
+        sequences = sum(len(load.tokens) for load in loads)
+        length = sum(load.total for load in loads) // max(1, sequences)
+        self._run = Pass(itemsize, max(1, length), device=device, gpu=gpu)
         self._layers = np.array(
             [[layer in own for own in stages] for layer in range(len(architecture.layers))]
         )
@@ -98,15 +102,12 @@ class StageMemory:
         return tuple(self._weights(stage) + self._adapters(stage) for stage in self.stages)
 
     def outside(self, pipeline: int) -> float:
-        """Bytes that a process takes besides: its context, communicators, cuBLAS's workspace; none on a CPU.
+        """Bytes that a process takes besides: its context, communicators, cuBLAS's workspaces; none on a CPU.
 
         Args:
             pipeline: Ranks of a pipeline.
         """
-        if not self._gpu:
-            return 0.0
-        outside = Outside().total(replace(self.method, pipeline=pipeline))
-        return outside + invisible.cublas(_HOPPER)
+        return self._outside.total(replace(self.method, pipeline=pipeline)) + self._outside.blas
 
     def _weights(self, stage: Stage) -> float:
         """Of weights where they live, and of those brought for use."""

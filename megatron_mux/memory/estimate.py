@@ -6,7 +6,6 @@ allocator. Outside the allocator there are the CUDA context and NCCL's buffers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,8 +131,7 @@ def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpu
 
 def cublas(stream: Stream, gpu: Gpu) -> list[Block]:
     """cuBLAS's workspaces in a stream."""
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    return workspaces(stream, invisible.cublas(gpu.capability, config))
+    return workspaces(stream, invisible.cublas_of(gpu))
 
 
 def outside(communicators: int, most: bool | None = None) -> int:

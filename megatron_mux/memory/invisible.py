@@ -12,11 +12,13 @@ hundredth, so that sizes are polynomials of batch and length.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.sizes import MIB
 
 KIB = 1 << 10
@@ -145,6 +147,15 @@ def communicator(channels: int = 24) -> int:
     (LL), 120 elements x 640 threads x 8 steps of 8 bytes (LL128).
     """
     return channels * (4 * MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
+
+
+THREADS = 2
+"""With products of matrices, and so with a workspace of cuBLAS: the main one, and autograd's for the backward pass."""
+
+
+def cublas_of(gpu: Gpu) -> int:
+    """Bytes of a cuBLAS workspace on a GPU; `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
+    return cublas(gpu.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
 def cublas(capability: tuple[int, int], config: str | None = None) -> int:

@@ -13,7 +13,8 @@ from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe
-from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.forms.outside import Outside
+from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.forms.sites import Configured, TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.rehearsal.process import rehearsals
@@ -91,7 +92,7 @@ def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[i
     step = FileStep(tuple(TaskBatch.of(spec) for spec in specs))
     content = step.divided(method.data, method.micro_batches).heaviest[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=adapters))
-    parts = Parts(Architecture.of(Skeleton(directory)), recipe, method, outside=Outside(0, 0))
+    parts = Parts(Architecture.of(Skeleton(directory)), recipe, method, outside=Outside.nothing())
     for stage in range(method.pipeline):
         found = parts.at(stage, content.total)
         yield sum(size for part, size in found.items() if part != "fragmentation")

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.invisible import flash_packed
+from megatron_mux.memory.sdpa import Asked, Kernel, backward_scratch, kernel
 
 Attention = Literal["flash", "eager"]
 Recompute = Literal["none", "selective", "full"]
@@ -52,12 +55,14 @@ class Pass:
         length: Tokens of a sequence.
         attention: `flash`: no kernel keeps scores where that can be; `eager`: scores are kept.
         device: `cuda` or `cpu`, whose kernels keep different things.
+        gpu: Which one.
     """
 
     size: int
     length: int
     attention: Attention = "flash"
     device: str = "cuda"
+    gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
 
 
 def total(saved: Sequence[Saved], tensor: int, sequence_parallel: bool) -> float:
@@ -169,8 +174,26 @@ def _norms(a: Architecture, run: Pass) -> Iterator[Saved]:
 
 
 def _keeps_scores(a: Architecture, run: Pass) -> bool:
-    """Whether full training keeps them: as asked, or since no kernel does without for heads that share keys in fp32."""
-    return run.attention == "eager" or (run.size > 2 and a.kv_heads < a.heads)
+    """Whether full training keeps them: as asked, or since no kernel does without (heads that share keys, in fp32)."""
+    return run.attention == "eager" or kernel(run.gpu, _asked(a, run)) is Kernel.MATH
+
+
+def _asked(a: Architecture, run: Pass) -> Asked:
+    """What a model of `transformers` asks of attention. GPUs without bf16 compute half precision in fp16."""
+    half = "bfloat16" if run.gpu.capability >= (8, 0) else "float16"
+    dtype = half if run.size == 2 else "float32"
+    return Asked(dtype, a.heads, a.kv_heads, run.length, run.length, a.head_dim, a.head_dim)
+
+
+def _scratch(a: Architecture, run: Pass, frozen: bool) -> list[Saved]:
+    """What attention's backward kernel takes for itself: with a frozen backbone, that of our engine."""
+    if run.device != "cuda" or (run.attention == "eager" and not frozen):
+        return []
+    if frozen and run.size == 2:  # all sequences in one call
+        sizes = flash_packed(1, a.heads, a.kv_heads, run.length, run.length, a.head_dim, run.size)
+    else:
+        sizes = backward_scratch(run.gpu, _asked(a, run), 1)
+    return [Saved("attention's scratch", "columns", sum(one.size for one in sizes) / run.length, 1)]
 
 
 def _core(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
@@ -218,4 +241,5 @@ def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved
     attention = [Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, w)]
     if _keeps_scores(a, run) and not frozen:
         attention.append(Saved("gradients of scores", "columns", 2 * a.heads * run.length, 4))
+    attention += _scratch(a, run, frozen)
     return [hidden, *max(mlp, attention, key=lambda saved: total(saved, 1, False))]

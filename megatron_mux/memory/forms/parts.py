@@ -9,43 +9,22 @@ Shapes: T rows (tokens) of a micro-batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.instants import Instant, Line
 from megatron_mux.memory.forms.kept import Pass, Recompute, Saved
 from megatron_mux.memory.forms.methods import Method, Recipe
+from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
-from megatron_mux.memory.invisible import (
-    COMMUNICATOR,
-    CONTEXT,
-    MANY_TOKENS,
-    TABLE,
-    communicator,
-    context,
-    embedding,
-)
+from megatron_mux.memory.invisible import MANY_TOKENS, embedding
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
-PARTS = (
-    "parameters",
-    "adapters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "workspace",
-    "communication",
-    "fragmentation",
-    "context",
-)
-"""What memory is for. `communication`: weights gathered or copied for use; `fragmentation`: held by the allocator, used
-by nothing; `context`: beside the allocator's."""
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
 """Of what comes and goes, what the allocator needs in vain: medians of replays of rehearsed and traced steps, in the
@@ -64,81 +43,6 @@ ROW_INPUTS = 40
 """Bytes of a row's token, position, label, weight and place among labels."""
 
 
-@dataclass(frozen=True)
-class Outside:
-    """Bytes that a process takes beside its tensors, on a GPU: see `memory.invisible`.
-
-    Attributes:
-        context: The CUDA context with its kernels.
-        group: Buffers of a NCCL communicator.
-    """
-
-    context: int = field(default_factory=context)
-    group: int = field(default_factory=communicator)
-
-    def total(self, method: Method, most: bool | None = None) -> int:
-        """Of a process: a communicator for each kind of parallelism, one for all ranks, and one to each neighbour.
-
-        Args:
-            method: How the step is divided.
-            most: The most there may be, or the least; None for what is likely.
-        """
-        kinds = (method.data, method.tensor, method.expert)
-        groups = sum(size > 1 for size in kinds) + 2 * (method.pipeline > 1) + (method.gpus > 1)
-        sizes = {CONTEXT: self.context, COMMUNICATOR: groups * self.group}
-        if most is None:
-            return sum(sizes.values())
-        entries = {name: TABLE[name] for name in sizes}
-        return round(sum(sizes[n] * (e.most if most else e.least) for n, e in entries.items()))
-
-
-class Line(NamedTuple):
-    """A part's bytes at an instant: `fixed + per_row * min(T, most)`."""
-
-    part: str
-    fixed: float
-    per_row: float = 0.0
-    most: float = math.inf
-
-    def bytes(self, rows: float) -> float:
-        """For so many rows."""
-        return self.fixed + self.per_row * min(rows, self.most)
-
-
-@dataclass(frozen=True)
-class Instant:
-    """When memory may be at its highest.
-
-    Attributes:
-        name: In words.
-        stage: Of the pipeline.
-        lines: What there is; a part may have several.
-    """
-
-    name: str
-    stage: int
-    lines: tuple[Line, ...]
-
-    def bytes(self, rows: float) -> float:
-        """All of it."""
-        fixed, per_row, limited = self._sums
-        return fixed + per_row * rows + sum(line.bytes(rows) for line in limited)
-
-    @cached_property
-    def _sums(self) -> tuple[float, float, list[Line]]:
-        """The lines as one, and those that end somewhere: a batch is searched for by many questions."""
-        free = [line for line in self.lines if line.most == math.inf]
-        limited = [line for line in self.lines if line.most < math.inf]
-        return sum(line.fixed for line in free), sum(line.per_row for line in free), limited
-
-    def breakdown(self, rows: float) -> dict[str, int]:
-        """By part."""
-        found = dict.fromkeys(PARTS, 0.0)
-        for line in self.lines:
-            found[line.part] += line.bytes(rows)
-        return {part: math.ceil(size) for part, size in found.items()}
-
-
 class Parts:
     """The memory of a method on its worst rank.
 
@@ -147,7 +51,8 @@ class Parts:
         recipe: What is trained and how.
         method: How it is divided.
         device: `cuda`, or `cpu`: where nothing but tensors counts.
-        outside: What a process takes besides on a GPU.
+        outside: What a process takes besides on a GPU; None: what it does on this one.
+        gpu: Which kernels compute.
     """
 
     def __init__(
@@ -157,11 +62,12 @@ class Parts:
         method: Method,
         device: str = "cuda",
         outside: Outside | None = None,
+        gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
-        self._run = Pass(recipe.size, recipe.length, recipe.attention, device)
-        self._besides = outside or Outside()
-        self._outside = self._besides.total(method) if device == "cuda" else 0
+        self._run = Pass(recipe.size, recipe.length, recipe.attention, device, gpu)
+        self._besides = (outside or Outside.of(gpu)) if device == "cuda" else Outside.nothing()
+        self._outside = self._besides.total(method)
         self._in_vain = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
@@ -176,7 +82,8 @@ class Parts:
                     for part, fixed, per_row, most in instant.lines
                     if part in _COMES_AND_GOES
                 )
-                found.append(replace(instant, lines=(*instant.lines, *in_vain)))
+                blas = Line("workspace", self._besides.blas)
+                found.append(replace(instant, lines=(*instant.lines, *in_vain, blas)))
         return found
 
     def worst(self, rows: int) -> Instant:
@@ -191,10 +98,10 @@ class Parts:
         """The least and the most that `peak` may be, by what is not known of the context, NCCL and fragmentation."""
         found = self.breakdown(rows)
         known = sum(found.values()) - found["fragmentation"] - found["context"]
-        moving = sum(found[part] for part in _COMES_AND_GOES)
+        moving = sum(found[part] for part in _COMES_AND_GOES) - self._besides.blas
         ends = []
         for most in (False, True):
-            outside = self._besides.total(self.method, most) if self._outside else 0
+            outside = self._besides.total(self.method, most)
             share = _IN_VAIN[self.method.recompute][most] if self._in_vain else 0.0
             ends.append(round(known + share * moving + outside))
         return ends[0], ends[1]
@@ -255,7 +162,8 @@ class Parts:
         """
         a, size = self.architecture, self._run.size
         tokens = MANY_TOKENS  # few are not sorted
-        scratch = sum(one.size for one in embedding(tokens, a.hidden)) / tokens if self._outside else 0.0
+        on_gpu = self._run.device == "cuda"
+        scratch = sum(one.size for one in embedding(tokens, a.hidden)) / tokens if on_gpu else 0.0
         weights = (
             -(-a.embedding.divided // self.method.tensor) if self._shares_head(stage) and stage.last else 0
         )

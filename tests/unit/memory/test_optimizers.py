@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.forms.outside import Outside
+from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.forms.shards import stages
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
 from megatron_mux.memory.stream.events import Category
@@ -104,7 +105,7 @@ def test_eight_bits_by_hand(tmp_path: Path) -> None:
     coarse = 2 * (2 * 64 * 64 + 3 * 64 * 96) + 160 * 64
     assert exact + coarse == architecture.total
     parts = Parts(
-        architecture, Recipe(16, optimizer="adamw_8bit", master=False), Method(), outside=Outside(0, 0)
+        architecture, Recipe(16, optimizer="adamw_8bit", master=False), Method(), outside=Outside.nothing()
     )
     step = next(i for i in parts.instants if i.name == "the optimizer's step").breakdown(32)
     assert step["optimizer"] == 8 * exact + 2 * coarse + 2 * 4 * coarse // 256 and not step["workspace"]
@@ -122,7 +123,7 @@ def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -
     architecture = Architecture.of(Skeleton(write(tmp_path, LLAMA)))
 
     def kept(**degrees: Any) -> int:
-        parts = Parts(architecture, Recipe(16, optimizer=name), Method(**degrees), outside=Outside(0, 0))
+        parts = Parts(architecture, Recipe(16, optimizer=name), Method(**degrees), outside=Outside.nothing())
         return parts.breakdown(32)["optimizer"]
 
     assert kept() == kept(data=4)

@@ -11,7 +11,8 @@ import torch
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Recompute, engine, total, trained, workspace
 from megatron_mux.memory.forms.methods import Method, Precision, Recipe
-from megatron_mux.memory.forms.parts import Outside, Parts
+from megatron_mux.memory.forms.outside import Outside
+from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.stream.events import Category, Stream
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.case import Case
@@ -52,7 +53,7 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
     precision: Precision = "fp32" if more.get("weights") == "float32" else "bf16"
     recipe = Recipe(length, precision, "adamw_torch", master=False)
     method = Method(recompute="full" if more.get("recompute") else "none")
-    parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
+    parts = Parts(architecture, recipe, method, outside=Outside.nothing())
     if not more.get("recompute"):
         share = _kept(three) - _kept(two)
         form = total(trained(architecture, Pass(recipe.size, length)), 1, False)
@@ -89,7 +90,7 @@ def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) 
     for batch, length, when in ((1, 256, "the optimizer's step"), (4, 512, "the loss")):
         peak = trace(Case(config, 4, batch, length, recompute=recompute == "full")).peak()
         recipe, method = Recipe(length, "bf16", "adamw_torch", master=False), Method(recompute=recompute)
-        parts = Parts(architecture, recipe, method, outside=Outside(0, 0))
+        parts = Parts(architecture, recipe, method, outside=Outside.nothing())
         found = parts.breakdown(batch * length)
         assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)
         assert parts.worst(batch * length).name == when

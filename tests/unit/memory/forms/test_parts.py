@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.instants import PARTS
 from megatron_mux.memory.forms.kept import Pass, engine, total
 from megatron_mux.memory.forms.methods import PRECISIONS, Method, Recipe, impossible, methods
+from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.own import factors, rows
-from megatron_mux.memory.forms.parts import PARTS, Outside, Parts
+from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from tests.unit.memory.architectures import gpt2, llama, lora
 
-NOTHING = Outside(0, 0)
+NOTHING = Outside.nothing()
 FULL = Recipe(128)
 FROZEN = Recipe(128, adapters=(lora(llama(8)), lora(llama(8), 16, "other")))
 EXPERTS = replace(

@@ -1,0 +1,118 @@
+"""Which kernel `scaled_dot_product_attention` takes on a GPU, by sizes and precision alone.
+
+The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` as of torch 2.13, for dense tensors of
+four dimensions. What the kernel's backward pass takes for itself is of the table of what dispatch does not see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory import invisible
+from megatron_mux.memory.invisible import Scratch
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Kernel(StrEnum):
+    """What computes attention."""
+
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    CUDNN = "cudnn"
+    MATH = "math"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What attention is asked to do.
+
+    Attributes:
+        dtype: As torch names it.
+        heads, groups: Of queries; of keys and values.
+        queries, keys: Tokens.
+        width, values: Elements of a head of queries and keys; of values.
+        masked: Whether there is a mask.
+        causal: Whether tokens see only those before them.
+        dropout: Share of scores that are dropped.
+        shares: Whether the caller lets heads share keys (`enable_gqa`).
+    """
+
+    dtype: str
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    width: int
+    values: int
+    masked: bool = False
+    causal: bool = True
+    dropout: float = 0.0
+    shares: bool = True
+
+
+def kernel(gpu: Gpu, asked: Asked) -> Kernel:
+    """The first kernel in the GPU's order that can do it."""
+    same_heads = asked.heads == asked.groups
+    if not same_heads and not (asked.shares and asked.heads % asked.groups == 0):
+        return Kernel.MATH
+    if gpu.prefers_cudnn and _cudnn(gpu, asked):
+        return Kernel.CUDNN
+    if _flash(gpu, asked):
+        return Kernel.FLASH
+    return Kernel.EFFICIENT if same_heads and _efficient(gpu, asked) else Kernel.MATH
+
+
+def backward_scratch(gpu: Gpu, asked: Asked, batch: int) -> list[Scratch]:
+    """What the backward pass of that kernel takes and returns.
+
+    Args:
+        gpu: The GPU.
+        asked: By each sequence.
+        batch: Sequences.
+    """
+    a, size = asked, _ITEMSIZES.get(asked.dtype, 8)
+    match kernel(gpu, asked):
+        case Kernel.FLASH:
+            return invisible.flash(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
+        case Kernel.CUDNN:
+            return invisible.cudnn(batch, a.heads, a.queries, a.width)
+        case Kernel.EFFICIENT:
+            return invisible.efficient(batch, a.heads, a.queries, a.width, size)
+    return []
+
+
+def _half(gpu: Gpu, dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16") if gpu.capability >= (8, 0) else dtype == "float16"
+
+
+def _cudnn(gpu: Gpu, asked: Asked) -> bool:
+    return (
+        (8, 0) <= gpu.capability <= (12, 1)
+        and _half(gpu, asked.dtype)
+        and all(size <= 128 and size % 8 == 0 for size in (asked.width, asked.values))
+        and asked.keys > 1
+        and float(asked.dropout * 16).is_integer()  # cuDNN's resolution
+    )
+
+
+def _flash(gpu: Gpu, asked: Asked) -> bool:
+    return (
+        (8, 0) <= gpu.capability <= (12, 1)
+        and _half(gpu, asked.dtype)
+        and not asked.masked
+        and asked.width == asked.values <= 256
+        and (not asked.causal or asked.queries == asked.keys)
+    )
+
+
+def _efficient(gpu: Gpu, asked: Asked) -> bool:
+    major = gpu.capability[0]
+    half = asked.dtype in ("float16", "bfloat16")
+    known = half or asked.dtype == "float32"
+    if major < 8:
+        known = known and asked.dtype != "bfloat16"
+    aligned = (8 if half else 4) if major >= 8 or (major == 7 and half) else 1
+    return known and asked.width % aligned == 0 and asked.values % aligned == 0
