@@ -27,16 +27,17 @@ by nothing; `context`: beside the allocator's."""
 
 
 class Line(NamedTuple):
-    """A part's bytes at an instant: `fixed + per_row * min(T, most)`."""
+    """A part's bytes at an instant: `fixed + per_row * min(T, most)`, and nothing a row for at most `few` of them."""
 
     part: str
     fixed: float
     per_row: float = 0.0
     most: float = math.inf
+    few: int = 0
 
     def bytes(self, rows: float) -> float:
         """For so many rows."""
-        return self.fixed + self.per_row * min(rows, self.most)
+        return self.fixed + self.per_row * min(rows, self.most) * (rows > self.few)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Instant:
 
     @cached_property
     def _sums(self) -> tuple[float, float, list[Line]]:
-        """The lines as one, and those that end somewhere: a batch is searched for by many questions."""
-        free = [line for line in self.lines if line.most == math.inf]
-        limited = [line for line in self.lines if line.most < math.inf]
+        """The lines as one, and those that begin or end somewhere: a batch is searched for by many questions."""
+        limited = [line for line in self.lines if line.most < math.inf or line.few]
+        free = [line for line in self.lines if not (line.most < math.inf or line.few)]
         return sum(line.fixed for line in free), sum(line.per_row for line in free), limited
 
     def breakdown(self, rows: float) -> dict[str, int]:

@@ -22,7 +22,7 @@ from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
-from megatron_mux.memory.invisible import MANY_TOKENS, embedding
+from megatron_mux.memory.invisible import MANY_TOKENS, SMALL_INDEX, embedding
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
@@ -78,9 +78,13 @@ class Parts:
         for stage in stages(self.architecture, self.method):
             for instant in self._of_stage(stage):
                 in_vain = (
-                    Line("fragmentation", self._in_vain * fixed, self._in_vain * per_row, most)
-                    for part, fixed, per_row, most in instant.lines
-                    if part in _COMES_AND_GOES
+                    line._replace(
+                        part="fragmentation",
+                        fixed=self._in_vain * line.fixed,
+                        per_row=self._in_vain * line.per_row,
+                    )
+                    for line in instant.lines
+                    if line.part in _COMES_AND_GOES
                 )
                 blas = Line("workspace", self._besides.blas)
                 found.append(replace(instant, lines=(*instant.lines, *in_vain, blas)))
@@ -161,14 +165,15 @@ class Parts:
         weights, their gradient twice more: by itself, and their sum (in one buffer for all gradients, by itself alone).
         """
         a, size = self.architecture, self._run.size
-        tokens = MANY_TOKENS  # few are not sorted
+        tokens = MANY_TOKENS
         on_gpu = self._run.device == "cuda"
         scratch = sum(one.size for one in embedding(tokens, a.hidden)) / tokens if on_gpu else 0.0
         weights = (
             -(-a.embedding.divided // self.method.tensor) if self._shares_head(stage) and stage.last else 0
         )
         again = weights * (size if self.recipe.has_master else 2 * self.recipe.gradient_size)
-        yield Line("workspace", again, a.hidden * size + scratch)
+        yield Line("workspace", again, a.hidden * size)
+        yield Line("workspace", 0, scratch, few=SMALL_INDEX)
 
     @property
     def _brings(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.invisible import TABLE
+from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Category, Moment, Stream
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.depth import step
@@ -61,11 +62,34 @@ def test_few_layers_tell_of_more(config: str, adapter: str, recompute: bool, dep
         {"optimizer": "sgd", "padded": True, "gpu": Gpu((7, 5), False), "weights": "float16"},
         {"attention": "eager", "padded": True},
         {"accumulate": True},
+        {"optimizer": "adagrad"},
+        {"optimizer": "rmsprop"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "adafactor", "weights": "float32", "accumulate": True},
     ],
     ids=str,
 )
 def test_few_layers_tell_however_they_are_trained(more: dict[str, Any]) -> None:
     assert_few_layers_tell("llama", "lora", 4, **more)
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize(
+    "optimizer", [name for name, one in OPTIMIZERS.items() if one.in_turn and one.traced]
+)
+def test_few_layers_tell_however_deep_with_one_tensor_at_a_time(optimizer: str, adapter: str) -> None:
+    assert_few_layers_tell("llama", adapter, 8, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [name for name, one in OPTIMIZERS.items() if one.traced])
+def test_an_optimizers_step_that_computes_takes_what_was_traced(optimizer: str) -> None:
+    case = Case(LLAMA, 2, 2, 16, None, "float32", attention="eager", optimizer=optimizer)
+    # States that are made in host memory are moved by an operator of another name.
+    found, real = (
+        [(kind, size, moment.phase) for kind, size, moment in _large(stream)]
+        for stream in (trace(case), count(case))
+    )
+    assert found == real
 
 
 def _assert_same(found: Stream, expected: Stream) -> None:
