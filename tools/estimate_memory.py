@@ -7,11 +7,12 @@
     python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
-(data, tensor, pipeline, expert; ZeRO; recomputation; offload), of full fine-tuning or of a task file's adapters, ranked
-by predicted speed; `llmem`, the closed forms of LLMem (Kim et al. 2024) with the choice of its Algorithm 1; `dnnmem`,
-DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of `transformers` (of `transformers` and `peft`, for a task
-file of one task) traced with fake tensors and replayed through PyTorch's caching allocator with the options that
-PYTORCH_ALLOC_CONF holds, on one GPU or on several with plain data parallelism. `all`: every one that knows the model.
+(data, tensor, pipeline, expert; ZeRO; recomputation; offload), of full fine-tuning by the operators of `transformers`
+or of a task file's adapters by those of this engine, ranked by predicted speed; `llmem`, the closed forms of LLMem (Kim
+et al. 2024) with the choice of its Algorithm 1; `dnnmem`, DNNMem as LLMem rebuilds it, for one GPU; `trace`, a step of
+`transformers` (of `transformers` and `peft`, for a task file of one task) traced with fake tensors and replayed through
+PyTorch's caching allocator with the options that PYTORCH_ALLOC_CONF holds, on one GPU or on several with plain data
+parallelism. `all`: every one that knows the model.
 `--plot` draws memory over time, a picture for each method. Answers, traces and models' sizes are kept in the user's
 cache directory.
 """
@@ -55,10 +56,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=path,
         required=True,
         metavar="CONFIG_OR_DIR",
-        help="config.json, or (for --tasks) its directory",
+        help="config.json, by itself under any name, or its directory (which --method rehearsal needs)",
     )
     add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
-    add("--gpu-memory", type=size, required=True, metavar="SIZE", help="of each GPU, such as 16GiB")
+    add(
+        "--gpu-memory", type=size, required=True, metavar="SIZE",
+        help="of each GPU, such as 16GiB (GB is the same, 2^30 bytes). A card has less than its name says: give what "
+        "its driver or torch shows, such as 79.1GiB of an 80 GB card",
+    )  # fmt: skip
     add(
         "--sequence-length",
         type=at_least(2),
@@ -370,8 +375,9 @@ def _about(question: Question) -> dict[str, Any]:
 
 
 def _command(arguments: argparse.Namespace, question: Question) -> str:
-    """What begins the command line that trains a task file."""
-    backbone = question.skeleton.path.parent
+    """What begins the command line that trains a task file. A config.json by itself does not say whose it is."""
+    config = question.skeleton.path
+    backbone = config.parent if config.name == "config.json" else "DIR"
     return (
         f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
         f"--mux-tasks {arguments.tasks}"

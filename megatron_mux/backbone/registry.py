@@ -69,10 +69,14 @@ class BackboneInfo:
 def read_shape(path: str | Path) -> BackboneShape:
     """The shape alone, from config.json.
 
+    Args:
+        path: A backbone's directory, or a config.json by itself, whatever it is called.
+
     Raises:
         UserError: The config is not there, of an unknown family, or asks for what is not done.
     """
-    return _read_config(Path(path))[1]
+    path = Path(path)
+    return (_read_file(path) if path.is_file() else _read_config(path))[1]
 
 
 def read_backbone_info(path: str | Path) -> BackboneInfo:
@@ -127,6 +131,10 @@ def _read_config(path: Path) -> tuple[Family, BackboneShape]:
     if not path.is_dir():
         raise UserError(f"The backbone {path} is not a directory.")
     refuse_megatron(path)
-    raw = read_json(path / "config.json")
+    return _read_file(path / "config.json")
+
+
+def _read_file(path: Path) -> tuple[Family, BackboneShape]:
+    raw = read_json(path)
     found = family(raw.get("model_type", ""))
-    return found, found.shape(config.complete(found, raw, path / "config.json"))
+    return found, found.shape(config.complete(found, raw, path))

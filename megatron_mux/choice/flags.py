@@ -42,14 +42,30 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 
 
+def remarks(recipe: Recipe) -> list[str]:
+    """What is to be known of a run by Megatron-LM's flags: its memory is not all that was predicted."""
+    if recipe.frozen:
+        return []
+    if recipe.keeps.megatron is None:
+        return [
+            f"Megatron-LM has no {recipe.optimizer}: optim={recipe.optimizer!r} of TrainingArguments has it"
+        ]
+    found = ["what is predicted has transformers' operators: Megatron-LM's own keep and take something else"]
+    if recipe.size < 4 and not recipe.master:
+        found.append("Megatron-LM has fp32 copies all the same: --no-master-weights is of transformers alone")
+    return found
+
+
 def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
-    """Of Megatron-LM's training scripts, for what is not run here.
+    """Of Megatron-LM's training scripts, for what is not run here; none with an optimizer that it does not have.
 
     Args:
         method: How the step is divided.
         recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
+    if recipe.keeps.megatron is None and not recipe.frozen:
+        return []
     words = _degrees(method)
     together = batch * method.data * method.micro_batches
     words += ["--micro-batch-size", str(batch), "--global-batch-size", str(together)]

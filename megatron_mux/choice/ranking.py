@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.choice.fit import Fit, as_many_as_fit, of_file
-from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
+from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine, remarks
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.choice.step import FileStep
 from megatron_mux.fusion.roofline import Device
@@ -35,6 +35,7 @@ class Ranked:
         speed: Of a step.
         flags: That run the method.
         elsewhere: Why our engine cannot run it; None if it can.
+        remarks: What is to be known of these flags.
     """
 
     method: Method
@@ -49,6 +50,7 @@ class Ranked:
     speed: Speed
     flags: tuple[str, ...]
     elsewhere: str | None
+    remarks: tuple[str, ...] = ()
 
     @property
     def peak_process(self) -> int:
@@ -94,6 +96,7 @@ class Ranked:
             "throughput_tokens_per_s": self.speed.throughput,
             "step_s": self.speed.seconds,
             "flags": list(self.flags),
+            "remarks": list(self.remarks),
             "not_by_this_engine": self.elsewhere,
         }
 
@@ -180,4 +183,5 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
         speed(architecture, parts.recipe, method, fit.work, device),
         tuple(words),
         elsewhere,
+        tuple(remarks(recipe)) if elsewhere else (),
     )

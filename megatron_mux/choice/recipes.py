@@ -31,17 +31,13 @@ class TaskFile:
 
     @classmethod
     def read(cls, config: Path, tasks: Path) -> TaskFile:
-        """A task file for the backbone of a config.json. No data is read.
+        """A task file for the backbone of a config.json, whatever that file is called. No data is read.
 
         Raises:
             UserError: The file or the backbone is not as it must be, or a task's targets are not there.
         """
-        if config.name != "config.json":
-            raise UserError(
-                f"--model {config}: with --tasks the file must be the config.json of a backbone's directory"
-            )
         specs = load_task_file(tasks, data_later=True)
-        info = Configured.read(config.parent)
+        info = Configured.read(config)
         found, problems = [], []
         for spec in specs:
             try:

@@ -75,7 +75,10 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
         lines.append(f"host memory: {show_size(best.host)} for each GPU")
     words = " ".join(best.flags)
     if best.elsewhere:
-        lines += [f"not by this engine ({best.elsewhere}); Megatron-LM's flags: {words or 'none'}"]
+        lines += [
+            f"not by this engine ({best.elsewhere}); Megatron-LM's flags: {words or 'none'}",
+            *best.remarks,
+        ]
     else:
         lines += [f"run it with: {command} {words}"]
     for line in lines:

@@ -123,6 +123,11 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         UserError: The input is wrong, or cannot be rehearsed.
     """
     directory = question.skeleton.path.parent
+    if question.skeleton.path.name != "config.json":
+        raise UserError(
+            f"--model {question.skeleton.path}: a rehearsal reads data with the tokenizer beside config.json: "
+            "give a backbone's directory, or --method ours"
+        )
     file = TaskFile.read(question.skeleton.path, arguments.tasks)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
     batches = Batches(directory, Store("batches"))

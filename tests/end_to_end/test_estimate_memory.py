@@ -190,8 +190,8 @@ def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> 
         assert together >= 48 and method["fits"] == (method["batch_size"] <= method["largest_batch"])
     plain = next(m for m in found["methods"] if m["name"] == "4DP" and not m["details"])
     assert (plain["micro_batches"], plain["batch_size"]) == (1, 12)
-    # Half of what that leaves room for: as much in each of two micro-batches.
-    half = (plain["peak_process_bytes"] + plain["breakdown"]["context"]) // 2
+    # Half of what that leaves room for, beside the context and cuBLAS's workspaces: in each of two micro-batches.
+    half = (plain["peak_process_bytes"] + plain["breakdown"]["context"] + 2 * 8_519_680) // 2
     less = json.loads(estimate(OURS, "--tasks", tasks, "--json", "--gpu-memory", str(half))[1])
     again = next(m for m in less["methods"] if m["name"] == "4DP" and not m["details"])
     assert again["fits"] and again["micro_batches"] > 1 and again["batch_size"] < 12
@@ -442,6 +442,12 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
         (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
         (OPT, ["--llmem-base-memory", "0.5kg"], "--llmem-base-memory: must be a size"),
         (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, rehearsal, llmem, dnnmem"),
+        (OPT, ["--optimizer", "adam"], "--optimizer: invalid choice: 'adam' (choose from"),
+        (
+            OURS,
+            ["--method", "trace", "--optimizer", "adamw_8bit"],
+            "--optimizer adamw_8bit: its kernels are bitsandbytes' own, and not traced: use --method ours",
+        ),
         (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
         (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
@@ -486,6 +492,53 @@ def test_what_is_wrong_is_said_in_one_line(
     assert status == 2 and not output
     (line,) = errors.splitlines()
     assert line.startswith("estimate_memory.py: ") and said in line
+
+
+def test_a_config_by_itself(estimate: Call, tasks: str, tmp_path: Path) -> None:
+    alone = tmp_path / "elsewhere" / "some-model.json"
+    alone.parent.mkdir()
+    alone.write_text(write(tmp_path, OURS).read_text())
+    flags = ["--tasks", tasks, "--gpu-memory", "1300MiB", "--json"]
+    found, same = (
+        json.loads(estimate(OURS, *flags, "--model", str(model))[1]) for model in (alone, tmp_path)
+    )
+    assert found["methods"] == same["methods"] and found["methods"]
+    output = estimate(OURS, *flags[:-1], "--model", str(alone))[1]
+    assert "--backbone DIR " in output, "the file does not say where the backbone is"
+    status, output, errors = estimate(OURS, *flags, "--method", "rehearsal", "--model", str(alone))
+    (line,) = errors.splitlines()
+    assert status == 2 and not output and "give a backbone's directory, or --method ours" in line
+
+
+def test_what_is_said_beside_megatrons_flags(estimate: Call) -> None:
+    def remarks(*flags: str) -> tuple[str, list[str]]:
+        flags = ("--method", "ours", "--gpu-memory", "80GiB", *flags)
+        best = json.loads(estimate(OPT, *flags, "--json")[1])["methods"][0]
+        said = estimate(OPT, *flags)[1]
+        assert all(one in said for one in best["remarks"])
+        return " ".join(best["flags"]), best["remarks"]
+
+    flags, (operators,) = remarks()
+    assert "--micro-batch-size" in flags and "transformers' operators" in operators
+    _, (_, copies) = remarks("--no-master-weights")
+    assert "fp32 copies all the same" in copies
+    flags, (other,) = remarks("--optimizer", "adafactor")
+    assert not flags and "optim='adafactor' of TrainingArguments" in other
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_bnb_8bit"])
+def test_optimizers_by_their_names(estimate: Call, optimizer: str) -> None:
+    small = {**OURS, "num_hidden_layers": 2}
+    flags = ["--gpus", "1", "--batch-size", "1", "--optimizer", optimizer, "--json"]
+    status, output, errors = estimate(small, *flags)
+    by = {m["estimator"]: m for m in json.loads(output)["methods"][::-1]}
+    plain = {m["estimator"]: m for m in json.loads(estimate(small, *flags[:4], "--json")[1])["methods"][::-1]}
+    assert status == 0
+    assert by["ours"]["breakdown"]["optimizer"] < plain["ours"]["breakdown"]["optimizer"]
+    if optimizer == "adafactor":
+        assert not errors and "trace" in by
+    else:
+        assert "trace" not in by and "not traced: use --method ours" in errors
 
 
 def test_lengths_that_contradict(estimate: Call, tasks: str, tmp_path: Path) -> None:

@@ -118,13 +118,13 @@ class Configured:
     module_paths: tuple[str, ...]
 
     @classmethod
-    def read(cls, directory: Path) -> Configured:
-        """The backbone whose config.json is in a directory.
+    def read(cls, path: Path) -> Configured:
+        """The backbone of a directory's config.json, or of that file by itself.
 
         Raises:
             UserError: Its family is not one of ours, or it asks for what is not done.
         """
-        shape = read_shape(directory)
+        shape = read_shape(path)
         names = family(shape.family).names
         modules = {op: tuple(module.path for module in names.ops[op]) for op in OPS}
         paths = [
