@@ -114,11 +114,13 @@ def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> 
     """What `Trainer` is told."""
     from transformers import TrainingArguments
 
+    # Predictions that were written down earlier have these names.
+    older = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused"}
     return TrainingArguments(
         output_dir=directory,
         per_device_train_batch_size=case["batch"],
         max_steps=STEPS,
-        optim=case["optimizer"],
+        optim=older.get(case["optimizer"], case["optimizer"]),
         max_grad_norm=case["clip"] or 0.0,
         bf16=case["autocast"] == "bfloat16",
         fp16=case["autocast"] == "float16",
