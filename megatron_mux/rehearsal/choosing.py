@@ -19,8 +19,9 @@ from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.rehearsal.answer import RankAnswer, answers, worst
 from megatron_mux.rehearsal.data import Batches
-from megatron_mux.rehearsal.runs import Work, telling_ranks
+from megatron_mux.rehearsal.runs import Work
 from megatron_mux.rehearsal.setting import Setting
+from megatron_mux.rehearsal.telling import telling_ranks
 from megatron_mux.tasks import TaskSpec
 
 _TRIES = 4

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mux.arguments.parser import parse_args
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import Plan, plan_for
-from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.gpus import Gpu
 from megatron_mux.rehearsal.casting import Batch, cast, steps_of
 from megatron_mux.rehearsal.setting import Setting
@@ -135,34 +133,3 @@ class Work:
             steps=steps_of(self.specs),
             rolling=rolling,
         )
-
-
-def telling_ranks(setting: Setting, stages: Sequence[int] = ()) -> list[int]:
-    """The ranks to rehearse: of the first stage, which has most micro-batches in flight, of the last, which has the
-    loss, and of others that are thought to need much; each on the pipeline with the largest micro-batch.
-
-    Args:
-        setting: The run.
-        stages: Others.
-    """
-    last = setting.plan.ranks - 1
-    chosen = sorted({0, last, *(stage for stage in stages if 0 <= stage <= last)})
-    each, pipeline = setting.world // setting.plan.ranks, _fullest(setting)
-    return [stage * each + pipeline * setting.tensor for stage in chosen]
-
-
-def _fullest(setting: Setting) -> int:
-    """The pipeline that has the micro-batch with most tokens, the first of them."""
-    pad_to = padded_lengths(
-        setting.plan.alignment, {one.name: one.task["data"]["max_length"] for one in setting.tasks}
-    )
-    lengths = {
-        one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0))
-        for one in setting.tasks
-    }
-
-    def most(pipeline: int) -> int:
-        chunks = step_grid(setting.plan, lengths, pipeline).chunks.values()
-        return max((sum(p.stop - p.start for batch in unit for p in batch) for unit in chunks), default=0)
-
-    return max(range(setting.plan.data), key=most)
