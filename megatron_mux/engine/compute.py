@@ -51,14 +51,24 @@ class TrainingCompute:
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros for want of memory."""
-        if not self.shortage.concerns(action.bucket):
-            made = self.shortage.attempt(action, lambda: self._together(action, hidden))
-            if made is not None:
-                return made
+        made = self.shortage.attempt(
+            action, lambda: self._together(action, hidden), (lambda: self._again(action),)
+        )
+        if made is not None:
+            return made
+        self._outputs.pop((action.stage, action.unit), None)
         if self.stages[action.stage].last:
             return self._nothing[0, 0, 0]
-        # What there is already: zeros must not want for memory, too.
+        # What is there already: zeros must not want for memory, too.
         return self._nothing[: self.shape(action)[0]] if hidden is None else hidden.detach().zero_()
+
+    def _again(self, action: Action) -> Tensor:
+        """The forward pass for its messages alone: whatever came in."""
+        stage = self.stages[action.stage]
+        hidden = None
+        if action.stage:
+            hidden = torch.empty(self.shape(action), dtype=stage.dtype, device=stage.device, requires_grad=True)
+        return self._together(action, hidden)
 
     def _together(self, action: Action, hidden: Tensor | None) -> Tensor:
         """The batches of a unit, one after the other."""
@@ -88,10 +98,19 @@ class TrainingCompute:
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate to the adapters and to the stage's input, unless memory is wanting."""
         outputs = self._outputs.pop((action.stage, action.unit), [output])
-        if not self.shortage.concerns(action.bucket):
-            self.shortage.attempt(action, lambda: self._back(action, outputs, gradient))
+        again = (lambda: self._again(action)), (lambda made: self._back_again(action, made))
+        self.shortage.attempt(action, lambda: self._back(action, outputs, gradient), again)
+        if self.shortage.concerns(action.bucket):
+            for name in self.ends.bucket(action.bucket).tasks:  # what there is of gradients will not be needed
+                self.ends.running[name].optimizer.zero()
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated
             self.batches.forget(action.unit)
+
+    def _back_again(self, action: Action, output: Tensor) -> None:
+        """The backward pass for its messages alone."""
+        outputs = self._outputs.pop((action.stage, action.unit), [output])
+        gradient = None if self.stages[action.stage].last else torch.empty_like(output)
+        self._back(action, outputs, gradient)
 
     def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
         batches = self.batches[action.unit]
@@ -156,11 +175,18 @@ class EvaluationCompute:
     @torch.no_grad()
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, anything for want of memory; on the last stage the sums are kept too."""
-        if not self.shortage.concerns(action.bucket):
-            made = self.shortage.attempt(action, lambda: self._forward(action, hidden))
-            if made is not None:
-                return made
+        made = self.shortage.attempt(
+            action, lambda: self._forward(action, hidden), (lambda: self._again(action),)
+        )
+        if made is not None:
+            return made
         return self._nothing[: self.shape(action)[0]] if hidden is None else hidden
+
+    def _again(self, action: Action) -> Tensor:
+        """The forward pass for its messages alone: whatever came in."""
+        stage = self.stages[action.stage]
+        hidden = torch.empty(self.shape(action), dtype=stage.dtype, device=stage.device)
+        return self._forward(action, hidden if action.stage else None)
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.optimize import reduce_gradients, room_for, squared_norm
+from megatron_mux.engine.optimize import reduce_gradients, squared_norm, summed_at_once
+from megatron_mux.engine.room import Room
 from megatron_mux.engine.running import Running, StepResult
 from megatron_mux.engine.shortage import Shortage
 from megatron_mux.fusion.plan import Bucket
@@ -34,6 +35,7 @@ class Ends:
         tokens: For each step, tokens of each task's batch.
         parallel: Where this rank stands.
         shortage: What lacks memory here.
+        room: Has memory to sum gradients of all these tasks in.
 
     Attributes:
         lacking: Once finished, the buckets of a step whose tasks did not step for want of memory on some rank.
@@ -46,6 +48,7 @@ class Ends:
         tokens: Sequence[Mapping[str, int]],
         parallel: Parallel,
         shortage: Shortage,
+        room: Room,
     ) -> None:
         self.running = running
         self.shortage = shortage
@@ -61,7 +64,9 @@ class Ends:
         self._failed = torch.zeros(len(running), dtype=torch.bool, device=parallel.device)
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
-        self._room = room_for([p for task in running.values() for p in task.adapter.parameters], parallel)
+        self._room = room
+        parameters = [p for task in running.values() for p in task.adapter.parameters]
+        self._summed_at_once = summed_at_once(parameters, parallel)
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -86,7 +91,9 @@ class Ends:
         # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
         lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
         parameters = [self.running[name].adapter.parameters for name in names]
-        reduce_gradients([p for own in parameters for p in own], self.parallel, lacks, self._room)
+        reduce_gradients(
+            [p for own in parameters for p in own], self.parallel, lacks, self._room, self._summed_at_once
+        )
         squares = torch.stack([squared_norm(own, device) for own in parameters])
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
@@ -127,9 +134,9 @@ class Ends:
         if whole is None:
             whole = self._whole.pop(entry)
             if self.parallel.tp_size > 1:
-                squares = whole[:, _SQUARE].clone()
-                dist.all_reduce(squares, group=self.parallel.tp_group)
-                whole[:, _SQUARE] = squares
+                own = whole[:, _SQUARE:].clone()
+                dist.all_reduce(own, group=self.parallel.tp_group)
+                whole[:, _SQUARE:] = own
         names = self.bucket(entry).tasks
         rows = self._rows[entry % len(self.buckets)]
         failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _LACK] > 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from megatron_mux.engine.batches import Batches, lengths_of, read_together, weig
 from megatron_mux.engine.compute import TrainingCompute
 from megatron_mux.engine.ends import Ends
 from megatron_mux.engine.evaluate import EvalResult, evaluate
-from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.engine.messages import Messages, largest_message
+from megatron_mux.engine.optimize import TaskOptimizer, summed_at_once
 from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.room import Room
 from megatron_mux.engine.running import Running, Status, StepResult, Task
 from megatron_mux.engine.shortage import Shortage, first_sentence
 from megatron_mux.engine.snapshot import Snapshot, take
@@ -66,6 +69,7 @@ class Engine:
         self.last_plan: Plan | None = None
         self._checked: deque[Plan] = deque(maxlen=8)
         self._running: dict[str, Running] = {}
+        self.room = Room(parallel.device)
 
     # -- tasks come and go
 
@@ -109,6 +113,7 @@ class Engine:
             running = Running(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
+            self._make_room()
         except torch.OutOfMemoryError as error:
             self.adapters.remove(spec.name)
             return f"task {spec.name!r}: there is no memory for its optimizer ({first_sentence(error)})"
@@ -257,16 +262,32 @@ class Engine:
             self.parallel,
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
-        together = self.parallel.tp_size > 1 or self.backbone.residence.in_step
-        ends = Ends(
-            running, plan.buckets, tokens, self.parallel, Shortage(len(plan.buckets), self.parallel, together)
-        )
+        with suppress(torch.OutOfMemoryError):  # there may be room once a pass has failed and is gone
+            self._make_room(batches.most_rows)
+        shortage = Shortage(len(plan.buckets), self.parallel, self._messages())
+        ends = Ends(running, plan.buckets, tokens, self.parallel, shortage, self.room)
         compute = TrainingCompute(self.stages, batches, ends)
         self._execute(template, compute, plan, timer)
         results = ends.finish()
         if ends.lacking:
             results[-1] |= self._relieve(plan, ends)
         return results
+
+    def _messages(self) -> Messages:
+        return Messages(self.stages.values(), self.parallel, self.room)
+
+    def _make_room(self, rows: int = 0) -> None:
+        """Take room for what must not want for memory: to sum gradients, and for messages of passes.
+
+        Args:
+            rows: Of the largest pass.
+
+        Raises:
+            torch.OutOfMemoryError: There is none; what there was is still there.
+        """
+        parameters = [p for adapter in self.adapters.tasks.values() for p in adapter.parameters]
+        summed = summed_at_once(parameters, self.parallel)
+        self.room.take(max(summed, largest_message(self.stages.values(), rows)))
 
     def _relieve(self, plan: Plan, ends: Ends) -> dict[str, StepResult]:
         """Have buckets that lacked memory computed in smaller parts from now on, or their task parked.
@@ -362,6 +383,7 @@ class Engine:
             running.task.evaluation,
             running.position_offset,
             running.step,
+            self.room,
             None if options is None else options.per_device_eval_batch_size,
         )
 

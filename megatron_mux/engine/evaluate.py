@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute, Stages
+from megatron_mux.engine.messages import Messages, largest_message
+from megatron_mux.engine.room import Room
 from megatron_mux.engine.shortage import Shortage
 from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import SharedError, UserError
@@ -52,6 +55,7 @@ def evaluate(
     dataset: TaskDataset,
     position_offset: int,
     steps_done: int,
+    room: Room,
     batch_size: int | None = None,
 ) -> EvalResult:
     """Evaluate `task` on `dataset`; every rank calls it and every rank gets the answer.
@@ -66,6 +70,7 @@ def evaluate(
         dataset: Held-out records.
         position_offset: The task's number of virtual tokens.
         steps_done: The task's optimizer steps so far.
+        room: For messages of passes that find no memory.
         batch_size: Most sequences of one pass; None is bound by tokens alone.
 
     Returns:
@@ -75,7 +80,7 @@ def evaluate(
         UserError: Some rank could not read the data, or has no memory for a sequence; on every rank, so none waits
             for another.
     """
-    rank = _Rank(stages, parallel, communicator, task, position_offset, steps_done, batch_size)
+    rank = _Rank(stages, parallel, communicator, task, position_offset, steps_done, room, batch_size)
     tokens = TOKENS_PER_PASS
     mine = range(parallel.dp_rank, len(dataset), parallel.dp_size)
     groups = _groups(_read(dataset, mine), PASSES_PER_STAGE * parallel.pp_size, batch_size)
@@ -163,8 +168,8 @@ def _in_memory(rank: _Rank, group: list[_Record], end_of_sequence: int, tokens: 
         SharedError: There is none for one sequence at a time.
     """
     while True:
-        shortage = Shortage(1, rank.parallel, rank.together)
         batches = rank.passes(group, tokens)
+        shortage = rank.shortage(batches)
         found = rank.sums(group, batches, end_of_sequence, shortage)
         largest = max((batch.rows for batch in batches), default=0)
         lacks, most = rank.parallel.most([shortage.concerns(0), largest])
@@ -186,12 +191,15 @@ class _Rank:
     task: str
     position_offset: int
     steps_done: int
+    room: Room
     batch_size: int | None
 
-    @property
-    def together(self) -> bool:
-        """Whether a pass takes part in collectives."""
-        return self.parallel.tp_size > 1 or next(iter(self.stages.values())).residence.in_step
+    def shortage(self, batches: list[MicroBatch]) -> Shortage:
+        """What will lack memory in these passes."""
+        rows = max((batch.rows for batch in batches), default=0)
+        with suppress(torch.OutOfMemoryError):  # there may be room once a pass has failed and is gone
+            self.room.take(max(self.room.size, largest_message(self.stages.values(), rows)))
+        return Shortage(1, self.parallel, Messages(self.stages.values(), self.parallel, self.room))
 
     def sums(
         self, group: list[_Record], batches: list[MicroBatch], end_of_sequence: int, shortage: Shortage

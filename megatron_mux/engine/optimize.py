@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.engine.room import Room
 from megatron_mux.memory.forms.own import SUMMED_AT_ONCE
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TrainingSpec
@@ -130,23 +131,16 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def room_for(parameters: Sequence[AdapterParameter], parallel: Parallel) -> Tensor | None:
-    """Memory to sum gradients over ranks in, taken beforehand: in the middle of a collective none must be wanting.
-
-    Args:
-        parameters: All that will be summed.
-        parallel: Where this rank stands; None if there is nobody to sum with.
-    """
-    if parallel.tp_size * parallel.dp_size == 1:
-        return None
+def summed_at_once(parameters: Sequence[AdapterParameter], parallel: Parallel) -> int:
+    """Bytes in which these parameters' gradients are summed over ranks; 0 if there is nobody to sum with."""
+    if parallel.tp_size * parallel.dp_size == 1 or not parameters:
+        return 0
     sizes = [p.value.numel() for p in parameters]
-    count = max([*sizes, min(sum(sizes), SUMMED_AT_ONCE)])
-    dtype = parameters[0].value.dtype if parameters else torch.float32
-    return torch.empty(count, dtype=dtype, device=parallel.device)
+    return max([*sizes, min(sum(sizes), SUMMED_AT_ONCE)]) * parameters[0].value.dtype.itemsize
 
 
 def reduce_gradients(
-    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, room: Tensor | None
+    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, room: Room, size: int
 ) -> None:
     """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
 
@@ -157,15 +151,18 @@ def reduce_gradients(
         parameters: Local parameters of every task of the step; a missing gradient counts as zero and stays missing.
         parallel: Where this rank stands.
         flags: Summed over data-parallel ranks along with them.
-        room: See `room_for`.
+        room: Has that memory.
+        size: How many bytes of it to use, the same on every rank: `summed_at_once` of these parameters or more.
     """
-    if room is None:
-        return
     parameters = list(parameters)
-    if parallel.tp_size > 1:
-        _all_reduce([p.value for p in parameters if p.partial], room, parallel.tp_group)
+    if parameters and size:
+        dtype = parameters[0].value.dtype
+        part = room.of(size // dtype.itemsize, dtype)
+        if parallel.tp_size > 1:
+            _all_reduce([p.value for p in parameters if p.partial], part, parallel.tp_group)
+        if parallel.dp_size > 1:
+            _all_reduce([p.value for p in parameters], part, parallel.dp_group)
     if parallel.dp_size > 1:
-        _all_reduce([p.value for p in parameters], room, parallel.dp_group)
         dist.all_reduce(flags, group=parallel.dp_group)
 
 

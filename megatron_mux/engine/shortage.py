@@ -1,8 +1,9 @@
 """Memory that runs out in a pass: the bucket's tasks take their step again in smaller parts, nobody else loses one.
 
-A pass that finds no memory gives its neighbours zeros instead, and so do the bucket's later passes on this rank: all
-others run as planned, so that no rank waits and no other task notices. That the bucket lacked memory travels to all
-stages with its tasks' norms (`ends`): they do not step, nor in what is left of the turn.
+A pass that finds no memory gives its neighbours zeros instead, and so do the bucket's later passes on this rank; what
+they exchange with ranks that make the same passes, they exchange without memory (`messages`). All others run as planned,
+so that no rank waits and no other task notices. That the bucket lacked memory travels to all stages with its tasks'
+norms (`ends`): they do not step, nor in what is left of the turn.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_mux.engine.messages import Messages
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 T = TypeVar("T")
+
+Again = tuple[Callable[[], Tensor]] | tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+"""See `Shortage.attempt`."""
 
 
 def first_sentence(error: torch.OutOfMemoryError) -> str:
@@ -30,33 +36,40 @@ class Shortage:
     Args:
         period: Buckets of a step.
         parallel: Where this rank stands.
-        together: Whether a pass takes part in collectives: one that ends early would leave other ranks waiting, so
-            its error is not caught. (To go on with zeros in the same collectives, of a rank that fails anywhere in a
-            layer, would take a second implementation of every layer's communication.)
+        messages: What passes exchange with ranks that make the same ones.
     """
 
-    def __init__(self, period: int, parallel: Parallel, together: bool) -> None:
+    def __init__(self, period: int, parallel: Parallel, messages: Messages) -> None:
         self._period = period
         self._parallel = parallel
-        self._together = together
+        self._messages = messages
         self._said: dict[int, str] = {}
 
     def concerns(self, entry: int) -> bool:
         """Whether a bucket, counted on over steps, is not to be computed any more in this turn."""
         return entry % self._period in self._said
 
-    def attempt(self, action: Action, compute: Callable[[], T]) -> T | None:
-        """What an action's work comes to; None if it finds no memory: then all that it took is free again."""
-        try:
-            return compute()
-        except torch.OutOfMemoryError as error:
-            if self._together:
-                raise
-            what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
-            self._said[action.bucket % self._period] = what
-        # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
-        if self._parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def attempt(self, action: Action, compute: Callable[[], T], again: Again | None = None) -> T | None:
+        """What an action's work comes to; None if its bucket lacks memory: then all that it took is free again.
+
+        Args:
+            action: The action.
+            compute: Does its work.
+            again: The same work, as `Messages.alone` does it: a forward pass, and a backward pass if that is what the
+                action makes. None: it exchanges nothing.
+        """
+        before = self._messages.sent()
+        if not self.concerns(action.bucket):
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
+                self._said[action.bucket % self._period] = what
+            # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
+            if self._parallel.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if again is not None:
+            self._messages.alone(before, *again)
         return None
 
     def everywhere(self) -> dict[int, str]:

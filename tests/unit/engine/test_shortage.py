@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from megatron_mux.engine.compute import EvaluationCompute, TrainingCompute
+from megatron_mux.engine.messages import Messages
+from megatron_mux.engine.room import Room
 from megatron_mux.engine.shortage import Shortage
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
 
 ROWS, HIDDEN = 1000, 64
 DEVICE = torch.device("cpu")
-PARALLEL: Any = SimpleNamespace(rank=0, world_size=1, dp_size=1, device=DEVICE)
+PARALLEL: Any = SimpleNamespace(rank=0, world_size=1, dp_size=1, tp_size=1, device=DEVICE)
 
 
 def stage(last: bool) -> Any:
@@ -44,7 +46,7 @@ class Batches(dict[Any, Any]):
 @pytest.mark.parametrize(("number", "last"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("training", [True, False])
 def test_zeros_are_there_already(training: bool, number: int, last: bool) -> None:
-    shortage = Shortage(1, PARALLEL, together=False)
+    shortage = Shortage(1, PARALLEL, Messages([], PARALLEL, Room(DEVICE)))
     stages = {number: stage(last)}
     compute: Any
     if training:

@@ -1,0 +1,146 @@
+"""What the passes of a rank exchange with ranks that make the same passes, also where it cannot compute them.
+
+Ranks of a tensor group, and those that share weights, meet in the middle of a pass. One that finds no memory there must
+not leave the others waiting. It goes through the pass once more from its beginning, with tensors that have no memory,
+and takes part in what it has not taken part in yet, from room that was taken beforehand. What it sends means nothing:
+the step is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.room import Room
+from megatron_mux.kernels import attention, grouped
+from megatron_mux.runtime import Parallel
+
+Counts = Mapping[str, int]
+"""Messages by the name of their group."""
+
+
+def largest_message(stages: Iterable[Backbone], rows: int) -> int:
+    """Bytes of the largest message of passes.
+
+    Args:
+        stages: This rank's.
+        rows: Of the largest pass, before they are divided among tensor ranks.
+    """
+    sizes = [0]
+    for stage in stages:
+        sizes.append(stage.residence.largest_message)
+        if stage.parallel.tp_size > 1:
+            sizes.append(rows * stage.shape.hidden * stage.dtype.itemsize)
+    return max(sizes)
+
+
+class Messages:
+    """The messages of this rank's passes.
+
+    Args:
+        stages: This rank's.
+        parallel: Where it stands.
+        room: For messages of passes that are not computed.
+    """
+
+    def __init__(self, stages: Iterable[Backbone], parallel: Parallel, room: Room) -> None:
+        self._residences = [stage.residence for stage in stages]
+        self._room = room
+        self._fake: FakeTensorMode | None = None
+        groups = [parallel.tp_group] * (parallel.tp_size > 1)
+        groups += [parallel.dp_group] * any(residence.in_step for residence in self._residences)
+        # Messages of different groups may change places; those of one never do.
+        self._backends = {
+            group.group_name: group._get_backend(parallel.device)
+            for group in groups
+            if dist.get_backend(group) != "fake"  # nobody is there, and nothing fails
+        }
+
+    def sent(self) -> Counts:
+        """How many there have been so far."""
+        return {name: own._get_sequence_number_for_group() for name, own in self._backends.items()}
+
+    def alone(
+        self, before: Counts, forward: Callable[[], Tensor], backward: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Exchange the messages of a pass without computing it.
+
+        Args:
+            before: What `sent` was when the pass began: what it has sent since, it has done with.
+            forward: Computes it.
+            backward: Its backward pass, given what `forward` made: then the messages are of this alone.
+        """
+        for residence in self._residences:
+            residence.abandon()
+        if not self._backends:
+            return
+        # One mode for all passes: what chunks leave for each other is of its making.
+        self._fake = self._fake or FakeTensorMode(allow_non_fake_inputs=True)
+        left = {name: count - before[name] for name, count in self.sent().items()}
+        alone = _Alone(self._room, left)
+        with ExitStack() as stack:
+            for residence in self._residences:
+                stack.enter_context(residence.without_memory())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self._fake)
+            stack.enter_context(alone)
+            alone.silent = backward is not None
+            made = forward()
+            if backward is not None:
+                alone.silent = False
+                backward(made)
+        # They keep tensors from pass to pass: of these some have no memory.
+        attention.forget()
+        grouped.forget()
+
+
+class _Alone(TorchDispatchMode):
+    """Above a fake mode: what is computed is fake, what is sent is sent.
+
+    Args:
+        room: For what is sent.
+        done: Messages to leave out, the first ones of each group.
+
+    Attributes:
+        silent: Leave out all, and do not count them.
+    """
+
+    def __init__(self, room: Room, done: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.silent = False
+        self._room = room
+        self._done = dict(done)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if self._is_done(args):
+            work = torch._C._distributed_c10d.FakeWork().boxed()
+        else:
+            with unset_fake_temporarily():
+                made = func(*tree_map_only(Tensor, self._place, args), **(kwargs or {}))
+            work = made[-1]
+        return args[0], work  # what a message brings is its first argument
+
+    def _is_done(self, args: Any) -> bool:
+        """Whether a message is not to be sent, or has been."""
+        if self.silent:
+            return True
+        boxes = (arg for arg in args if isinstance(arg, torch.ScriptObject))
+        name = dist.ProcessGroup.unbox(next(boxes)).group_name
+        done = self._done[name] > 0
+        self._done[name] -= done
+        return done
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Room for a tensor: the same for all, since nothing that lies there means anything."""
+        return self._room.of(tensor.numel(), tensor.dtype)

@@ -1,0 +1,53 @@
+"""Memory that is taken beforehand, for what must not want for any: there other ranks would wait for this one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Room:
+    """Bytes for one thing at a time: gradients that are summed over ranks, a message of a pass that found no memory.
+
+    Args:
+        device: Where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = self._taken(0)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._bytes.nbytes
+
+    def take(self, size: int) -> None:
+        """Be of `size` bytes from now on.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory; then it is as it was.
+        """
+        before = self.size
+        if size == before:
+            return
+        self._bytes = self._taken(0)
+        try:
+            self._bytes = self._taken(size)
+        except torch.OutOfMemoryError:
+            self._bytes = self._taken(before)
+            raise
+
+    def of(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Room for so many elements, which hold anything: always the same bytes.
+
+        Raises:
+            torch.OutOfMemoryError: It is too small, and there is no memory for more.
+        """
+        size = count * dtype.itemsize
+        if size > self.size:
+            self.take(size)
+        return self._bytes[:size].view(dtype)
+
+    def _taken(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
