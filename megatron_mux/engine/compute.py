@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class TrainingCompute:
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros for want of memory."""
         made = self.shortage.attempt(
-            action, lambda: self._together(action, hidden), (lambda: self._again(action),)
+            action, lambda: self._together(action, hidden), lambda: (self._again(action),)
         )
         if made is not None:
             return made
@@ -62,13 +63,15 @@ class TrainingCompute:
         # What is there already: zeros must not want for memory, too.
         return self._nothing[: self.shape(action)[0]] if hidden is None else hidden.detach().zero_()
 
-    def _again(self, action: Action) -> Tensor:
-        """The forward pass for its messages alone: whatever came in."""
-        stage = self.stages[action.stage]
-        hidden = None
-        if action.stage:
-            hidden = torch.empty(self.shape(action), dtype=stage.dtype, device=stage.device, requires_grad=True)
-        return self._together(action, hidden)
+    def _again(self, action: Action) -> Callable[[], Tensor]:
+        """The forward pass for its messages alone, whatever came in."""
+        shape, stage = self.shape(action), self.stages[action.stage]  # laid out by now, by real numbers
+
+        def forward() -> Tensor:
+            options: Any = {"dtype": stage.dtype, "device": stage.device, "requires_grad": True}
+            return self._together(action, torch.empty(shape, **options) if action.stage else None)
+
+        return forward
 
     def _together(self, action: Action, hidden: Tensor | None) -> Tensor:
         """The batches of a unit, one after the other."""
@@ -98,8 +101,11 @@ class TrainingCompute:
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate to the adapters and to the stage's input, unless memory is wanting."""
         outputs = self._outputs.pop((action.stage, action.unit), [output])
-        again = (lambda: self._again(action)), (lambda made: self._back_again(action, made))
-        self.shortage.attempt(action, lambda: self._back(action, outputs, gradient), again)
+        self.shortage.attempt(
+            action,
+            lambda: self._back(action, outputs, gradient),
+            lambda: (self._again(action), lambda made: self._back_again(action, made)),
+        )
         if self.shortage.concerns(action.bucket):
             for name in self.ends.bucket(action.bucket).tasks:  # what there is of gradients will not be needed
                 self.ends.running[name].optimizer.zero()
@@ -176,7 +182,7 @@ class EvaluationCompute:
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, anything for want of memory; on the last stage the sums are kept too."""
         made = self.shortage.attempt(
-            action, lambda: self._forward(action, hidden), (lambda: self._again(action),)
+            action, lambda: self._forward(action, hidden), lambda: (lambda: self._again(action),)
         )
         if made is not None:
             return made

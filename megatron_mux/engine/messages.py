@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -70,69 +70,89 @@ class Messages:
         return {name: own._get_sequence_number_for_group() for name, own in self._backends.items()}
 
     def alone(
-        self, before: Counts, forward: Callable[[], Tensor], backward: Callable[[Tensor], None] | None = None
+        self,
+        before: Counts,
+        forward: Callable[[], Tensor],
+        backward: Callable[[Tensor], None] | None = None,
+        *,
+        memory: bool,
     ) -> None:
-        """Exchange the messages of a pass without computing it.
+        """Exchange the messages of a pass, and nothing else; what it is made of is dropped.
 
         Args:
             before: What `sent` was when the pass began: what it has sent since, it has done with.
             forward: Computes it.
             backward: Its backward pass, given what `forward` made: then the messages are of this alone.
+            memory: Whether to compute it, which is quicker; else nothing takes memory.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory to compute it, or none for a message larger than the room.
         """
         for residence in self._residences:
             residence.abandon()
         if not self._backends:
             return
-        # One mode for all passes: what chunks leave for each other is of its making.
-        self._fake = self._fake or FakeTensorMode(allow_non_fake_inputs=True)
-        left = {name: count - before[name] for name, count in self.sent().items()}
-        alone = _Alone(self._room, left)
+        alone = _Alone({name: count - before[name] for name, count in self.sent().items()})
         with ExitStack() as stack:
-            for residence in self._residences:
-                stack.enter_context(residence.without_memory())
+            if not memory:
+                # One mode for all passes: what chunks leave for each other is of its making.
+                self._fake = alone.fake = self._fake or FakeTensorMode(allow_non_fake_inputs=True)
+                alone.room = self._room
+                stack.enter_context(self._fake)
+                for residence in self._residences:
+                    stack.enter_context(residence.without_memory())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(self._fake)
             stack.enter_context(alone)
             alone.silent = backward is not None
             made = forward()
             if backward is not None:
                 alone.silent = False
                 backward(made)
-        # They keep tensors from pass to pass: of these some have no memory.
-        attention.forget()
-        grouped.forget()
+        if not memory:
+            # They keep tensors from pass to pass: some have no memory now.
+            attention.forget()
+            grouped.forget()
 
 
 class _Alone(TorchDispatchMode):
-    """Above a fake mode: what is computed is fake, what is sent is sent.
+    """Sends messages but the first ones.
 
     Args:
-        room: For what is sent.
-        done: Messages to leave out, the first ones of each group.
+        done: How many to leave out, of each group.
 
     Attributes:
         silent: Leave out all, and do not count them.
+        fake: The mode below in which all else is fake; None: it is computed.
+        room: For what is sent instead of fake tensors.
     """
 
-    def __init__(self, room: Room, done: Counts) -> None:
+    def __init__(self, done: Counts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.silent = False
-        self._room = room
+        self.fake: FakeTensorMode | None = None
+        self.room: Room | None = None
         self._done = dict(done)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "c10d":
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            # What a message brings is its first argument.
+            return args[0], self._work(func, args, kwargs)
+        if self.fake is not None:
+            # Of real tensors alone the mode below would really compute some operators.
+            args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _work(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Send a message unless that is done; what to wait for."""
         if self._is_done(args):
-            work = torch._C._distributed_c10d.FakeWork().boxed()
-        else:
-            with unset_fake_temporarily():
-                made = func(*tree_map_only(Tensor, self._place, args), **(kwargs or {}))
-            work = made[-1]
-        return args[0], work  # what a message brings is its first argument
+            return torch._C._distributed_c10d.FakeWork().boxed()
+        if self.fake is None:
+            return func(*args, **kwargs)[-1]
+        with unset_fake_temporarily():
+            return func(*tree_map_only(Tensor, self._placed, args), **kwargs)[-1]
 
     def _is_done(self, args: Any) -> bool:
-        """Whether a message is not to be sent, or has been."""
         if self.silent:
             return True
         boxes = (arg for arg in args if isinstance(arg, torch.ScriptObject))
@@ -141,6 +161,14 @@ class _Alone(TorchDispatchMode):
         self._done[name] -= done
         return done
 
-    def _place(self, tensor: Tensor) -> Tensor:
+    def _faked(self, tensor: Tensor) -> Tensor:
+        assert self.fake is not None
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with unset_fake_temporarily():
+            return self.fake.from_tensor(tensor)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
         """Room for a tensor: the same for all, since nothing that lies there means anything."""
-        return self._room.of(tensor.numel(), tensor.dtype)
+        assert self.room is not None
+        return self.room.of(tensor.numel(), tensor.dtype)

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.messages import Messages
+from megatron_mux.engine.messages import Counts, Messages
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 T = TypeVar("T")
 
-Again = tuple[Callable[[], Tensor]] | tuple[Callable[[], Tensor], Callable[[Tensor], None]]
-"""See `Shortage.attempt`."""
+Passes = tuple[Callable[[], Tensor]] | tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+"""A forward pass; or one, and its backward pass: as `Messages.alone` takes them."""
 
 
 def first_sentence(error: torch.OutOfMemoryError) -> str:
@@ -44,33 +44,51 @@ class Shortage:
         self._parallel = parallel
         self._messages = messages
         self._said: dict[int, str] = {}
+        self._not_alone: set[int] = set()
 
     def concerns(self, entry: int) -> bool:
         """Whether a bucket, counted on over steps, is not to be computed any more in this turn."""
         return entry % self._period in self._said
 
-    def attempt(self, action: Action, compute: Callable[[], T], again: Again | None = None) -> T | None:
+    def attempt(self, action: Action, compute: Callable[[], T], again: Callable[[], Passes] | None = None) -> T | None:
         """What an action's work comes to; None if its bucket lacks memory: then all that it took is free again.
 
         Args:
             action: The action.
             compute: Does its work.
-            again: The same work, as `Messages.alone` does it: a forward pass, and a backward pass if that is what the
-                action makes. None: it exchanges nothing.
+            again: Gives the same work for its messages alone. None: it exchanges nothing.
         """
         before = self._messages.sent()
-        if not self.concerns(action.bucket):
+        bucket = action.bucket % self._period
+        fits = bucket in self._said and bucket not in self._not_alone
+        if bucket not in self._said:
             try:
                 return compute()
             except torch.OutOfMemoryError as error:
-                what = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
-                self._said[action.bucket % self._period] = what
+                self._said[bucket] = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
             # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
-            if self._parallel.device.type == "cuda":
-                torch.cuda.empty_cache()
-        if again is not None:
-            self._messages.alone(before, *again)
+            self._free()
+        if again is not None and not (fits and self._computed_alone(bucket, before, again)):
+            self._messages.alone(before, *again(), memory=False)
         return None
+
+    def _computed_alone(self, bucket: int, before: Counts, again: Callable[[], Passes]) -> bool:
+        """Exchange a pass's messages by computing it; whether there is memory, now that no other of its bucket has any.
+
+        Once there is none it is not tried again: a pass is quick, but to go through it without memory takes its operators
+        a fraction of a millisecond each.
+        """
+        try:
+            self._messages.alone(before, *again(), memory=True)
+            return True
+        except torch.OutOfMemoryError:
+            self._not_alone.add(bucket)
+        self._free()
+        return False
+
+    def _free(self) -> None:
+        if self._parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def everywhere(self) -> dict[int, str]:
         """For each bucket that lacked memory on some rank, where; every rank calls it when one did."""
