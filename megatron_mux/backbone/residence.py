@@ -122,7 +122,11 @@ class Unit:
     @property
     def largest_message(self) -> int:
         """Bytes of the largest message that brings it; 0 if nobody else has any of it."""
-        return max(piece.nbytes for piece, _, _ in self._pieces) if self._group is not None and self._pieces else 0
+        return (
+            max(piece.nbytes for piece, _, _ in self._pieces)
+            if self._group is not None and self._pieces
+            else 0
+        )
 
     def abandon(self) -> None:
         """Drop what is here or on its way, wherever a pass has broken off."""

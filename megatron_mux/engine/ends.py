@@ -89,22 +89,24 @@ class Ends:
         if not self.shortage.concerns(entry):
             self.shortage.attempt(action, lambda: self._complete(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
-        lacks = torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
+        lacks = self._room.surely(
+            lambda: torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
+        )
         parameters = [self.running[name].adapter.parameters for name in names]
         reduce_gradients(
             [p for own in parameters for p in own], self.parallel, lacks, self._room, self._summed_at_once
         )
-        squares = torch.stack([squared_norm(own, device) for own in parameters])
+        squares = self._room.surely(lambda: torch.stack([squared_norm(own, device) for own in parameters]))
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
-            losses = losses[self._rows[entry % len(self.buckets)]]
+            own = self._room.surely(lambda: losses[self._rows[entry % len(self.buckets)]])
             if self.parallel.dp_size > 1:
-                dist.all_reduce(losses, group=self.parallel.dp_group)
-            table = torch.stack([losses, squares, lacks.double()], dim=1)
+                dist.all_reduce(own, group=self.parallel.dp_group)
+            table = self._room.surely(lambda: torch.stack([own, squares, lacks.double()], dim=1))
         else:
             table = others
             table[:, _SQUARE] += squares
-            table[:, _LACK] += lacks
+            table[:, _LACK] += self._room.surely(lacks.double)
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
@@ -134,24 +136,28 @@ class Ends:
         if whole is None:
             whole = self._whole.pop(entry)
             if self.parallel.tp_size > 1:
-                own = whole[:, _SQUARE:].clone()
+                own = self._room.surely(whole[:, _SQUARE:].clone)
                 dist.all_reduce(own, group=self.parallel.tp_group)
                 whole[:, _SQUARE:] = own
         names = self.bucket(entry).tasks
         rows = self._rows[entry % len(self.buckets)]
-        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _LACK] > 0)
+        failed, norms = self._room.surely(lambda: self._judged(whole, rows))
         self._failed[rows] = failed
-        norms = whole[:, _SQUARE].sqrt()
         for i, name in enumerate(names):
             self._step(name, self._first[name] + entry // len(self.buckets), norms[i], failed[i])
         self._tables.append((entry, whole))
         return whole
 
+    def _judged(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tasks of a table have failed or lacked memory, now or before; their norms."""
+        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _LACK] > 0)
+        return failed, whole[:, _SQUARE].sqrt()
+
     def _step(self, name: str, step: int, norm: Tensor, failed: Tensor) -> None:
         """Let one task's optimizer take step `step`, unless the task has failed; the host need not know."""
         running = self.running[name]
-        running.optimizer.clip(norm)
-        running.optimizer.step(step, failed)
+        self._room.surely(lambda: running.optimizer.clip(norm))
+        running.optimizer.step(step, self._room.surely(failed.float))
         # What acts on the adapter besides its optimizer has to know.
         if running.adapter.acts_after_steps and not failed:
             running.adapter.after_step(step + 1)

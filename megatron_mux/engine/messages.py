@@ -56,8 +56,9 @@ class Messages:
         self._residences = [stage.residence for stage in stages]
         self._room = room
         self._fake: FakeTensorMode | None = None
-        groups = [parallel.tp_group] * (parallel.tp_size > 1)
-        groups += [parallel.dp_group] * any(residence.in_step for residence in self._residences)
+        groups = [parallel.tp_group] if parallel.tp_size > 1 else []
+        if any(residence.in_step for residence in self._residences):
+            groups.append(parallel.dp_group)
         # Messages of different groups may change places; those of one never do.
         self._backends = {
             group.group_name: group._get_backend(parallel.device)
@@ -65,9 +66,22 @@ class Messages:
             if dist.get_backend(group) != "fake"  # nobody is there, and nothing fails
         }
 
+    @property
+    def any(self) -> bool:
+        """Whether passes exchange anything."""
+        return bool(self._backends)
+
+    def abandon(self) -> None:
+        """A pass has broken off: drop what it brought."""
+        for residence in self._residences:
+            residence.abandon()
+
     def sent(self) -> Counts:
         """How many there have been so far."""
-        return {name: own._get_sequence_number_for_group() for name, own in self._backends.items()}
+        return {
+            name: own._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            for name, own in self._backends.items()
+        }
 
     def alone(
         self,
@@ -88,10 +102,6 @@ class Messages:
         Raises:
             torch.OutOfMemoryError: There is no memory to compute it, or none for a message larger than the room.
         """
-        for residence in self._residences:
-            residence.abandon()
-        if not self._backends:
-            return
         alone = _Alone({name: count - before[name] for name, count in self.sent().items()})
         with ExitStack() as stack:
             if not memory:

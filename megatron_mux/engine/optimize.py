@@ -62,7 +62,10 @@ class TaskOptimizer:
         return self.spec.learning_rate * self._factor(step)
 
     def clip(self, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`."""
+        """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`.
+
+        Where there is no memory for scalars, the gradients are as they were.
+        """
         limit = self.spec.max_grad_norm
         gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
         if limit > 0 and gradients:
@@ -73,16 +76,18 @@ class TaskOptimizer:
     def step(self, step: int, skip: Tensor) -> None:
         """Update the parameters with their gradients as optimizer step `step` (from 0), and drop the gradients.
 
+        It takes no memory: moments are there.
+
         Args:
             step: Which; the learning rate depends on it.
-            skip: Boolean scalar on the device: leave everything as it is.
+            skip: Scalar fp32 on the device: unless it is zero, leave everything as it is.
         """
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         # torch's fused optimizers look here for what a gradient scaler has found.
-        self._optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        self._optimizer.found_inf = skip  # type: ignore[attr-defined]
         self._optimizer.step()
         self.zero()
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Room:
@@ -48,6 +54,20 @@ class Room:
         if size > self.size:
             self.take(size)
         return self._bytes[:size].view(dtype)
+
+    def surely(self, make: Callable[[], T]) -> T:
+        """What `make` makes of a little memory: where there is none, of the room's own, which is then taken again.
+
+        Args:
+            make: May be called twice.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return make()
+        size, self._bytes = self.size, self._taken(0)
+        made = make()
+        with suppress(torch.OutOfMemoryError):
+            self.take(size)
+        return made
 
     def _taken(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)

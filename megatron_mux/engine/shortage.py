@@ -1,9 +1,9 @@
 """Memory that runs out in a pass: the bucket's tasks take their step again in smaller parts, nobody else loses one.
 
-A pass that finds no memory gives its neighbours zeros instead, and so do the bucket's later passes on this rank; what
-they exchange with ranks that make the same passes, they exchange without memory (`messages`). All others run as planned,
-so that no rank waits and no other task notices. That the bucket lacked memory travels to all stages with its tasks'
-norms (`ends`): they do not step, nor in what is left of the turn.
+A pass that finds no memory gives its neighbours zeros instead, and so do the bucket's later passes on this rank; with
+ranks that make the same passes they go on exchanging what these wait for (`messages`). All others run as planned, so
+that no rank waits and no other task notices. That the bucket lacked memory travels to all stages with its tasks' norms
+(`ends`): they do not step, nor in what is left of the turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Shortage:
         """Whether a bucket, counted on over steps, is not to be computed any more in this turn."""
         return entry % self._period in self._said
 
-    def attempt(self, action: Action, compute: Callable[[], T], again: Callable[[], Passes] | None = None) -> T | None:
+    def attempt(
+        self, action: Action, compute: Callable[[], T], again: Callable[[], Passes] | None = None
+    ) -> T | None:
         """What an action's work comes to; None if its bucket lacks memory: then all that it took is free again.
 
         Args:
@@ -68,15 +70,16 @@ class Shortage:
                 self._said[bucket] = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
             # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
             self._free()
-        if again is not None and not (fits and self._computed_alone(bucket, before, again)):
-            self._messages.alone(before, *again(), memory=False)
+        if again is None or not self._messages.any or (fits and self._computed_alone(bucket, before, again)):
+            return None
+        self._messages.alone(before, *again(), memory=False)
         return None
 
     def _computed_alone(self, bucket: int, before: Counts, again: Callable[[], Passes]) -> bool:
         """Exchange a pass's messages by computing it; whether there is memory, now that no other of its bucket has any.
 
-        Once there is none it is not tried again: a pass is quick, but to go through it without memory takes its operators
-        a fraction of a millisecond each.
+        Once there is none it is not tried again. (It is tried because it is quick: without memory each operator takes a
+        fraction of a millisecond of the host.)
         """
         try:
             self._messages.alone(before, *again(), memory=True)
@@ -87,6 +90,7 @@ class Shortage:
         return False
 
     def _free(self) -> None:
+        self._messages.abandon()
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
 
