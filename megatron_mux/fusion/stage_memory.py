@@ -99,7 +99,9 @@ class StageMemory:
 
     def resident(self) -> tuple[float, ...]:
         """`[S]` bytes of the backbone's part, and of the tasks' adapters with what trains them."""
-        return tuple(self._weights(stage) + self._adapters(stage) for stage in self.stages)
+        return tuple(
+            self._weights(stage) + self._adapters(stage) + self._room(stage) for stage in self.stages
+        )
 
     def outside(self, pipeline: int) -> float:
         """Bytes that a process takes besides: its context, communicators, cuBLAS's workspaces; none on a CPU.
@@ -120,13 +122,21 @@ class StageMemory:
         return (share + brought) * self.itemsize
 
     def _adapters(self, stage: Stage) -> float:
-        """Of values, gradients and moments: fp32, fp64 if the backbone is; and room to sum gradients over ranks."""
+        """Of values, gradients and moments: fp32, fp64 if the backbone is."""
         values = [load.adapter.values(stage.layers, self.method.tensor) for load in self.loads]
         copies = [2 if load.adapter.optimizer == "sgd" else 4 for load in self.loads]
         found = sum(count * size for count, size in zip(copies, values, strict=True))
-        if self.method.data * self.method.tensor > 1:
-            found += min(sum(values), own.SUMMED_AT_ONCE)
         return found * self.adapter_size
+
+    def _room(self, stage: Stage) -> float:
+        """To sum gradients over ranks, and for messages of passes but those of rows."""
+        if self.method.data * self.method.tensor == 1:
+            return 0.0
+        values = sum(load.adapter.values(stage.layers, self.method.tensor) for load in self.loads)
+        room = min(values, own.SUMMED_AT_ONCE) * self.adapter_size
+        if self.method.zero == 3:
+            room = max(room, min(own.WEIGHTS_AT_ONCE, stage.largest * self.itemsize))
+        return room
 
     @property
     def _comes_and_goes(self) -> bool:
@@ -171,6 +181,9 @@ class StageMemory:
         working[:, -1] = np.maximum(working[:, -1], self._loss(rows))
         if len(self.stages) > 1:
             working[:, 0] += rows.most * entry  # the engine's zeros for want of memory
+        if self.method.tensor > 1:  # the room is for their messages, too
+            row = self.architecture.hidden * self.itemsize
+            found += np.maximum(total * row - np.array([self._room(stage) for stage in self.stages]), 0.0)
         vain = 1 + FRAGMENTATION[self.method.recompute] * self._gpu
         return Bytes(np.maximum(found, 0.0) * vain, working * vain)
 

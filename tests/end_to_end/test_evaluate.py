@@ -136,7 +136,15 @@ def test_the_batch_size_bounds_a_pass_and_a_group(
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task])
     found = evaluate_module.evaluate(
-        engine.stages, parallel, engine.communicator, "task", records.as_dataset(), 0, 0, engine.room, batch_size
+        engine.stages,
+        parallel,
+        engine.communicator,
+        "task",
+        records.as_dataset(),
+        0,
+        0,
+        engine.room,
+        batch_size,
     )
     engine.remove_task("task")
     assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE

@@ -16,6 +16,9 @@ _COLUMN = ("linear_qkv", "linear_fc1")
 SUMMED_AT_ONCE = 1 << 22
 """Elements of gradients that one collective sums over ranks, unless a single gradient has more."""
 
+WEIGHTS_AT_ONCE = 1 << 26
+"""Bytes of a unit, at the most, that one message brings: `backbone.residence.PIECE`."""
+
 
 def inputs(tasks: Sequence[TaskAdapters], layer: int) -> frozenset[str]:
     """BaseOps of a layer whose input some task's adapter needs: one tensor for all of them."""

@@ -229,7 +229,10 @@ class Parts:
         return share * self.recipe.step(stage.values, stage.shapes)
 
     def _adapters(self, stage: Stage) -> Iterator[Line]:
-        """Of all tasks: fp32 values and moments; and room to sum gradients over ranks."""
+        """Of all tasks: fp32 values and moments; and room to sum gradients over ranks, and for a pass's message.
+
+        Of gradients and rows the larger is taken: both, here.
+        """
         total = 0.0
         for task in self.recipe.adapters:
             values = task.values(stage.layers, self.method.tensor)
@@ -237,7 +240,11 @@ class Parts:
             yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
             total += values
         if self.method.data * self.method.tensor > 1:
-            yield Line("communication", 4 * min(total, own.SUMMED_AT_ONCE))
+            room = 4 * min(total, own.SUMMED_AT_ONCE)
+            if self.method.zero == 3:
+                room = max(room, min(own.WEIGHTS_AT_ONCE, stage.largest * self.recipe.size))
+            row = self.architecture.hidden * self._run.size if self.method.tensor > 1 else 0
+            yield Line("communication", room, row)
 
     def _adapter_gradients(self, layers: range) -> Line:
         """Of all tasks, in fp32."""
