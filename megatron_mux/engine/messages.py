@@ -39,7 +39,12 @@ def largest_message(stages: Iterable[Backbone], rows: int) -> int:
     for stage in stages:
         sizes.append(stage.residence.largest_message)
         if stage.parallel.tp_size > 1:
-            sizes.append(rows * stage.shape.hidden * stage.dtype.itemsize)
+            widths = [stage.shape.hidden]
+            if (
+                stage.shape.kv_heads < stage.parallel.tp_size
+            ):  # then Megatron-Core has every rank see all of them
+                widths.append(stage.shape.out_features("linear_qkv"))
+            sizes.append(rows * max(widths) * stage.dtype.itemsize)
     return max(sizes)
 
 

@@ -182,7 +182,7 @@ class StageMemory:
         if len(self.stages) > 1:
             working[:, 0] += rows.most * entry  # the engine's zeros for want of memory
         if self.method.tensor > 1:  # the room is for their messages, too
-            row = self.architecture.hidden * self.itemsize
+            row = own.message(self.architecture, self.method.tensor, self.itemsize)
             found += np.maximum(total * row - np.array([self._room(stage) for stage in self.stages]), 0.0)
         vain = 1 + FRAGMENTATION[self.method.recompute] * self._gpu
         return Bytes(np.maximum(found, 0.0) * vain, working * vain)

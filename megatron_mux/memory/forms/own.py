@@ -49,6 +49,14 @@ def whole(tasks: Sequence[TaskAdapters], layer: int, architecture: Architecture,
     return saved
 
 
+def message(architecture: Architecture, tensor: int, size: int) -> float:
+    """Bytes of a row of the largest message between tensor ranks: `engine.messages.largest_message`."""
+    if tensor == 1:
+        return 0.0
+    whole = architecture.queries + 2 * architecture.keys
+    return size * max(architecture.hidden, whole if architecture.kv_heads < tensor else 0)
+
+
 def rows(task: TaskAdapters, layer: int, architecture: Architecture, run: Pass) -> list[Saved]:
     """What a row of a task keeps for its adapter in a layer, besides what `whole` has."""
     saved: list[Saved] = []

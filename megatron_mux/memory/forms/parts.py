@@ -243,7 +243,7 @@ class Parts:
             room = 4 * min(total, own.SUMMED_AT_ONCE)
             if self.method.zero == 3:
                 room = max(room, min(own.WEIGHTS_AT_ONCE, stage.largest * self.recipe.size))
-            row = self.architecture.hidden * self._run.size if self.method.tensor > 1 else 0
+            row = own.message(self.architecture, self.method.tensor, self._run.size)
             yield Line("communication", room, row)
 
     def _adapter_gradients(self, layers: range) -> Line:
