@@ -240,7 +240,9 @@ def _limits(hidden: int, ffn: int) -> dict[str, float]:
     # Ranks that share cores come late to each other's messages: between products one takes longer than by itself.
     product = seconds(lambda: x @ weight.t(), 30)
     latency = max(seconds(with_work, 30) - product, seconds(lambda: dist.all_reduce(message[:1]), 50))
-    exchange = seconds(lambda: dist.all_reduce(message), 10) - seconds(lambda: dist.all_reduce(message[:1]), 50)
+    exchange = seconds(lambda: dist.all_reduce(message), 10) - seconds(
+        lambda: dist.all_reduce(message[:1]), 50
+    )
     return {
         "peak": 2 * x.numel() * weight.shape[0] / product,
         "bandwidth": 2 * large.nbytes / seconds(large.clone, 20),
