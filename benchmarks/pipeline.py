@@ -34,6 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
+    parser.add_argument("--steps", type=int, help="of a turn (default: as many as each case has)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_worker(parser)
     add_output(parser)
@@ -43,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, print, leave the JSON."""
     arguments = parse(argv)
-    flags = ("--turns", "--cases", "--device", "--backbone-shape")
+    flags = ("--turns", "--cases", "--steps", "--device", "--backbone-shape")
     result = measured(arguments, 2, __file__, flags, _measure)
     if result is not None:
         publish(result, markdown(result), arguments.output)

@@ -49,6 +49,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     premises = Premises(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
     cases: list[dict[str, Any]] = []
     for chosen in CASES[: arguments.cases]:
+        chosen = {**chosen, "steps": arguments.steps or chosen["steps"]}
         specs, records = _tasks(chosen, info.shape.vocab)
         loads = loads_of(specs, records, info)
         split = balanced_split(premises, list(loads.values()))
