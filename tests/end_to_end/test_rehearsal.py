@@ -54,6 +54,10 @@ def _setting(
     return Setting({**LLAMA, "num_hidden_layers": layers}, casts, plan, **more)
 
 
+def _one_step(layers: int, kind: str, recompute: str) -> Setting:
+    return _setting(layers, (kind,), recompute=recompute, steps=1)
+
+
 DEEP = {
     "rolling, two kinds, evaluated": (_setting(6, ("lora", "scales"), rolling=True), 0),
     "middle of three stages": (_setting(18, stages=3), 1),
@@ -75,13 +79,13 @@ def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event(
     asked = {}
     for kind in ALIKE:
         for recompute in ("none", "full", "selective"):
-            deep, few = (_setting(layers, (kind,), recompute=recompute, steps=1) for layers in (16, 8))
+            deep, few = (_one_step(layers, kind, recompute) for layers in (16, 8))
             assert shallow(few) == shallow(deep)  # the larger of the two has 4 layers
             asked[f"{kind} {recompute}"] = [(one, 0) for one in (*shallow(deep), few, deep)]
     for name, (two, three, *whole) in _recordings(asked).items():
         for layers, same in zip(depths, (three, *whole), strict=True):
             kind, recompute = name.split()
-            assert deepened(_setting(layers, (kind,), recompute=recompute, steps=1), 0, two, three) == same, name
+            assert deepened(_one_step(layers, kind, recompute), 0, two, three) == same, name
     for kind in set(KINDS) - set(ALIKE):
         assert not any(shallow(_setting(layers, (kind,))) for layers in depths)
 
