@@ -230,7 +230,7 @@ def _mlp(a: Architecture, run: Pass) -> Iterator[Saved]:
 def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved]:
     """What lives for a moment while a layer goes backward: gradients of what it kept, of its widest half.
 
-    An upper bound: gradients come and go one after the other.
+    An upper bound: gradients come and go one after the other. What the MLP kept is gone when attention's turn comes.
     """
     a, w = architecture, run.size
     hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, w)
@@ -242,4 +242,6 @@ def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved
     if _keeps_scores(a, run) and not frozen:
         attention.append(Saved("gradients of scores", "columns", 2 * a.heads * run.length, 4))
     attention += _scratch(a, run, frozen)
+    inside = engine_mlp(a, run)[1:] if frozen else _mlp(a, run)
+    attention += [one._replace(what=f"gone: {one.what}", width=-one.width) for one in inside]
     return [hidden, *max(mlp, attention, key=lambda saved: total(saved, 1, False))]
