@@ -33,6 +33,5 @@ def test_the_chosen_method_is_the_fastest_that_runs(tmp_path: Path) -> None:
             assert 0.97 < method["predicted_bytes"] / method["peak_bytes"] < 1.2, method
             assert method["peak_bytes"] <= result["budget_bytes"]
     assert 1 < sum(m["runs"] for m in methods) < len(methods) - 1, "a budget that tells methods apart"
-    # Four processes share the cores with whatever else there is, and methods differ threefold: the benchmark by itself
-    # says how near to the fastest the chosen one comes.
-    assert result["fits"] and result["over_the_fastest"] < 2
+    # The next one takes a fifth longer or more: a quarter is what a busy machine may add.
+    assert result["fits"] and result["over_the_fastest"] < 1.25
