@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,10 +65,13 @@ GPUS: Mapping[str, Known] = {
 
 
 def find(name: str) -> Known | None:
-    """A GPU by its name; None if it is not known."""
-    upper = name.upper()
-    parts = [part for part in GPUS if part in upper]
-    return GPUS[max(parts, key=len)] if parts else None
+    """A GPU by its name; None if it is not known.
+
+    Its part begins a word and ends before another digit (`A1000` is no A100). Letters may follow (`V100S`), and a `G`
+    may come before it (`GH200`).
+    """
+    found = [part for part in GPUS if re.search(rf"(?<![A-Z0-9])G?{part}(?![0-9])", name.upper())]
+    return GPUS[max(found, key=len)] if found else None
 
 
 def known(name: str, *others: str) -> Known:

@@ -14,21 +14,26 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 """Methods in a table; programs get all of them."""
+_CAPTION = (
+    "here: whether this engine runs it; parts: micro-batches of a step on each pipeline; batch: sequences of one; "
+    "GiB: of the worst rank; worst: its stage"
+)
 
 
 def show(console: Console, ranking: Ranking, impossible: Mapping[str, str], command: str) -> None:
     """Print a ranking.
 
     Args:
-        console: Where to. (`here`: whether our engine runs it; `parts`: micro-batches of a step on each pipeline;
-            `batch`: sequences of one: the task file's, what was asked for, or the most that fit; `worst`: the stage.)
+        console: Where to.
         ranking: The methods.
         impossible: Those that the model's sizes exclude, and why.
         command: What begins the command line that runs a method of ours.
     """
     from rich.table import Table
 
-    table = Table(title=f"by closed forms of ours: the first {_SHOWN} of {len(ranking.entries)} methods")
+    count = len(ranking.entries)
+    which = f"the first {_SHOWN} of {count} methods" if count > _SHOWN else f"{count} method(s)"
+    table = Table(title=f"by closed forms of ours: {which}", caption=_CAPTION)
     table.add_column("method", no_wrap=True)
     table.add_column("")
     for column in ("fits", "here", "parts", "batch", "GiB", "worst", "tokens/s"):

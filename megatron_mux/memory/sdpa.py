@@ -89,10 +89,11 @@ def _half(gpu: Gpu, dtype: str) -> bool:
 
 
 def _cudnn(gpu: Gpu, asked: Asked) -> bool:
+    widest = 256 if gpu.capability == (9, 0) else 128  # by cuDNN 9.10 and newer, which is what is preferred
     return (
         (8, 0) <= gpu.capability <= (12, 1)
         and _half(gpu, asked.dtype)
-        and all(size <= 128 and size % 8 == 0 for size in (asked.width, asked.values))
+        and all(size <= widest and size % 8 == 0 for size in (asked.width, asked.values))
         and asked.keys > 1
         and float(asked.dropout * 16).is_integer()  # cuDNN's resolution
     )
@@ -105,7 +106,16 @@ def _flash(gpu: Gpu, asked: Asked) -> bool:
         and not asked.masked
         and asked.width == asked.values <= 256
         and (not asked.causal or asked.queries == asked.keys)
+        and not (gpu.capability in _LITTLE_SHARED_MEMORY and _too_wide_to_train(asked))
     )
+
+
+_LITTLE_SHARED_MEMORY = {(8, 6), (8, 7), (8, 8), (8, 9), (12, 0), (12, 1)}
+
+
+def _too_wide_to_train(asked: Asked) -> bool:
+    """For flash attention's backward pass on such GPUs."""
+    return 192 < asked.width <= 224 or (asked.width > 224 and asked.dropout > 0)
 
 
 def _efficient(gpu: Gpu, asked: Asked) -> bool:

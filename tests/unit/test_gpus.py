@@ -21,6 +21,9 @@ from megatron_mux.gpus import GPUS, Gpu, find, known
         ("NVIDIA L40", Gpu((8, 9), False), 181e12),
         ("GeForce RTX 4090", Gpu((8, 9), False), 165e12),
         ("V100", Gpu((7, 0), False), 125e12),
+        ("NVIDIA GH200 480GB", Gpu((9, 0), True), 989e12),
+        ("Tesla V100-SXM2-16GB", Gpu((7, 0), False), 125e12),
+        ("NVIDIA A100 80GB PCIe", Gpu((8, 0), False), 312e12),
     ],
 )
 def test_a_longer_part_of_a_name_counts_first(name: str, gpu: Gpu, half: float) -> None:
@@ -29,7 +32,8 @@ def test_a_longer_part_of_a_name_counts_first(name: str, gpu: Gpu, half: float) 
 
 
 def test_what_is_not_known() -> None:
-    assert find("H9000") is None
+    for other in ("H9000", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA RTX A4000", "GT 40900"):
+        assert find(other) is None, other
     with pytest.raises(UserError, match=f"--device H9000: is not known: choose from cpu, {', '.join(GPUS)}"):
         known("H9000", "cpu")
     assert device_of("cuda", "some new GPU", 0).peak[2] == known("A100").half

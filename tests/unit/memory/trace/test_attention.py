@@ -11,6 +11,7 @@ from megatron_mux.memory.trace.attention import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OLD, AMPERE, HOPPER = Gpu((7, 5), False), Gpu((8, 0), False), Gpu((9, 0), True)
+ADA, BLACKWELL = Gpu((8, 9), False), Gpu((10, 0), True)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,12 @@ OLD, AMPERE, HOPPER = Gpu((7, 5), False), Gpu((8, 0), False), Gpu((9, 0), True)
         (AMPERE, BF16, (4, 4), 64, False, 0.0, Kernel.FLASH),
         (HOPPER, BF16, (4, 4), 64, False, 0.0, Kernel.CUDNN),
         (HOPPER, BF16, (4, 4), 64, True, 0.0, Kernel.CUDNN),
-        (HOPPER, BF16, (4, 4), 256, False, 0.0, Kernel.FLASH),
+        (HOPPER, BF16, (4, 4), 256, False, 0.0, Kernel.CUDNN),
+        (BLACKWELL, BF16, (4, 4), 256, False, 0.0, Kernel.FLASH),
+        (ADA, BF16, (4, 4), 192, False, 0.0, Kernel.FLASH),
+        (ADA, BF16, (4, 4), 224, False, 0.0, Kernel.EFFICIENT),
+        (ADA, BF16, (4, 4), 256, False, 0.0, Kernel.FLASH),
+        (ADA, BF16, (4, 4), 256, False, 0.1, Kernel.EFFICIENT),
         (HOPPER, BF16, (4, 4), 64, False, 0.1, Kernel.FLASH),  # not a multiple of 1/16
         (HOPPER, BF16, (4, 4), 64, False, 0.125, Kernel.CUDNN),
         (AMPERE, BF16, (4, 4), 64, True, 0.0, Kernel.EFFICIENT),
