@@ -74,7 +74,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch-size",
         type=at_least(1),
         metavar="B",
-        help="sequences on each GPU (default: what fits); with --tasks the file says it",
+        help="sequences on each GPU at once (default: as many as fit, and with ours micro-batches that make a step of "
+        "at least 64); with --tasks the file says it",
     )
     add(
         "--method",
@@ -414,9 +415,17 @@ def _print(
     if answer.entries:
         _print_layouts(console, question, answer, choice is None)
     if choice is not None:
+        from megatron_mux.choice.fit import SEQUENCES
         from megatron_mux.choice.tables import show
 
         show(console, choice.ranking, choice.impossible, _command(arguments, question))
+        if question.batch is None and choice.file is None:
+            console.print(
+                f"these steps have at least {SEQUENCES} sequences, in as many micro-batches (parts), whose "
+                "gradients add up: with --batch-size there are no more of them than a pipeline needs",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def _print_layouts(console: Console, question: Question, answer: Answer, choose: bool) -> None:

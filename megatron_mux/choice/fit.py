@@ -14,8 +14,8 @@ from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.papers.decision import largest_batch
 
 SEQUENCES = 64
-"""Of a step, at least, where nobody says how many it has: what a method does once a step is shared by as many with
-every method, by further micro-batches where one's largest batch is less."""
+"""Of a step, at least, where nobody says how many a GPU has at once: what a method does once a step is shared by as
+many with every method, by further micro-batches where one's largest batch is less."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def as_many_as_fit(
     device: str = "cuda",
     gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
 ) -> Fit:
-    """Micro-batches of a given number of sequences, or of as many as fit.
+    """Micro-batches of a given number of sequences, as few as the method needs; or of as many as fit, for `SEQUENCES`.
 
     Args:
         architecture, recipe, method: What is trained, and how.
@@ -65,15 +65,16 @@ def as_many_as_fit(
     parts = Parts(architecture, recipe, method, device, gpu=gpu)
     largest = largest_batch(lambda count: parts.peak(count * recipe.length), memory)
     shown = batch or max(largest, 1)
-    together = method.data * method.micro_batches * shown
-    count = method.micro_batches * -(-SEQUENCES // together)
     rows = shown * recipe.length
-    accumulated = replace(method, parts=count)
-    with_sums = Parts(architecture, recipe, accumulated, device, gpu=gpu)
-    if with_sums.peak(rows) <= memory or shown > largest:
-        method, parts = accumulated, with_sums
-    else:  # gradients have to be gone before the next micro-batch
-        count = method.micro_batches
+    if batch is None:
+        together = method.data * method.micro_batches * shown
+        count = method.micro_batches * -(-SEQUENCES // together)
+        accumulated = replace(method, parts=count)
+        with_sums = Parts(architecture, recipe, accumulated, device, gpu=gpu)
+        # Else gradients have to be gone before the next micro-batch.
+        if with_sums.peak(rows) <= memory or shown > largest:
+            method, parts = accumulated, with_sums
+    count = method.micro_batches
     return Fit(method, parts, rows, shown, largest, Work(rows, count, method.data * count * rows))
 
 

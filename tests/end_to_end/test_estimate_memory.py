@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.arguments import parse_args
+from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.engine.planning import Planning
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, step_grid
@@ -539,6 +540,17 @@ def test_optimizers_by_their_names(estimate: Call, optimizer: str) -> None:
         assert not errors and "trace" in by
     else:
         assert "trace" not in by and "not traced: use --method ours" in errors
+
+
+def test_whether_a_step_is_accumulated_is_said(estimate: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    said = f"at least {SEQUENCES} sequences, in as many micro-batches"
+    flags = ["--method", "ours", "--gpus", "1"]
+    assert said in estimate(OPT, *flags)[1] and said not in estimate(OPT, *flags, "--batch-size", "2")[1]
+    (one, *_) = json.loads(estimate(OPT, *flags, "--batch-size", "2", "--json")[1])["methods"]
+    assert (one["batch_size"], one["micro_batches"]) == (2, 1)
+    with pytest.raises(SystemExit):
+        tool("estimate_memory").parse(["--help"])
+    assert f"a step of at least {SEQUENCES})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_lengths_that_contradict(estimate: Call, tasks: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.arguments import parse_args
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
+from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
@@ -51,6 +52,22 @@ def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int |
         parts = Parts(ARCHITECTURE, recipe, entry.method)
         assert parts.peak((entry.largest_batch + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_batch_that_is_given_is_not_accumulated(gpus: int) -> None:
+    """One micro-batch a step, four for each stage of a pipeline; where nobody gave one, up to 64 sequences a step."""
+    given = rank(ARCHITECTURE, FULL, gpus, 1 << 40, A100, 3).entries
+    for entry in given:
+        method = entry.method
+        assert method.micro_batches == (4 * method.pipeline if method.pipeline > 1 else 1)
+        assert entry.batch == 3 and entry.speed.tokens == 3 * 128 * method.data * method.micro_batches
+    bare = Recipe(128, master=False)  # no gradients between steps, unless they are accumulated
+    (one, *_), (most, *_) = (
+        rank(ARCHITECTURE, bare, 1, 1200 * MIB, A100, batch).entries for batch in (3, None)
+    )
+    assert one.instants["the loss"]["gradients"] == 0
+    assert most.method.micro_batches * most.batch >= SEQUENCES
 
 
 def test_host_memory_helps_where_nothing_else_does() -> None:
