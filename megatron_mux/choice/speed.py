@@ -198,7 +198,7 @@ class _Passes:
         values = self._trained(stage)
         if method.zero and not recipe.frozen:
             values = stage.divided(method)
-        size = values * (2 * recipe.state_size + 2 * recipe.size + recipe.gradient_size)
+        size = values * (2 * recipe.state_size + 2 * recipe.weight_size + recipe.gradient_size)
         if not method.offload or recipe.frozen:
             return size / self._device.bandwidth
         moved = values * (recipe.gradient_size + recipe.size)

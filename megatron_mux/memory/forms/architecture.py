@@ -74,6 +74,7 @@ class Architecture:
         embedding: Of what comes before the layers.
         head: The output layer; what it has of its own if tied.
         final: Of what else comes behind the layers.
+        readers: Products of a layer that take the output of a norm.
     """
 
     model_type: str
@@ -95,6 +96,7 @@ class Architecture:
     embedding: Unit
     head: Unit
     final: Unit
+    readers: int = 2
 
     @classmethod
     def of(cls, skeleton: Skeleton) -> Architecture:
@@ -143,6 +145,7 @@ class Architecture:
             embedding,
             head,
             final,
+            reader.readers(),
         )
 
     @property
@@ -215,6 +218,16 @@ class _Reader:
             and tensor.operator == "Linear"
             and len(tensor.shape) == 2
             and re.search("attn|attention", name)
+        )
+
+    def readers(self) -> int:
+        """Products of the first layer into attention and into the MLP: of one matrix for several parts, one."""
+        return sum(
+            not number
+            and tensor.operator == "Linear"
+            and len(tensor.shape) == 2
+            and not _ROW_PARALLEL.search(name)
+            for number, tensor, name in self._inside()
         )
 
     def mlp(self) -> tuple[int, bool]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from megatron_mux.backbone.registry import family
 from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+_COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
 
 
 def architecture_of(shape: BackboneShape) -> Architecture:
     """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
     vocabulary = shape.vocab * shape.hidden
+    names = family(shape.family).names
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
     return Architecture(
         model_type=shape.family,
@@ -32,6 +35,7 @@ def architecture_of(shape: BackboneShape) -> Architecture:
         embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=_norm(shape)),
+        readers=sum(len(names.ops[op]) for op in _COLUMN_PARALLEL),
     )
 
 

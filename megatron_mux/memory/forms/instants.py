@@ -22,8 +22,9 @@ PARTS = (
     "fragmentation",
     "context",
 )
-"""What memory is for. `communication`: weights gathered or copied for use; `fragmentation`: held by the allocator, used
-by nothing; `context`: beside the allocator's."""
+"""What memory is for. `activations`: what passes keep, autocast's copies of weights among it; `communication`: weights
+gathered or copied for use, gradients copied to be summed; `fragmentation`: held by the allocator, used by nothing;
+`context`: beside the allocator's."""
 
 
 class Line(NamedTuple):

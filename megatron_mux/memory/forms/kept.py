@@ -28,6 +28,8 @@ whole of it, or its own columns of all rows."""
 _SAVED_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2}
 """Tensors as wide as the MLP that `transformers` keeps for an activation function, its output left out: ReLU needs
 nothing else; those put together from several operations keep what is in between. Others keep their input."""
+_WITH_POWERS = ("gelu_new", "gelu_fast")
+"""Activation functions with a power, which autocast takes in fp32: its input, the tanh, and one more than that."""
 
 
 class Saved(NamedTuple):
@@ -51,11 +53,12 @@ class Pass:
     """How a layer is computed.
 
     Attributes:
-        size: Bytes of a value of weights and hidden states.
+        size: Bytes of a value of what products take and give.
         length: Tokens of a sequence.
         attention: `flash`: no kernel keeps scores where that can be; `eager`: scores are kept.
         device: `cuda` or `cpu`, whose kernels keep different things.
         gpu: Which one.
+        autocast: Whether weights and hidden states are in fp32, and products alone take half precision.
     """
 
     size: int
@@ -63,6 +66,12 @@ class Pass:
     attention: Attention = "flash"
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
+    autocast: bool = False
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of a value of hidden states between a layer's parts."""
+        return 4 if self.autocast else self.size
 
 
 def total(saved: Sequence[Saved], tensor: int, sequence_parallel: bool) -> float:
@@ -163,13 +172,14 @@ def trained(architecture: Architecture, run: Pass, selective: bool = False) -> l
 
 def _norms(a: Architecture, run: Pass) -> Iterator[Saved]:
     """Of both norms, with their outputs, which products keep."""
-    yield Saved("outputs of norms", "rows", 2 * a.hidden, run.size)
+    # With autocast each product has a copy of its own.
+    yield Saved("outputs of norms", "rows", (a.readers if run.autocast else 2) * a.hidden, run.size)
     if not a.rms_norm:
-        yield Saved("inputs of norms", "rows", 2 * a.hidden, run.size)
+        yield Saved("inputs of norms", "rows", 2 * a.hidden, run.hidden)
         yield Saved("statistics of norms", "rows", 4, 4)
         return
     yield Saved("inputs of norms in fp32", "rows", 2 * a.hidden, 4)
-    yield Saved("normalised inputs", "rows", 2 * a.hidden, run.size)
+    yield Saved("normalised inputs", "rows", 2 * a.hidden, run.hidden)
     yield Saved("statistics of norms", "rows", 2, 4)
 
 
@@ -222,6 +232,9 @@ def _mlp(a: Architecture, run: Pass) -> Iterator[Saved]:
         widths = 4 * inner
     else:
         widths = (1 + _SAVED_BY_ACTIVATION.get(a.activation, 1)) * inner
+    if run.autocast and a.activation in _WITH_POWERS and not a.gated:
+        widths -= 3 * inner
+        yield Saved("inside the activation, in fp32", "columns", 3 * inner, 4)
     yield Saved("inside the MLP", "columns", widths, run.size)
     if a.experts > 1:
         yield Saved("routed rows", "rows", 2 * a.hidden * a.experts_per_token, run.size)
@@ -233,7 +246,7 @@ def workspace(architecture: Architecture, run: Pass, frozen: bool) -> list[Saved
     An upper bound: gradients come and go one after the other. What the MLP kept is gone when attention's turn comes.
     """
     a, w = architecture, run.size
-    hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, w)
+    hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, run.hidden)
     widths = a.inner + a.ffn
     if not frozen and _SAVED_BY_ACTIVATION.get(a.activation, 1) > 1:
         widths += a.ffn  # gradients of what is in between

@@ -35,10 +35,11 @@ class Recipe:
 
     Attributes:
         length: Tokens of the longest sequence.
-        precision: Of weights and hidden states.
+        precision: Of products: of weights and hidden states too, but for autocast.
         optimizer: Of full fine-tuning, a name of `OPTIMIZERS`; tasks have their own.
-        master: Whether half-precision weights have fp32 copies, gradients and moments beside them, as Megatron's
-            mixed precision has it; else all of these are in the weights' precision, as `transformers` has it.
+        master: Whether half precision has fp32 weights, gradients and moments: beside half-precision weights, as
+            Megatron's mixed precision has it, or alone, for autocast, where `transformers` runs it; else all of these
+            are in the precision.
         attention: Whether scores are kept (`eager`).
         adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
         mix: A portion for each of them; empty: all have the same, of sequences of `length` tokens.
@@ -70,18 +71,33 @@ class Recipe:
 
     @property
     def size(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of a weight as products take it."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def weight_size(self) -> int:
+        """Bytes of a weight between uses."""
+        return 4 if self.autocast else self.size
+
+    @property
+    def by_trainer(self) -> bool:
+        """Whether `transformers.Trainer` runs it: all is trained, by an optimizer that Megatron-LM does not have."""
+        return not self.frozen and self.keeps.megatron is None
+
+    @property
+    def autocast(self) -> bool:
+        """Whether weights are in fp32, and products take half-precision copies of them: `bf16=True` of `Trainer`."""
+        return self.by_trainer and self.master and self.size < 4
 
     @property
     def has_master(self) -> bool:
         """Whether there are fp32 copies of weights."""
-        return self.master and self.size < 4 and not self.frozen
+        return self.master and self.size < 4 and not self.frozen and not self.by_trainer
 
     @property
     def gradient_size(self) -> int:
         """Bytes of a gradient's value."""
-        return 4 if self.frozen or self.has_master else self.size
+        return 4 if self.frozen or self.has_master else self.weight_size
 
     @property
     def keeps(self) -> Optimizer:
@@ -109,7 +125,7 @@ class Recipe:
             values: Of the weights.
             shapes: Of their tensors.
         """
-        if self.has_master and self.keeps.megatron is not None:
+        if self.has_master:
             return 0.0
         return self.keeps.step(values, shapes, self.gradient_size)
 

@@ -46,16 +46,20 @@ class Outside:
         """Tensors alone."""
         return cls(0, 0, 0)
 
-    def total(self, method: Method, most: bool | None = None) -> int:
+    def total(self, method: Method, most: bool | None = None, trainer: bool = False) -> int:
         """What does not go through the allocator: the context, and a communicator for each kind of parallelism, one for
         all ranks, and one to each neighbour.
 
         Args:
             method: How the step is divided.
             most: The most there may be, or the least; None for what is likely.
+            trainer: Whether it is a run of `transformers.Trainer`, all of whose ranks are data-parallel: they have
+                torch's default group alone.
         """
         kinds = (method.data, method.tensor, method.expert)
         groups = sum(size > 1 for size in kinds) + 2 * (method.pipeline > 1) + (method.gpus > 1)
+        if trainer:
+            groups = int(method.gpus > 1)
         sizes = {CONTEXT: self.context, COMMUNICATOR: groups * self.group}
         if most is None:
             return sum(sizes.values())

@@ -65,9 +65,9 @@ class Parts:
         gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
-        self._run = Pass(recipe.size, recipe.length, recipe.attention, device, gpu)
+        self._run = Pass(recipe.size, recipe.length, recipe.attention, device, gpu, recipe.autocast)
         self._besides = (outside or Outside.of(gpu)) if device == "cuda" else Outside.nothing()
-        self._outside = self._besides.total(method)
+        self._outside = self._besides.total(method, trainer=recipe.by_trainer)
         self._in_vain = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
         self._known: dict[tuple[int, bool], float] = {}
 
@@ -86,8 +86,8 @@ class Parts:
                     for line in instant.lines
                     if line.part in _COMES_AND_GOES
                 )
-                blas = Line("workspace", self._besides.blas)
-                found.append(replace(instant, lines=(*instant.lines, *in_vain, blas)))
+                lasting = Line("workspace", self._besides.blas), Line("communication", self._buckets(stage))
+                found.append(replace(instant, lines=(*instant.lines, *in_vain, *lasting)))
         return found
 
     def worst(self, rows: int) -> Instant:
@@ -102,10 +102,10 @@ class Parts:
         """The least and the most that `peak` may be, by what is not known of the context, NCCL and fragmentation."""
         found = self.breakdown(rows)
         known = sum(found.values()) - found["fragmentation"] - found["context"]
-        moving = sum(found[part] for part in _COMES_AND_GOES) - self._besides.blas
+        moving = found["fragmentation"] / self._in_vain if self._in_vain else 0.0
         ends = []
         for most in (False, True):
-            outside = self._besides.total(self.method, most)
+            outside = self._besides.total(self.method, most, self.recipe.by_trainer)
             share = _IN_VAIN[self.method.recompute][most] if self._in_vain else 0.0
             ends.append(round(known + share * moving + outside))
         return ends[0], ends[1]
@@ -140,7 +140,7 @@ class Parts:
         # Buffers of gradients that outlive a pass: they are summed over micro-batches or over ranks.
         stays = self.method.micro_batches > 1
         if not self.recipe.frozen:
-            stays = stays or self.recipe.has_master or self.method.data > 1
+            stays = stays or self.recipe.has_master or (self.method.data > 1 and not self._has_buckets)
         yield from self._passes(stage, standing, gradients if stays else [])
         working = self._working(stage)
         rest = self._stack(stage, self._in_flight(stage) - 1)
@@ -172,7 +172,7 @@ class Parts:
             -(-a.embedding.divided // self.method.tensor) if self._shares_head(stage) and stage.last else 0
         )
         again = weights * (size if self.recipe.has_master else 2 * self.recipe.gradient_size)
-        yield Line("workspace", again, a.hidden * size)
+        yield Line("workspace", again, a.hidden * self._run.hidden)
         yield Line("workspace", 0, scratch, few=SMALL_INDEX)
 
     @property
@@ -185,7 +185,7 @@ class Parts:
         if self.recipe.frozen and self.method.offload:
             return []
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        return [Line("parameters", values * self.recipe.size)]
+        return [Line("parameters", values * self.recipe.weight_size)]
 
     def _brought(self, values: int) -> list[Line]:
         """Weights in use, where they are brought for it."""
@@ -208,6 +208,14 @@ class Parts:
     def _stepped(self, stage: Stage) -> int:
         """Values of a stage that each data-parallel rank steps."""
         return stage.divided(self.method) if self.method.zero else stage.values
+
+    @property
+    def _has_buckets(self) -> bool:
+        """Whether torch's `DistributedDataParallel` sums gradients over ranks: in buckets, copies of them all."""
+        return self.recipe.by_trainer and self.method.data > 1 and not self.method.zero
+
+    def _buckets(self, stage: Stage) -> int:
+        return stage.values * self.recipe.gradient_size if self._has_buckets else 0
 
     def _gradients(self, stage: Stage) -> list[Line]:
         size = self.recipe.gradient_size
@@ -258,8 +266,12 @@ class Parts:
         base = (*standing, *gradients, *self._stack(stage, self._in_flight(stage)), self._inputs())
         if stage.last:
             # Of the layers' weights none is in use.
-            lines = (*base, *self._brought(stage.units[-1].total), *self._loss())
-            yield Instant("the loss", stage.index, lines)
+            in_use = self._brought(stage.units[-1].total)
+            yield Instant("the loss", stage.index, (*base, *in_use, *self._loss()))
+            if self._has_copies and self.method.recompute == "full":
+                yield Instant(
+                    "the end of the forward pass", stage.index, (*base, *in_use, *self._forward_end())
+                )
         lines = (*base, *self._brought(stage.two_in_use), *self._working(stage))
         if stage.last and not self.recipe.frozen and not gradients:
             head = stage.units[-1].total + (stage.units[0].total if self._shares_head(stage) else 0)
@@ -279,7 +291,7 @@ class Parts:
     def _stack(self, stage: Stage, count: int) -> Iterator[Line]:
         """What so many micro-batches keep."""
         trained = [layer for layer in stage.layers if layer >= self._lowest]
-        entry = self._bytes([kept.entry(self.architecture, self._run.size)])
+        entry = self._bytes([kept.entry(self.architecture, self._run.hidden)])
         if self.method.recompute == "full":
             per_row, fixed = entry * len(trained), 0.0
         else:
@@ -361,15 +373,23 @@ class Parts:
         return [*kept.engine(self.architecture, self._run, inputs, selective, first), *whole, *shares]
 
     def _copies(self, layer: int) -> float:
-        """Bytes of the adapters' factors of a layer as its products take them."""
+        """Bytes of weights of a layer as its products take them: of the adapters' factors; with autocast of all."""
+        if self._has_copies:
+            unit = self.architecture.layers[layer]
+            return self.recipe.size * (unit.divided + unit.experts)
         tasks = self.recipe.adapters
         return sum(own.factors(t, layer, self.architecture, self._run, self.method.tensor) for t in tasks)
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether autocast copies weights; those that are gathered from all ranks come in its precision (FSDP)."""
+        return self.recipe.autocast and self.method.zero < 3
 
     def _bytes(self, saved: Sequence[Saved]) -> float:
         return kept.total(saved, self.method.tensor, self.method.sequence_parallel)
 
     def _inputs(self) -> Line:
-        turns = self.architecture.head_dim * self._run.size if self.architecture.rotary else 0
+        turns = self.architecture.head_dim * self._run.hidden if self.architecture.rotary else 0
         return Line("activations", 0, ROW_INPUTS + turns)
 
     def _loss(self) -> Iterator[Line]:
@@ -385,8 +405,20 @@ class Parts:
             )  # the norm's input and output, two gradients
             return
         yield Line("logits", 0, 12 * vocabulary)  # of the log-softmax, its gradient, and the logits' gradient
-        norm = 2 * size + (4 + size if a.rms_norm else 0)
-        yield Line("activations", 0, a.hidden * norm)
+        between = self._run.hidden
+        norm = between + size
+        if a.rms_norm:
+            norm += between + (4 if between < 4 else 0)  # normalised, and an fp32 copy
+        copy = size * (a.head.divided + a.tied * a.embedding.divided) if self._has_copies else 0
+        yield Line("activations", copy, a.hidden * norm)
+
+    def _forward_end(self) -> Iterator[Line]:
+        """What of the loss is there before it goes backward, and the copies of weights that autocast has until then."""
+        logits, norm = self._loss()
+        copies = sum(self._copies(layer) for layer in range(len(self.architecture.layers)))
+        yield logits._replace(per_row=(8 + self._run.size) * self.architecture.vocabulary)
+        output = 4 * self.architecture.hidden  # the norm's, which the model's results hold
+        yield norm._replace(fixed=norm.fixed + copies, per_row=norm.per_row + output)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_mux.gpus import known
 from megatron_mux.memory import invisible
-from megatron_mux.memory.estimate import cublas
+from megatron_mux.memory.estimate import cublas, prediction
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Recompute, engine, total, trained, workspace
 from megatron_mux.memory.forms.methods import Method, Precision, Recipe
@@ -122,6 +122,69 @@ def test_peaks_with_every_optimizer(optimizer: str, name: str, tmp_path: Path) -
     # Adafactor's update of the tensor before the largest is still there.
     least = -0.02 if optimizer == "adafactor" else -0.001
     assert least < (sum(found.values()) - found["fragmentation"]) / peak.size - 1 < 0.002
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize(
+    ("optimizer", "recompute", "batches"),
+    [
+        ("rmsprop", "none", {(1, 256): "the optimizer's step", (4, 512): "the loss"}),
+        ("adafactor", "full", {(2, 512): "the end of the forward pass", (4, 512): "the loss"}),
+    ],
+)
+@pytest.mark.parametrize("name", WIDE)
+def test_peaks_with_autocast(
+    name: str, optimizer: str, recompute: Recompute, batches: dict[tuple[int, int], str], tmp_path: Path
+) -> None:
+    """Optimizers that `transformers` alone runs, as it does by default in bf16: fp32 weights, and copies of them."""
+    gpu, config = known("A100").gpu, {**WIDE[name], "model_type": name}
+    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    outside = replace(Outside.of(gpu), context=0)
+    for (batch, length), when in batches.items():
+        case = Case(
+            config, 4, batch, length, weights="float32", autocast="bfloat16", optimizer=optimizer,
+            recompute=recompute == "full", gpu=gpu,
+        )  # fmt: skip
+        stream = trace(case)
+        peak = inserted(stream, cublas(stream, gpu)).peak()
+        recipe = Recipe(length, "bf16", optimizer)
+        parts = Parts(architecture, recipe, Method(recompute=recompute), outside=outside, gpu=gpu)
+        found = parts.breakdown(batch * length)
+        assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)
+        assert parts.worst(batch * length).name == when
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_fast", "quick_gelu", "gelu", "relu"])
+def test_bytes_of_a_row_with_autocast(activation: str, tmp_path: Path) -> None:
+    """A layer's share, with its copies of weights but for biases."""
+    config = {**GPT2, "model_type": "gpt2", "activation_function": activation}
+    case = Case(config, 2, 2, 64, weights="float32", autocast="bfloat16")
+    share = _kept(trace(replace(case, layers=3))) - _kept(trace(case))
+    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    form = total(trained(architecture, Pass(2, 64, autocast=True)), 1, False)
+    assert share - 2 * 12 * 64 * 64 == pytest.approx(2 * 64 * form, rel=2e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "autocast"])
+def test_buckets_of_gradients(name: str, half: bool, tmp_path: Path) -> None:
+    """On two GPUs, each with the whole model, as torch's `DistributedDataParallel` has it."""
+    gpu, config = known("A100").gpu, {**WIDE[name], "model_type": name}
+    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
+        autocast: Any = "bfloat16" if half else None
+        case = Case(config, 4, batch, 128, weights="float32", autocast=autocast, optimizer="rmsprop", gpu=gpu)
+        traced = prediction(trace(case), case, gpus=2)
+        recipe = Recipe(128, "bf16" if half else "fp32", "rmsprop")
+        parts = Parts(architecture, recipe, Method(data=2), gpu=gpu)
+        found = parts.breakdown(batch * 128)
+        held = sum(found.values()) - found["fragmentation"] - found["context"]
+        assert held == pytest.approx(traced.stream.peak().size, rel=0.004)
+        assert found["communication"] == 4 * architecture.total
+        assert found["context"] == invisible.context() + traced.communicators * invisible.communicator()
+        assert parts.interval(batch * 128)[0] < sum(found.values()) < parts.interval(batch * 128)[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
