@@ -1,9 +1,14 @@
-"""The command line that runs a method, here or with Megatron-LM; and why it cannot be run here."""
+"""The command line that runs a method, here, with Megatron-LM or with transformers; and why it cannot be run here."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.memory.forms.methods import Method, Recipe
+from megatron_mux.memory.forms.methods import Method, Precision, Recipe
+
+TRAINER = "TrainingArguments"
 
 
 def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:
@@ -42,13 +47,28 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 
 
+def whose(recipe: Recipe, here: bool) -> str:
+    """What takes the flags that run a method.
+
+    Args:
+        recipe: What is trained and how.
+        here: Whether our engine runs it.
+    """
+    if here:
+        return "pretrain_mux.py"
+    return "Megatron-LM" if recipe.frozen or recipe.keeps.megatron else TRAINER
+
+
 def remarks(recipe: Recipe) -> list[str]:
-    """What is to be known of a run by Megatron-LM's flags: its memory is not all that was predicted."""
+    """What is to be known of a run elsewhere: flags that are none, memory that is not what was predicted."""
     if recipe.frozen:
         return []
     if recipe.keeps.megatron is None:
+        dtype = "float32" if recipe.master or recipe.size == 4 else _DTYPES[recipe.precision]
+        attention = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
         return [
-            f"Megatron-LM has no {recipe.optimizer}: optim={recipe.optimizer!r} of TrainingArguments has it"
+            f"Megatron-LM has no {recipe.optimizer}: these are flags of transformers' TrainingArguments",
+            f"for its Trainer, load the model by from_pretrained with dtype={dtype!r}{attention}",
         ]
     found = ["what is predicted has transformers' operators: Megatron-LM's own keep and take something else"]
     if recipe.size < 4 and not recipe.master:
@@ -57,15 +77,13 @@ def remarks(recipe: Recipe) -> list[str]:
 
 
 def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
-    """Of Megatron-LM's training scripts, for what is not run here; none with an optimizer that it does not have.
+    """Of Megatron-LM's training scripts, for what is not run here.
 
     Args:
         method: How the step is divided.
         recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
-    if recipe.keeps.megatron is None and not recipe.frozen:
-        return []
     words = _degrees(method)
     together = batch * method.data * method.micro_batches
     words += ["--micro-batch-size", str(batch), "--global-batch-size", str(together)]
@@ -98,6 +116,32 @@ def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
     if method.offload:
         words += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     return words
+
+
+def trainer_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
+    """Of `transformers.TrainingArguments`, for an optimizer that Megatron-LM does not have.
+
+    Args:
+        method: How the step is divided: by data parallelism, without or with FSDP.
+        recipe: What is trained and how.
+        batch: Sequences of a micro-batch.
+    """
+    count = method.micro_batches
+    words = ["--optim", recipe.optimizer, "--per_device_train_batch_size", str(batch)]
+    words += ["--gradient_accumulation_steps", str(count)]
+    if recipe.has_master:  # of fp32 weights; half-precision ones want no autocast
+        words.append(f"--{recipe.precision}")
+    if method.recompute == "full":
+        words.append("--gradient_checkpointing")
+    if method.zero:
+        words += ["--fsdp", ("full_shard" if method.zero == 3 else "shard_grad_op") + " auto_wrap"]
+        if count > 1:  # else it keeps whole gradients until the last micro-batch
+            words += ["--accelerator_config", json.dumps(_SUMMED_EACH_TIME)]
+    return words
+
+
+_DTYPES: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
+_SUMMED_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
 
 def _degrees(method: Method) -> list[str]:

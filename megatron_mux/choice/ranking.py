@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.choice.fit import Fit, as_many_as_fit, of_file
-from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine, remarks
+from megatron_mux.choice.flags import (
+    TRAINER,
+    flags,
+    megatron_flags,
+    not_by_this_engine,
+    remarks,
+    trainer_flags,
+    whose,
+)
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.choice.step import FileStep
 from megatron_mux.fusion.roofline import Device
@@ -34,6 +42,7 @@ class Ranked:
         host: Bytes of host memory for what a rank keeps there.
         speed: Of a step.
         flags: That run the method.
+        program: What takes them.
         elsewhere: Why our engine cannot run it; None if it can.
         remarks: What is to be known of these flags.
     """
@@ -49,6 +58,7 @@ class Ranked:
     host: int
     speed: Speed
     flags: tuple[str, ...]
+    program: str
     elsewhere: str | None
     remarks: tuple[str, ...] = ()
 
@@ -96,6 +106,7 @@ class Ranked:
             "throughput_tokens_per_s": self.speed.throughput,
             "step_s": self.speed.seconds,
             "flags": list(self.flags),
+            "flags_of": self.program,
             "remarks": list(self.remarks),
             "not_by_this_engine": self.elsewhere,
         }
@@ -169,7 +180,11 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
     elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
     worst = parts.worst(fit.rows)
     own = [instant for instant in parts.instants if instant.stage == worst.stage]
-    words = megatron_flags(method, recipe, fit.sequences) if elsewhere else flags(method, recipe)
+    program = whose(recipe, here=not elsewhere)
+    if program == TRAINER:
+        words = trainer_flags(method, recipe, fit.sequences)
+    else:
+        words = megatron_flags(method, recipe, fit.sequences) if elsewhere else flags(method, recipe)
     return Ranked(
         method,
         fit.fits,
@@ -182,6 +197,7 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
         parts.host,
         speed(architecture, parts.recipe, method, fit.work, device),
         tuple(words),
+        program,
         elsewhere,
         tuple(remarks(recipe)) if elsewhere else (),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -78,10 +79,10 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
     ]
     if best.host:
         lines.append(f"host memory: {show_size(best.host)} for each GPU")
-    words = " ".join(best.flags)
+    words = shlex.join(best.flags)
     if best.elsewhere:
         lines += [
-            f"not by this engine ({best.elsewhere}); Megatron-LM's flags: {words or 'none'}",
+            f"not by this engine ({best.elsewhere}); flags of {best.program}: {words}",
             *best.remarks,
         ]
     else:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+Zero = Literal[0, 1, 2, 3]
+"""What data-parallel ranks divide: nothing, optimizer states (1), gradients too (2), weights too (3)."""
 _SMALL = 4096
 """Values of a tensor below which 8-bit optimizers keep moments in fp32."""
 _BLOCK = 256
@@ -57,6 +60,7 @@ class Optimizer:
         megatron: Megatron-LM's name of it; None if it has none.
         traced: Whether its steps can be traced; else there are closed forms alone.
         in_turn: Whether it steps one tensor after the other, not lists of them.
+        zeros: What data-parallel ranks can divide with it, by what has it: Megatron-LM, or else transformers.
     """
 
     kept: int = 0
@@ -64,6 +68,7 @@ class Optimizer:
     megatron: str | None = None
     traced: bool = True
     in_turn: bool = False
+    zeros: tuple[Zero, ...] = (0,)
 
     def state_size(self, size: int) -> float:
         """Bytes that it keeps for a value of a large matrix.
@@ -112,14 +117,20 @@ class _EightBit(Optimizer):
 
 _EIGHT_BIT = _EightBit(traced=False, in_turn=True)
 
+_MEGATRON: tuple[Zero, ...] = (0, 1, 2, 3)
+"""Of Adam alone: its distributed optimizer, which Megatron-FSDP has too, refuses SGD."""
+_FSDP: tuple[Zero, ...] = (0, 2, 3)
+"""FSDP2 of torch: weights are brought for a pass, or for a step (2). With it neither transformers' Adafactor can step
+(it mixes whole and divided tensors) nor the kernels of bitsandbytes."""
+
 OPTIMIZERS: Mapping[str, Optimizer] = {
     # Sources: torch.optim's `_multi_tensor_*` (2.13), transformers/optimization.py and trainer.py (5.23: which
     # embeddings stay in fp32), bitsandbytes/optim/optimizer.py (0.45 and later: Optimizer2State.init_state).
-    "adamw_torch_fused": Optimizer(kept=2, megatron="adam"),
-    "adamw_torch": Optimizer(kept=2, made=1, megatron="adam"),  # roots of second moments
+    "adamw_torch_fused": Optimizer(kept=2, megatron="adam", zeros=_MEGATRON),
+    "adamw_torch": Optimizer(kept=2, made=1, megatron="adam", zeros=_MEGATRON),  # roots of second moments
     "adafactor": _Adafactor(in_turn=True),
-    "adagrad": Optimizer(kept=1, made=2),  # roots, and gradients times the learning rate
-    "rmsprop": Optimizer(kept=1, made=1),
+    "adagrad": Optimizer(kept=1, made=2, zeros=_FSDP),  # roots, and gradients times the learning rate
+    "rmsprop": Optimizer(kept=1, made=1, zeros=_FSDP),
     "sgd": Optimizer(megatron="sgd"),
     "adamw_bnb_8bit": _EIGHT_BIT,
     "adamw_8bit": _EIGHT_BIT,  # an alias

@@ -523,8 +523,11 @@ def test_what_is_said_beside_megatrons_flags(estimate: Call) -> None:
     assert "--micro-batch-size" in flags and "transformers' operators" in operators
     _, (_, copies) = remarks("--no-master-weights")
     assert "fp32 copies all the same" in copies
-    flags, (other,) = remarks("--optimizer", "adafactor")
-    assert not flags and "optim='adafactor' of TrainingArguments" in other
+    flags, (other, loaded) = remarks("--optimizer", "adafactor")
+    assert flags.startswith("--optim adafactor --per_device_train_batch_size ")
+    assert "flags of transformers' TrainingArguments" in other and "dtype='float32'" in loaded
+    _, (_, loaded) = remarks("--optimizer", "rmsprop", "--no-master-weights", "--attention", "eager")
+    assert "dtype='bfloat16', attn_implementation='eager'" in loaded
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_bnb_8bit"])

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Attention, Recompute
 from megatron_mux.memory.forms.sites import TaskAdapters
-from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes, Zero
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -157,7 +157,7 @@ class Method:
     pipeline: int = 1
     expert: int = 1
     sequence_parallel: bool = False
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     recompute: Recompute = "none"
     offload: bool = False
     parts: int | None = None
@@ -196,7 +196,8 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
     Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
     of attention that keeps no scores, division of a frozen backbone's optimizer; of full fine-tuning, an optimizer in
     host memory that is not AdamW, or whose states every rank keeps: ranks divide the work there. And what nothing runs:
-    layers divided with an optimizer that Megatron-LM does not have.
+    ZeRO with an optimizer that cannot be divided so; layers divided, or attention alone recomputed, with one that
+    Megatron-LM does not have.
     """
     alone = not recipe.frozen and recipe.keeps.megatron is None
     found = [
@@ -205,9 +206,9 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
         if not problem(architecture, tensor, pipeline) and (data == gpus or not alone)
         for expert in ([1] if alone else _experts(architecture, data))
         for sequence_parallel in ((False, True) if tensor > 1 else (False,))
-        for zero in _zeros(data, pipeline, recipe.frozen)
+        for zero in _zeros(data, pipeline, recipe)
         for recompute in _RECOMPUTED
-        if recompute != "selective" or _keeps_more_than_inputs(architecture, recipe)
+        if recompute != "selective" or (not alone and _keeps_more_than_inputs(architecture, recipe))
         for offload in _offloads(data, zero, recipe)
     ]
     return sorted(found, key=_plainness)
@@ -245,12 +246,12 @@ def _experts(architecture: Architecture, data: int) -> list[int]:
     return [size for size in range(1, most + 1) if data % size == 0 and architecture.experts % size == 0]
 
 
-def _zeros(data: int, pipeline: int, frozen: bool) -> tuple[Literal[0, 1, 2, 3], ...]:
+def _zeros(data: int, pipeline: int, recipe: Recipe) -> tuple[Zero, ...]:
     if data == 1:
         return (0,)
-    if frozen:
+    if recipe.frozen:
         return (0, 3)
-    return (0, 1, 3) if pipeline > 1 else (0, 1, 2, 3)
+    return tuple(zero for zero in recipe.keeps.zeros if pipeline == 1 or zero != 2)
 
 
 def _offloads(data: int, zero: int, recipe: Recipe) -> tuple[bool, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatron_mux.memory.forms.architecture import Architecture
@@ -116,6 +120,48 @@ def test_what_megatron_does_not_have_divides_no_layers() -> None:
         found = methods(4, llama(8), Recipe(128, optimizer=name))
         assert ({m.name for m in found} == {"4DP"}) == (one.megatron is None)
         assert any(m.offload for m in found) == name.startswith("adamw_torch")
+        assert any(m.recompute == "selective" for m in methods(4, llama(8), Recipe(128, "fp32", name))) == (
+            one.megatron is not None
+        )
+
+
+def zeros(name: str, gpus: int = 4) -> set[int]:
+    return {m.zero for m in methods(gpus, llama(8), Recipe(128, optimizer=name))}
+
+
+def test_megatron_divides_the_states_of_adam_alone() -> None:
+    """Its distributed optimizer, which Megatron-FSDP has as well, refuses any other."""
+    assert zeros("adamw_torch_fused") == zeros("adamw_torch") == {0, 1, 2, 3} and zeros("sgd") == {0}
+    assert zeros("adamw_torch", 1) == {0}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adagrad", "rmsprop"])
+@pytest.mark.usefixtures("one_rank")
+def test_others_are_divided_where_fsdp_can_step_them(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    arguments = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to="none")
+    kind, more = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    optimizer = kind(model.parameters(), **more)
+    model(torch.ones(2, 8)).sum().backward()
+    try:
+        optimizer.step()
+        steps = True
+    except RuntimeError as error:
+        assert "mixed torch.Tensor and DTensor" in str(error)
+        steps = False
+    assert zeros(name) == ({0, 2, 3} if steps else {0})
+
+
+def test_kernels_of_bitsandbytes_step_whole_tensors() -> None:
+    assert zeros("adamw_bnb_8bit") == {0}
 
 
 @pytest.mark.parametrize("name", [name for name, one in OPTIMIZERS.items() if type(one) is not Optimizer])
