@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path, size
 from megatron_mux.errors import UserError, exit_status
+from megatron_mux.memory.asked import settle
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.sizes import GIB, show_size
 
@@ -101,27 +102,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="draw memory over time, a picture for each method (.png, .svg)",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    settle(arguments)
+    return arguments
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    """What only `ours` and `trace` ask: the papers' methods have mixed precision and Adam."""
-    add = parser.add_argument_group("for --method ours and trace").add_argument
-    add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of weights (bf16)")
+    """What the papers' methods do not ask, which have mixed precision and Adam: see `memory.asked`."""
+    add = parser.add_argument_group("not for the papers' methods").add_argument
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="of weights (bf16)")
     add(
-        "--optimizer", choices=tuple(OPTIMIZERS), default=DEFAULT, metavar="NAME",
+        "--optimizer", choices=tuple(OPTIMIZERS), metavar="NAME",
         help=f"of full fine-tuning, as TrainingArguments.optim has it: {', '.join(OPTIMIZERS)} ({DEFAULT})",
     )  # fmt: skip
     add(
-        "--master-weights", action=argparse.BooleanOptionalAction, default=True,
+        "--master-weights", action=argparse.BooleanOptionalAction,
         help="fp32 copies, gradients and moments beside half-precision weights; traced: fp32 weights that autocast "
         "computes with, as bf16=True of transformers has it (default)",
     )  # fmt: skip
-    add("--attention", choices=("flash", "eager"), default="flash", help="eager: scores are kept (flash)")
+    add("--attention", choices=("flash", "eager"), help="eager: scores are kept (flash)")
     add(
-        "--recompute", choices=("none", "selective", "full"), default="none",
-        help="what a traced step (not selective), or a run by --plan, computes again in the backward pass (none); ours "
-        "ranks methods with and without",
+        "--recompute", choices=("none", "selective", "full"),
+        help="what a traced step (not selective), or a rehearsal of --plan, computes again in the backward pass "
+        "(none); ours ranks methods with and without",
     )  # fmt: skip
     add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: speed and kernels (A100)")
 
@@ -131,7 +134,7 @@ def _add_rehearsal(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("for --method rehearsal").add_argument
     add("--plan", type=path, metavar="FILE", help="rehearse this plan of tools/plan.py, and no other")
     add(
-        "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
+        "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
         help="where frozen weights live between uses, as the plan's run will have it",
     )  # fmt: skip
 
@@ -177,14 +180,6 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.trace.process import Tracer
 
-    if arguments.plan is not None:
-        raise UserError("--plan: only a rehearsal follows one: add --method rehearsal")
-    if arguments.backbone_weights != "resident":
-        raise UserError("--backbone-weights: goes with --plan and --method rehearsal: other methods try all")
-    if arguments.recompute != "none" and arguments.method not in ("all", "trace"):
-        raise UserError(
-            f"--recompute: --method {arguments.method} does not ask: `ours` ranks methods with and without"
-        )
     if arguments.plot:
         check(arguments.plot)
     with Tracer() as tracer:

@@ -458,7 +458,11 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
             ["--tasks", "tasks.yaml", "--method", "llmem"],
             "--tasks: --method llmem knows full fine-tuning only",
         ),
-        (OURS, ["--method", "trace", "--device", "V100"], "--device V100: has no bf16"),
+        *(
+            (OURS, ["--method", method, "--device", "V100"], "--device V100: has no bf16")
+            for method in ("trace", "ours", "all")
+        ),
+        (OPT, ["--method", "dnnmem", "--device", "bogus"], "--device bogus: is not known"),
         (OURS, ["--method", "trace", "--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (
             {

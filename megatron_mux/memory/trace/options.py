@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_mux.errors import UserError
-from megatron_mux.gpus import known
+from megatron_mux.memory.asked import gpu
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Precision
@@ -60,11 +60,7 @@ class Options:
         Raises:
             UserError: The GPU is not known, or has no such precision, or the optimizer is not traced.
         """
-        gpu, dtype = known(self.device).gpu, _DTYPES[self.precision]
-        if self.precision == "bf16" and gpu.capability < (8, 0):
-            raise UserError(
-                f"--device {self.device}: has no bf16, so that transformers refuses it: use --precision fp16"
-            )
+        found, dtype = gpu(self.device, self.precision).gpu, _DTYPES[self.precision]
         if not OPTIMIZERS[self.optimizer].traced:
             raise UserError(
                 f"--optimizer {self.optimizer}: its kernels are bitsandbytes' own, and not traced: use --method ours, "
@@ -85,7 +81,7 @@ class Options:
             clip=self.clip,
             accumulate=self.accumulate,
             kinds=tensors.layer_kinds,
-            gpu=gpu,
+            gpu=found,
         )
 
     def told(self) -> str:

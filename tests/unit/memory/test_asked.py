@@ -1,0 +1,115 @@
+"""Flags that a method does not look at, and GPUs without bf16, through the tool's own parser."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_mux.errors import UserError
+from tests.end_to_end.test_plans import tool
+
+TASKS = ["--tasks", "tasks.yaml"]
+BASE = ["--llmem-base-memory", "1GiB"]
+
+
+def parsed(*words: str) -> Namespace:
+    usual = ["--model", "m", "--gpus", "2", "--gpu-memory", "16GiB"]
+    found = tool("estimate_memory").parse([*usual, *words])
+    assert isinstance(found, Namespace)
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "llmem", "--optimizer", "sgd"],
+        ["--method", "llmem", "--optimizer", "adamw_torch_fused"],
+        ["--method", "llmem", "--precision", "fp32"],
+        ["--method", "dnnmem", "--attention", "eager"],
+        ["--method", "dnnmem", "--no-master-weights"],
+        ["--method", "ours", "--recompute", "full"],
+        ["--method", "ours", *BASE],
+        ["--method", "trace", *BASE],
+        ["--method", "all", "--plan", "p"],
+        ["--method", "all", "--backbone-weights", "sharded"],
+        [*TASKS, "--optimizer", "sgd"],
+        [*TASKS, "--no-master-weights"],
+        [*TASKS, "--method", "trace", "--optimizer", "sgd"],
+        [*TASKS, "--method", "ours", "--plan", "p"],
+        [*TASKS, *BASE],
+        [*TASKS, "--recompute", "full"],
+        [*TASKS, "--method", "rehearsal", "--attention", "eager"],
+        [*TASKS, "--method", "rehearsal", "--recompute", "full"],
+        [*TASKS, "--method", "rehearsal", "--backbone-weights", "sharded"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_method_does_not_look_at_is_refused(words: list[str]) -> None:
+    flag = [word for word in words if word.startswith("--")][-1]
+    with pytest.raises(UserError) as caught:
+        parsed(*words)
+    (line,) = caught.value.problems
+    assert line.startswith(f"{flag}: ") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optimizer", "sgd", "--precision", "fp32", "--attention", "eager", "--recompute", "full", *BASE],
+        ["--method", "ours", "--no-master-weights", "--optimizer", "sgd"],
+        ["--method", "trace", "--recompute", "full"],
+        ["--method", "llmem", *BASE],
+        ["--method", "llmem", "--device", "T4"],  # known, and nobody asks for bf16
+        [*TASKS, "--precision", "fp32", "--attention", "eager"],
+        [*TASKS, "--method", "trace", "--recompute", "full"],
+        [
+            *TASKS,
+            "--method",
+            "rehearsal",
+            "--plan",
+            "p",
+            "--recompute",
+            "full",
+            "--backbone-weights",
+            "sharded",
+        ],
+        ["--device", "T4", "--precision", "fp16"],
+        ["--method", "guess", "--optimizer", "sgd"],  # refused for its method
+    ],
+    ids=" ".join,
+)
+def test_what_it_looks_at_is_taken(words: list[str]) -> None:
+    parsed(*words)
+
+
+@pytest.mark.parametrize("method", ["all", "ours", "trace", "llmem", "dnnmem"])
+def test_what_is_left_out_has_its_default(method: str) -> None:
+    found = parsed("--method", method)
+    assert (found.precision, found.optimizer, found.attention) == ("bf16", "adamw_torch_fused", "flash")
+    assert found.master_weights is True and found.recompute == "none" and found.backbone_weights == "resident"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--precision", "bf16"],
+        ["--method", "ours"],
+        ["--method", "trace"],
+        TASKS,
+        [*TASKS, "--method", "rehearsal"],
+        [*TASKS, "--method", "rehearsal", "--plan", "p"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("device", ["T4", "V100"])
+def test_bf16_is_refused_where_a_gpu_has_none(words: list[str], device: str) -> None:
+    with pytest.raises(UserError, match=f"^--device {device}: has no bf16: use --precision fp16 or fp32$"):
+        parsed(*words, "--device", device)
+
+
+@pytest.mark.parametrize("method", ["all", "ours", "trace", "llmem", "dnnmem"])
+def test_a_gpu_that_is_not_known_is_refused_by_all(method: str) -> None:
+    with pytest.raises(UserError, match="--device bogus: is not known"):
+        parsed("--method", method, "--device", "bogus")
