@@ -59,11 +59,23 @@ class Batches:
 
     def fits(self, batch: int, memory: int) -> bool:
         """Whether a step runs on a GPU of so many bytes: the allocator may return what it does not need."""
-        capacity = memory - outside(int(self._gpus > 1))
-        stream = self.prediction(batch).stream
-        if max(stream.live()) > capacity:
+        settings, stream = self._on(memory), self.prediction(batch).stream
+        if max(stream.live()) > (settings.capacity or 0):
             return False
-        return replay(stream, replace(self._settings, capacity=capacity)).out_of_memory is None
+        return replay(stream, settings).out_of_memory is None
+
+    def within(self, batch: int, memory: int) -> Prediction:
+        """What a step that fits takes of a GPU of so many bytes.
+
+        Raises:
+            TraceError, StreamError: A trace failed.
+        """
+        found = self.prediction(batch)
+        return found if found.process <= memory else replace(found, settings=self._on(memory))
+
+    def _on(self, memory: int) -> Settings:
+        """The allocator's options on a GPU of so many bytes."""
+        return replace(self._settings, capacity=memory - outside(int(self._gpus > 1)))
 
     def largest(self, memory: int) -> int:
         """The most sequences that fit; 0 if not even one does."""

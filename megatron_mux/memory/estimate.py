@@ -39,7 +39,7 @@ class Prediction:
 
     Attributes:
         stream: Allocations and frees, what dispatch does not see among them.
-        settings: The allocator's options.
+        settings: The allocator's options. With a capacity it gives back what it holds in vain before that is passed.
         communicators: NCCL communicators of the process.
     """
 
@@ -67,7 +67,12 @@ class Prediction:
         """The same with expandable segments."""
         if self.settings.expandable_segments:
             return self.peak_reserved
-        return replay(self.stream, replace(self.settings, expandable_segments=True)).peak_reserved
+        return replay(self.stream, replace(self._unlimited, expandable_segments=True)).peak_reserved
+
+    @property
+    def _unlimited(self) -> Settings:
+        """The options, for what may need more than the GPU has."""
+        return replace(self.settings, capacity=None)
 
     @property
     def process(self) -> int:
@@ -84,7 +89,7 @@ class Prediction:
         for most in (False, True):
             other = scaled(self.stream, most)
             same = other.sizes == self.stream.sizes
-            reserved = self.peak_reserved if same else replay(other, self.settings).peak_reserved
+            reserved = self.peak_reserved if same else replay(other, self._unlimited).peak_reserved
             found.append(reserved + outside(self.communicators, most))
         return min(found), max(found)
 

@@ -198,13 +198,12 @@ def _trace(question: Question) -> list[Entry]:
     try:
         largest = batches.largest(question.gpu_memory)
         batch = question.batch or max(largest, 1)
-        prediction = batches.prediction(batch)
+        fits = batch <= largest
+        prediction = batches.within(batch, question.gpu_memory) if fits else batches.prediction(batch)
         _check_layers(prediction.stream, weights)
     except (TraceError, StreamError) as error:
         raise UserError(f"trace: {skeleton.path}: {NOT_TRACED}: {error}; closed forms answer") from None
-    return [
-        Entry("trace", layout, batch <= largest, batch, largest, prediction.breakdown, prediction=prediction)
-    ]
+    return [Entry("trace", layout, fits, batch, largest, prediction.breakdown, prediction=prediction)]
 
 
 def _itemsize(case: Case) -> int:

@@ -92,3 +92,34 @@ def test_a_model_that_does_not_fit_is_traced_once() -> None:
     traces = Formula()
     assert Batches(CASE, traces).largest(300 * MIB) == 0
     assert traces.asked == [1]
+
+
+class Growing(Traces):
+    """Three blocks one after the other, each too large for what the last has left."""
+
+    def step(self, case: Case) -> Stream:
+        builder = StreamBuilder()
+        builder.allocate(100 * MIB, Moment("load"), category=Category.PARAMETERS)
+        for size in (30, 40, 50):
+            builder.free(builder.allocate(size * case.batch * MIB, Moment("forward")), Moment("forward"))
+        return builder.done()
+
+    def steps(self, cases: Sequence[Case]) -> list[Stream]:
+        return [self.step(case) for case in cases]
+
+
+def test_what_fits_takes_no_more_than_there_is() -> None:
+    """Blocks of 60, 80 and 100 MiB: where the next one finds no room, what is held of those before is returned."""
+    batches = Batches(CASE, Growing())
+    unlimited = batches.prediction(2)
+    base = unlimited.process - 2 * 120 * MIB
+    for spare, reserved in ((240, 240), (239, 140), (140, 140), (139, 100), (100, 100)):
+        memory = base + spare * MIB
+        assert batches.fits(2, memory)
+        found = batches.within(2, memory)
+        assert found.process == base + reserved * MIB == sum(found.breakdown.values()) <= memory
+        assert found.peak_allocated == unlimited.peak_allocated
+        assert found.peak_reserved_expandable == unlimited.peak_reserved_expandable
+        kept = unlimited.process - found.process
+        assert found.interval == tuple(size - kept for size in unlimited.interval), "of context alone"
+    assert not batches.fits(2, base + 99 * MIB)
