@@ -129,7 +129,7 @@ def trainer_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
     count = method.micro_batches
     words = ["--optim", recipe.optimizer, "--per_device_train_batch_size", str(batch)]
     words += ["--gradient_accumulation_steps", str(count)]
-    if recipe.has_master:  # of fp32 weights; half-precision ones want no autocast
+    if recipe.autocast:  # half-precision weights want none
         words.append(f"--{recipe.precision}")
     if method.recompute == "full":
         words.append("--gradient_checkpointing")
