@@ -26,7 +26,7 @@ from megatron_mux.memory.trace.model import configuration
 from megatron_mux.memory.trace.training import _MADE, trace
 from tests.unit.memory.architectures import llama
 from tests.unit.memory.configs import write
-from tests.unit.memory.traced import CONFIGS, LLAMA
+from tests.unit.memory.traced import CONFIGS, LLAMA, on_a_fake_gpu
 
 TRACED = [name for name, one in OPTIMIZERS.items() if one.traced]
 
@@ -77,7 +77,7 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
     assert TrainingArguments(output_dir=str(tmp_path)).optim == DEFAULT
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize("name", TRACED)
 def test_a_trace_has_these_states(name: str) -> None:
     found = trace(Case(LLAMA, 2, 2, 16, optimizer=name))

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
+on_a_fake_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="a fake GPU needs a process without a real one: set CUDA_VISIBLE_DEVICES= where there is one",
+)
+"""Traces in this very process. Machines without a GPU run them, CI among them."""
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 160,

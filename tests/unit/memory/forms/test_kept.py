@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_mux.gpus import known
 from megatron_mux.memory import invisible
@@ -26,7 +25,7 @@ from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory.architectures import gpt2, llama
 from tests.unit.memory.configs import write
-from tests.unit.memory.traced import GPT2, LLAMA
+from tests.unit.memory.traced import GPT2, LLAMA, on_a_fake_gpu
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_bytes_of_a_row_as_traced(architecture: Architecture, run: Pass, traced:
     assert total(trained(architecture, run), 1, False) == traced
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize(
     ("config", "more"),
     [(LLAMA, {}), (LLAMA, {"recompute": True}), (GPT2, {"weights": "float32"})],
@@ -87,7 +86,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", WIDE)
 def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) 
         assert parts.worst(batch * length).name == when
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("optimizer", [name for name, one in OPTIMIZERS.items() if one.traced])
 def test_peaks_with_every_optimizer(optimizer: str, name: str, tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_peaks_with_every_optimizer(optimizer: str, name: str, tmp_path: Path) -
     assert least < (sum(found.values()) - found["fragmentation"]) / peak.size - 1 < 0.002
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize(
     ("optimizer", "recompute", "batches"),
     [
@@ -154,7 +153,7 @@ def test_peaks_with_autocast(
         assert parts.worst(batch * length).name == when
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_fast", "quick_gelu", "gelu", "relu"])
 def test_bytes_of_a_row_with_autocast(activation: str, tmp_path: Path) -> None:
     """A layer's share, with its copies of weights but for biases."""
@@ -166,7 +165,7 @@ def test_bytes_of_a_row_with_autocast(activation: str, tmp_path: Path) -> None:
     assert share - 2 * 12 * 64 * 64 == pytest.approx(2 * 64 * form, rel=2e-4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "autocast"])
 def test_buckets_of_gradients(name: str, half: bool, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_buckets_of_gradients(name: str, half: bool, tmp_path: Path) -> None:
         assert parts.interval(batch * 128)[0] < sum(found.values()) < parts.interval(batch * 128)[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fake GPU needs a process without a real one")
+@on_a_fake_gpu
 @pytest.mark.parametrize(
     ("device", "groups", "least", "most"),
     # Without the scratch -7.5% (A100), and without the scores that a V100 keeps -86%.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import Skeleton
@@ -17,10 +16,9 @@ from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.options import Options
 from megatron_mux.memory.trace.training import trace
+from tests.unit.memory.traced import on_a_fake_gpu
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a fake GPU needs a process without a real one"
-)
+pytestmark = on_a_fake_gpu
 
 USUAL: dict[str, Any] = {
     "vocab_size": 160,

@@ -8,18 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.symbolic import BLOCK, UnlikeError, family
 from megatron_mux.memory.trace.training import trace
-from tests.unit.memory.traced import ADAPTERS, GPT2, LLAMA
+from tests.unit.memory.traced import ADAPTERS, GPT2, LLAMA, on_a_fake_gpu
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a fake GPU needs a process without a real one"
-)
+pytestmark = on_a_fake_gpu
 LORA = ADAPTERS["lora"]
 LONG = {"max_position_embeddings": 4096}
 

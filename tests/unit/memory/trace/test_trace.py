@@ -21,11 +21,9 @@ from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.model import UntraceableError
 from megatron_mux.memory.trace.process import TraceError, Tracer
 from megatron_mux.memory.trace.training import count, trace
-from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA
+from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA, on_a_fake_gpu
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a fake GPU needs a process without a real one"
-)
+pytestmark = on_a_fake_gpu
 
 
 @functools.cache
