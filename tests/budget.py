@@ -19,15 +19,20 @@ from megatron_mux.layout import MicroBatch
 class Budget(TorchDispatchMode):
     """While it is entered, what operators allocate is counted; beyond `limit` they fail as on a full GPU.
 
+    Args:
+        limit: See below.
+        error: What they raise; another one than a GPU's is not recovered from.
+
     Attributes:
         limit: Bytes; None: not limited.
         held, peak: Bytes now and at most.
         failures: Allocations that found no room.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(self, limit: float | None = None, error: type[Exception] = torch.OutOfMemoryError) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
+        self._error = error
         self.held = self.peak = 0
         self.failures = 0
         self._sizes: dict[int, int | None] = {}  # None: from before
@@ -67,7 +72,7 @@ class Budget(TorchDispatchMode):
     def _take(self, size: int) -> None:
         if self.limit is not None and size > 0 and self.held + size > self.limit:
             self.failures += 1
-            raise torch.OutOfMemoryError(f"tried to allocate {size} bytes. {self.held} are held")
+            raise self._error(f"tried to allocate {size} bytes. {self.held} are held")
         self.held += size
         self.peak = max(self.peak, self.held)
 

@@ -107,9 +107,8 @@ class TrainingCompute:
             lambda: (self._again(action), lambda made: self._back_again(action, made)),
         )
         if self.shortage.concerns(action.bucket):
-            for name in self.ends.bucket(
-                action.bucket
-            ).tasks:  # what there is of gradients will not be needed
+            # What there is of gradients will not be needed.
+            for name in self.ends.bucket(action.bucket).tasks:
                 self.ends.running[name].optimizer.zero()
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated
             self.batches.forget(action.unit)

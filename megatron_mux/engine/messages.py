@@ -42,7 +42,7 @@ def largest_message(stages: Iterable[Backbone], rows: int) -> int:
             widths = [stage.shape.hidden]
             if (
                 stage.shape.kv_heads < stage.parallel.tp_size
-            ):  # then Megatron-Core has every rank see all of them
+            ):  # then Megatron-Core has each rank see all of them
                 widths.append(stage.shape.out_features("linear_qkv"))
             sizes.append(rows * max(widths) * stage.dtype.itemsize)
     return max(sizes)
