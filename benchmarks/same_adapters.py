@@ -78,7 +78,6 @@ def write_inputs(directory: Path) -> None:
         PretrainedConfig,
         PreTrainedTokenizerFast,
     )
-
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_mux.engine import Engine, Task
-from megatron_mux.engine.together import first_problem
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.planner import Planner

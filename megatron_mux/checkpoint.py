@@ -5,8 +5,8 @@ So whatever kills the run, the newest manifest names complete checkpoints only, 
 
 What a checkpoint is worth shows one step later: the loss of step s + 1 is the first that is measured on what update s
 left, and `checkpoint-s` holds just that. It is good once that loss and its gradient were finite and the loss in its
-usual range (see `engine.health`). A manifest names each task's newest checkpoint, from which a run continues, and its
-last good one, which stays for as long as a manifest names it: it is what is kept of the task should it diverge.
+usual range (see `engine.loss_health`). A manifest names each task's newest checkpoint, from which a run continues, and
+its last good one, which stays for as long as a manifest names it: it is what is kept of the task should it diverge.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_mux.engine import Health, Snapshot
+from megatron_mux.engine import LossHealth, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
@@ -58,7 +58,7 @@ class SavedTask:
     spec: dict[str, Any]
     data: str
     good: str = ""
-    health: Health = field(default_factory=Health)
+    health: LossHealth = field(default_factory=LossHealth)
 
     def note(self, step: int, loss: float) -> None:
         """Step `step` had this loss, and a finite gradient; both tell of the adapter that the step before it left."""
@@ -92,7 +92,7 @@ class Manifest:
 
 
 @dataclass
-class TaskState:
+class TaskToSave:
     """What is saved of one task.
 
     Attributes:
@@ -107,7 +107,7 @@ class TaskState:
 
 
 def save(
-    directory: Path, states: Sequence[TaskState], plan: Plan, backbone: str, keep: int | None = None
+    directory: Path, states: Sequence[TaskToSave], plan: Plan, backbone: str, keep: int | None = None
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -144,7 +144,7 @@ def save(
     return manifest
 
 
-def _write_checkpoint(directory: Path, state: TaskState, previous: Manifest | None) -> str:
+def _write_checkpoint(directory: Path, state: TaskToSave, previous: Manifest | None) -> str:
     from safetensors.torch import save_file
 
     entry, snapshot = state.entry, state.snapshot
@@ -249,7 +249,7 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
         if value["format"] != _FORMAT:
             raise UserError(f"{path}: written by another version of megatron-mux (format {value['format']})")
         value["tasks"] = [
-            SavedTask(**{**task, "health": Health(**task["health"])}) for task in value["tasks"]
+            SavedTask(**{**task, "health": LossHealth(**task["health"])}) for task in value["tasks"]
         ]
         manifest = Manifest(**value)
     except (ValueError, KeyError, TypeError) as error:

@@ -12,7 +12,7 @@ from megatron_mux.admission import Admission
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import Engine, Task
-from megatron_mux.engine.together import first_problem
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.preparation import joinable, prepare
 from megatron_mux.report import Reporter
@@ -74,7 +74,7 @@ class Members:
         Raises:
             UserError: A checkpoint is unreadable, or a task does not fit.
         """
-        self.parallel.presence.at("taking tasks in", long=True)
+        self.parallel.heartbeat.at("taking tasks in", long=True)
         joining: list[Task] = []
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
@@ -160,7 +160,7 @@ class Members:
 
     def _join(self, path: Path) -> None:
         """Take in a task file; a mistake in it is reported and stops nobody."""
-        self.parallel.presence.at(f"taking in {path.name}", long=True)
+        self.parallel.heartbeat.at(f"taking in {path.name}", long=True)
         tasks: list[Task] = []
         problem = ""
         try:

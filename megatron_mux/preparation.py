@@ -366,4 +366,4 @@ def watched(parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], 
     timeout = arguments.distributed_timeout_minutes * 60
     rank, stage = parallel.rank, parallel.pp_rank
     with Liveness(rank, parallel.world_size, stage, timeout, advice, farewell) as liveness:
-        yield replace(parallel, presence=liveness)
+        yield replace(parallel, heartbeat=liveness)

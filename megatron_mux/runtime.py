@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.errors import UserError
-from megatron_mux.liveness import Presence
+from megatron_mux.liveness import Heartbeat
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,7 +46,7 @@ class Parallel:
         model_group: The ranks that together hold one copy of the backbone (tensor x pipeline).
         device: What this process computes on.
         sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
-        presence: Hears what this process is at.
+        heartbeat: Hears what this process is at.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Parallel:
     model_group: dist.ProcessGroup
     device: torch.device
     sequence_parallel: bool
-    presence: Presence = field(default_factory=Presence, compare=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     def total(self, flags: Sequence[bool]) -> list[int]:
         """How many ranks of the world raise each flag; every rank calls it. Waits for all of them.

@@ -17,10 +17,10 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
-from megatron_mux.checkpoint import Manifest, TaskState
+from megatron_mux.checkpoint import Manifest, TaskToSave
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult
-from megatron_mux.engine.together import raise_together
+from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.members import Members
@@ -77,7 +77,7 @@ def run(arguments: MuxArguments) -> None:
         with watched(parallel, arguments, reporter.release) as parallel:
             planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             reporter.say(f"reading the backbone {arguments.backbone}")
-            parallel.presence.at("reading the backbone", long=True)
+            parallel.heartbeat.at("reading the backbone", long=True)
             stages = load_stages(
                 arguments.backbone,
                 parallel,
@@ -150,7 +150,7 @@ class Loop:
         """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
         watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
         while not self._agreed_to_stop():
-            self.parallel.presence.at("beginning the next steps")
+            self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
                 stop_when_done = self.members.follow(watched)
@@ -169,12 +169,12 @@ class Loop:
         if self._turns.steps or self.manifest is None:
             self._save()
             self._draw()
-        raise_together(self.reporter.problem, self.parallel)
+        raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def _advance(self) -> None:
         """Take steps until something is due, then do it."""
         steps = self._turns.take(self.engine.steps, self._due())
-        self.parallel.presence.at("reporting")
+        self.parallel.heartbeat.at("reporting")
         if self._turns.is_time_to_draw:
             self._draw()
         self._plan = self.engine.last_plan or self._plan
@@ -236,7 +236,7 @@ class Loop:
         self.reporter.say(f"{name}: {what}: {self.arguments.save / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
-        self.parallel.presence.at(f"evaluating {name}")
+        self.parallel.heartbeat.at(f"evaluating {name}")
         try:
             result = self.engine.evaluate(name)
         except UserError as error:  # on every rank
@@ -250,10 +250,10 @@ class Loop:
         directory = self.arguments.save
         if directory is None:
             return
-        self.parallel.presence.at("saving")
-        states: list[TaskState] = []
+        self.parallel.heartbeat.at("saving")
+        states: list[TaskToSave] = []
         for name, entry in self.members.entries.items():
-            state = TaskState(entry)
+            state = TaskToSave(entry)
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
                 entry.status = "removed" if name in leaving else status
@@ -303,7 +303,7 @@ class Loop:
 
     def _agreed_to_stop(self) -> bool:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
-        raise_together(self.reporter.problem, self.parallel)
+        raise_on_every_rank(self.reporter.problem, self.parallel)
         # Steps are as long as on the slowest rank, and every rank takes equally many.
         stopping, self._turns.seconds = self.parallel.most([float(self.stopping), self._turns.seconds])
         return stopping > 0

@@ -141,7 +141,7 @@ class Backbone:
             units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
         with NoWeights() if absent else Checkpoint(info.path) as source:
             for key, own in units.items():
-                parallel.presence.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
+                parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
                 home.settle(key, weights.fill(model, own, info.stored, source, dtype, parallel.device))
         if tied_here:
             model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)

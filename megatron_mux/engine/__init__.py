@@ -2,9 +2,9 @@
 
 from megatron_mux.engine.engine import Engine
 from megatron_mux.engine.evaluate import EvalResult
-from megatron_mux.engine.health import Health
+from megatron_mux.engine.loss_health import LossHealth
 from megatron_mux.engine.planning import Planning
-from megatron_mux.engine.running import StepResult, Task
 from megatron_mux.engine.snapshot import Snapshot
+from megatron_mux.engine.task_state import StepResult, Task
 
-__all__ = ["Engine", "EvalResult", "Health", "Planning", "Snapshot", "StepResult", "Task"]
+__all__ = ["Engine", "EvalResult", "LossHealth", "Planning", "Snapshot", "StepResult", "Task"]

@@ -9,7 +9,7 @@ import torch
 
 from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
-from megatron_mux.engine.together import first_problem
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk
 from megatron_mux.fusion.step import Lengths, StepGrid

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.batches import Batches
-from megatron_mux.engine.ends import LOSS_SQUARE_LACK, Ends
-from megatron_mux.engine.shortage import Shortage
+from megatron_mux.engine.bucket_finalizer import LOSS_SQUARE_LACK, BucketFinalizer
+from megatron_mux.engine.out_of_memory import Shortage
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -29,7 +29,7 @@ class TrainingCompute:
         ends: Of the buckets' steps.
     """
 
-    def __init__(self, stages: Stages, batches: Batches, ends: Ends) -> None:
+    def __init__(self, stages: Stages, batches: Batches, ends: BucketFinalizer) -> None:
         self.stages = stages
         self.batches = batches
         self.ends = ends

@@ -18,18 +18,18 @@ from torch import Tensor
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.batches import Batches, lengths_of, read_together, weighted
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import TrainingCompute
-from megatron_mux.engine.ends import Ends
 from megatron_mux.engine.evaluate import EvalResult, evaluate
 from megatron_mux.engine.messages import Messages, largest_message
 from megatron_mux.engine.optimize import TaskOptimizer, summed_at_once
+from megatron_mux.engine.out_of_memory import Shortage, first_sentence
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.room import Room
-from megatron_mux.engine.running import Running, Status, StepResult, Task
-from megatron_mux.engine.shortage import Shortage, first_sentence
 from megatron_mux.engine.snapshot import Snapshot, take
-from megatron_mux.engine.together import first_problem
+from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
@@ -68,7 +68,7 @@ class Engine:
         self.communicator = Communicator.between_stages(parallel)
         self.last_plan: Plan | None = None
         self._checked: deque[Plan] = deque(maxlen=8)
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, TaskState] = {}
         self.room = Room(parallel.device)
 
     # -- tasks come and go
@@ -110,7 +110,7 @@ class Engine:
         try:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-            running = Running(task, adapter, optimizer, sampler, load, total)
+            running = TaskState(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 running.resume(task.resume)
             self._make_room()
@@ -265,7 +265,7 @@ class Engine:
         with suppress(torch.OutOfMemoryError):  # there may be room once a pass has failed and is gone
             self._make_room(batches.most_rows)
         shortage = Shortage(len(plan.buckets), self.parallel, self._messages())
-        ends = Ends(running, plan.buckets, tokens, self.parallel, shortage, self.room)
+        ends = BucketFinalizer(running, plan.buckets, tokens, self.parallel, shortage, self.room)
         compute = TrainingCompute(self.stages, batches, ends)
         self._execute(template, compute, plan, timer)
         results = ends.finish()
@@ -289,7 +289,7 @@ class Engine:
         summed = summed_at_once(parameters, self.parallel)
         self.room.take(max(summed, largest_message(self.stages.values(), rows)))
 
-    def _relieve(self, plan: Plan, ends: Ends) -> dict[str, StepResult]:
+    def _relieve(self, plan: Plan, ends: BucketFinalizer) -> dict[str, StepResult]:
         """Have buckets that lacked memory computed in smaller parts from now on, or their task parked.
 
         Returns:

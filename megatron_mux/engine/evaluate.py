@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.messages import Messages, largest_message
+from megatron_mux.engine.out_of_memory import Shortage
 from megatron_mux.engine.room import Room
-from megatron_mux.engine.shortage import Shortage
-from megatron_mux.engine.together import first_problem
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator

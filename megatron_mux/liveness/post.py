@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Protocol
 
-from megatron_mux.liveness.presence import State
+from megatron_mux.liveness.heartbeat import State
 from megatron_mux.liveness.verdict import Judge, Seen, Verdict, gone_text, silent_text
 from megatron_mux.liveness.wire import Link, Message, listen, ready
 

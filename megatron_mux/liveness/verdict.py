@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_mux.liveness.presence import State
+from megatron_mux.liveness.heartbeat import State
 
 BEAT_S = 1.0
 """Seconds between two beats of a rank."""

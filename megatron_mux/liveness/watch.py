@@ -15,8 +15,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_mux.errors import UserError, is_of_a_connection, tell, told_elsewhere
+from megatron_mux.liveness.heartbeat import End, Heartbeat, Look, Mark, State
 from megatron_mux.liveness.post import Hub, Post, Spoke
-from megatron_mux.liveness.presence import End, Look, Mark, Presence, State
 from megatron_mux.liveness.verdict import BEAT_S, Judge, Verdict
 
 _SECONDS_TO_END = 15.0
@@ -26,7 +26,7 @@ _SECONDS_TO_PART = 5.0
 """How long leaving waits for the watching thread."""
 
 
-class Liveness(Presence):
+class Liveness(Heartbeat):
     """Watches all ranks while it is entered. Every rank of a world of several makes and enters one.
 
     A thread of each rank tells rank 0 once a second what the main thread is at. Where rank 0 finds that a rank has
@@ -70,7 +70,7 @@ class Liveness(Presence):
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
     def at(self, what: object, long: bool = False) -> None:
-        """See `Presence`."""
+        """See `Heartbeat`."""
         self._mark = Mark(what, long, time.monotonic())
 
     def __enter__(self) -> Liveness:

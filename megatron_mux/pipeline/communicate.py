@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.liveness import Presence
+from megatron_mux.liveness import Heartbeat
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
@@ -105,7 +105,7 @@ class Communicator:
         from_following, to_previous: Links of gradients.
         device: Where received tensors are allocated.
         ranks: Of the pipeline: bounds how many sent tensors are kept alive.
-        presence: Hears which action this process is at.
+        heartbeat: Hears which action this process is at.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Communicator:
         to_previous: Link,
         device: torch.device,
         ranks: int,
-        presence: Presence,
+        heartbeat: Heartbeat,
     ) -> None:
         self.device = device
-        self.presence = presence
+        self.heartbeat = heartbeat
         self._inward = {False: (previous, from_previous), True: (following, from_following)}
         self._outward = {False: (following, to_following), True: (previous, to_previous)}
         # A send's tensor must outlive it, and gloo completes a send only when it is waited for. Waiting for a send that
@@ -146,7 +146,7 @@ class Communicator:
             links[True, ring[rank]],
             parallel.device,
             ranks,
-            parallel.presence,
+            parallel.heartbeat,
         )
 
     def expect(self, in_flight: int) -> None:

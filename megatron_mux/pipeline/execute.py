@@ -104,7 +104,7 @@ class _Run:
     def run(self) -> None:
         """All actions, then wait for what was sent."""
         for action in self.actions:
-            self.communicator.presence.at(action)
+            self.communicator.heartbeat.at(action)
             travels = action.before(self.stages, self.ranks) is not None
             received = self.inboxes[action.is_backward].take(action) if travels else None
             start = self._now()

@@ -103,7 +103,7 @@ def _record(setting: Setting, directory: Path, parallel: Parallel, answer: Answe
     scratch = scratch_of if setting.device == "cuda" else None
     recorder = Recorder(place, parallel.device.type, 0, answer, scratch)
     watch = Watch(place, recorder)
-    parallel = replace(parallel, presence=watch)
+    parallel = replace(parallel, heartbeat=watch)
     with _collecting_nothing():
         with recorder:
             stages = load_stages(

@@ -11,7 +11,7 @@ from megatron_mux.adapters.host import Host, Site
 from megatron_mux.backbone.model import Backbone, Reading
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.engine import Engine
-from megatron_mux.liveness import Presence
+from megatron_mux.liveness import Heartbeat
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
@@ -21,7 +21,7 @@ from megatron_mux.rehearsal.recording import Mark
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 
 
-class Watch(Presence):
+class Watch(Heartbeat):
     """Hears what the engine is at, and follows it through a stage's layers.
 
     Args:
@@ -41,7 +41,7 @@ class Watch(Presence):
         self._label: Callable[[], None] = lambda: None
 
     def at(self, what: object, long: bool = False) -> None:
-        """See `Presence.at`."""
+        """See `Heartbeat.at`."""
         if isinstance(what, Reading):
             self._place.enter(LOAD)
             self._place.layer = what.layer

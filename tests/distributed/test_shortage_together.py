@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, EvalResult, Planning
-from megatron_mux.engine.ends import Ends
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.messages import Messages
-from megatron_mux.engine.shortage import Shortage
+from megatron_mux.engine.out_of_memory import Shortage
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import Budget
@@ -87,7 +87,7 @@ def failing(
 
     Yields the tasks of the buckets, in their order.
     """
-    attempt, surely_clip = Shortage.attempt, Ends._step
+    attempt, surely_clip = Shortage.attempt, BucketFinalizer._step
 
     def attempted(self: Shortage, action: Any, compute: Any, again: Any = None) -> Any:
         key = (action.kind, names[action.bucket % len(names)])
@@ -102,24 +102,24 @@ def failing(
 
         return attempt(self, action, computed, again)
 
-    def step(self: Ends, name: str, *more: Any) -> None:
+    def step(self: BucketFinalizer, name: str, *more: Any) -> None:
         if ("U", name) in left:
             left.discard(("U", name))
             with Failing(0):  # the first scalar of the step
                 return surely_clip(self, name, *more)
         return surely_clip(self, name, *more)
 
-    def begun(self: Ends, running: Any, buckets: Any, *more: Any) -> None:
+    def begun(self: BucketFinalizer, running: Any, buckets: Any, *more: Any) -> None:
         names[:] = [bucket.tasks[-1] for bucket in buckets]
         made(self, running, buckets, *more)
 
-    made = Ends.__init__
+    made = BucketFinalizer.__init__
     names: list[str] = []
     with ExitStack() as stack:
         for owner, name, value in (
             (Shortage, "attempt", attempted),
-            (Ends, "_step", step),
-            (Ends, "__init__", begun),
+            (BucketFinalizer, "_step", step),
+            (BucketFinalizer, "__init__", begun),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield names

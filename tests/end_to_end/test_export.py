@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_mux import checkpoint
 from megatron_mux.adapters.peft_format import read_adapter
-from megatron_mux.checkpoint import SavedTask, TaskState
+from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Engine, Task
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.runtime import Parallel
@@ -45,7 +45,7 @@ def save(engine: Engine, case: Case, directory: Path) -> Path:
     """A task's checkpoint as a run writes it."""
     snapshot = engine.snapshot(case.name)
     entry = SavedTask(case.name, engine.progress(case.name)[0], "running", "", "", case.spec.plain(), data="")
-    state = TaskState(entry, snapshot, engine.adapter_config(case.name))
+    state = TaskToSave(entry, snapshot, engine.adapter_config(case.name))
     checkpoint.save(directory, [state], plan_for("spatial", {case.name: 1}, 1), engine.backbone.fingerprint)
     return directory / entry.checkpoint
 

@@ -150,10 +150,10 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> N
 
 DIVERGING = """
 import math, sys
-from megatron_mux.engine.ends import Ends
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 import pretrain_mux
 
-real, steps = Ends.norm, 0
+real, steps = BucketFinalizer.norm, 0
 
 def norm(self, action, losses, others):
     global steps
@@ -163,7 +163,7 @@ def norm(self, action, losses, others):
             losses[list(self.running).index("lora")] = 60.0 if steps < 10 else math.nan
     return real(self, action, losses, others)
 
-Ends.norm = norm
+BucketFinalizer.norm = norm
 sys.exit(pretrain_mux.main(sys.argv[1:]))
 """
 

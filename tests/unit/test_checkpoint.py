@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_mux import checkpoint, files
-from megatron_mux.checkpoint import SavedTask, TaskState
+from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
@@ -20,14 +20,14 @@ from megatron_mux.fusion.plan import plan_for
 PLAN = plan_for("spatial", {"a": 1}, 1)
 
 
-def _state(step: int, name: str = "a", value: float = 0.0) -> TaskState:
+def _state(step: int, name: str = "a", value: float = 0.0) -> TaskToSave:
     snapshot = Snapshot(
         step,
         adapter={"k.lora_A.weight": torch.full((2, 3), value)},
         moments={"k.lora_A.weight": {"exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.zeros(2, 3)}},
         extra={"k.lora_A.weight": torch.arange(3)},
     )
-    return TaskState(
+    return TaskToSave(
         SavedTask(name, step, "running", "", "", {"name": name}, "data"), snapshot, {"peft_type": "LORA"}
     )
 
@@ -217,7 +217,7 @@ def test_saving_onto_a_run_is_refused_and_an_empty_directory_is_not(tmp_path: Pa
 def test_keeping_few_prunes_old_checkpoints_but_not_named_ones(tmp_path: Path) -> None:
     done = checkpoint.save(tmp_path, [_state(5, "done")], PLAN, "backbone").tasks[0]
     for step in (1, 2, 3):
-        states = [TaskState(replace(done)), _state(step)]
+        states = [TaskToSave(replace(done)), _state(step)]
         checkpoint.save(tmp_path, states, PLAN, "backbone", keep=1)
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-3"]
     assert (tmp_path / "done" / "checkpoint-5").is_dir()
@@ -243,7 +243,7 @@ def test_keeping_few_keeps_what_was_good(tmp_path: Path) -> None:
     manifest = checkpoint.load(tmp_path, "backbone")
     assert manifest is not None and manifest.tasks == [entry], "a continued run knows as much"
     entry.fall_back()
-    checkpoint.save(tmp_path, [TaskState(entry)], PLAN, "backbone", keep=1)
+    checkpoint.save(tmp_path, [TaskToSave(entry)], PLAN, "backbone", keep=1)
     manifest = checkpoint.load(tmp_path, "backbone")
     assert manifest is not None
     assert (manifest.tasks[0].checkpoint, manifest.tasks[0].step) == ("a/checkpoint-2", 2)

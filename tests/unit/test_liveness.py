@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.errors import is_of_a_connection
+from megatron_mux.liveness.heartbeat import Look, Mark, State, waits_for_others
 from megatron_mux.liveness.post import Hub, Spoke
-from megatron_mux.liveness.presence import Look, Mark, State, waits_for_others
 from megatron_mux.liveness.verdict import Judge, Seen, Verdict
 from megatron_mux.pipeline.action import Action
 

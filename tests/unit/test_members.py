@@ -71,7 +71,7 @@ def task(name: str) -> Any:
 
 @pytest.fixture
 def members() -> Members:
-    parallel = SimpleNamespace(world_size=1, presence=SimpleNamespace(at=lambda what, long=False: None))
+    parallel = SimpleNamespace(world_size=1, heartbeat=SimpleNamespace(at=lambda what, long=False: None))
     made: Any = {"engine": Engine(), "parallel": parallel, "reporter": Reporter()}
     return Members(**made, info=None, tokenizer=None, evaluate=lambda name: None, save=lambda names: None)  # type: ignore[arg-type]
 

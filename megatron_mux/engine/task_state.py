@@ -66,7 +66,7 @@ class StepResult:
 
 
 @dataclass
-class Running:
+class TaskState:
     """A registered task: its adapter, its optimizer, where it stands.
 
     A parked one found no memory beside the others, and waits until one of them leaves.

@@ -1,4 +1,4 @@
-"""What a rank is at: told by its main thread in passing, looked up by its watching thread once a second."""
+"""The heartbeat: what a rank is doing, noted by its main thread, sent by its watching thread once a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ End = Literal["", "done", "told", "failed"]
 """How a rank left: not yet; with its work done; with a mistake that was told; with an error of its own."""
 
 
-class Presence:
+class Heartbeat:
     """Hears what the main thread is at. This one keeps nothing: for a process that nobody waits for."""
 
     def at(self, what: object, long: bool = False) -> None:
@@ -29,7 +29,7 @@ class Mark:
     """What the main thread said last.
 
     Attributes:
-        what: See `Presence.at`.
+        what: See `Heartbeat.at`.
         long: See there.
         since: When, in seconds of this host's monotonic clock.
     """

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from megatron_mux.engine import Health
+from megatron_mux.engine import LossHealth
 
 
 def _course(losses: list[float]) -> list[bool]:
-    health = Health()
+    health = LossHealth()
     found = []
     for loss in losses:
         health.note(loss)
@@ -22,7 +22,7 @@ def test_an_ordinary_course_is_good_throughout() -> None:
     chosen = random.Random(3)
     losses = [4 * 0.97**step * chosen.uniform(0.5, 1.5) + 0.05 for step in range(200)]
     assert all(_course(losses))
-    assert Health().good, "before the first step nothing is wrong"
+    assert LossHealth().good, "before the first step nothing is wrong"
 
 
 def test_one_easy_batch_at_the_start_does_not_make_the_rest_bad() -> None:

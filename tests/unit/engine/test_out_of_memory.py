@@ -10,8 +10,8 @@ import torch
 
 from megatron_mux.engine.compute import EvaluationCompute, TrainingCompute
 from megatron_mux.engine.messages import Messages
+from megatron_mux.engine.out_of_memory import Shortage
 from megatron_mux.engine.room import Room
-from megatron_mux.engine.shortage import Shortage
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
 

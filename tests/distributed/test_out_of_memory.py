@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.ends import Ends
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import failing
@@ -56,14 +56,14 @@ def trained(
         left -= lacks
         return lacks
 
-    def complete(self: Ends, names: Sequence[str], step: int) -> None:
+    def complete(self: BucketFinalizer, names: Sequence[str], step: int) -> None:
         if short == "ends" and hit(names):
             raise torch.OutOfMemoryError("made to fail. Nothing is short")
         completed(self, names, step)
 
-    completed = Ends._complete
+    completed = BucketFinalizer._complete
     passes = failing(stages, lambda batch: short == "passes" and hit(batch.task_rows))
-    with passes, mock.patch.object(Ends, "_complete", complete):
+    with passes, mock.patch.object(BucketFinalizer, "_complete", complete):
         turns = 0
         while engine.active and turns < 40:
             turns += 1

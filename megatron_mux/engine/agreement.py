@@ -30,7 +30,7 @@ def first_problem(problem: str, parallel: Parallel) -> str:
     return ""
 
 
-def raise_together(problem: str, parallel: Parallel) -> None:
+def raise_on_every_rank(problem: str, parallel: Parallel) -> None:
     """Go on only if no rank has a problem. Every rank calls it.
 
     Args:

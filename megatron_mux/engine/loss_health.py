@@ -11,7 +11,7 @@ _WINDOW = 5
 
 
 @dataclass
-class Health:
+class LossHealth:
     """What a task's losses tell of its adapter, each of it as it was before that step's update.
 
     A step is good if its loss is finite and at most 1 more than twice the lowest that the task has held: the lowest

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.engine.optimize import reduce_gradients, squared_norm, summed_at_once
+from megatron_mux.engine.out_of_memory import Shortage
 from megatron_mux.engine.room import Room
-from megatron_mux.engine.running import Running, StepResult
-from megatron_mux.engine.shortage import Shortage
+from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
@@ -26,7 +26,7 @@ from megatron_mux.runtime import Parallel
 _SQUARE, _LACK, LOSS_SQUARE_LACK = 1, 2, 3
 
 
-class Ends:
+class BucketFinalizer:
     """The ends of the buckets of one or several steps.
 
     Args:
@@ -43,7 +43,7 @@ class Ends:
 
     def __init__(
         self,
-        running: Mapping[str, Running],
+        running: Mapping[str, TaskState],
         buckets: Sequence[Bucket],
         tokens: Sequence[Mapping[str, int]],
         parallel: Parallel,
