@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint format bench bench-pipeline gpu-check gpu-bench gpu-memory clean
+.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint docs format bench bench-pipeline gpu-check gpu-bench gpu-memory clean
 
 # PY for commands that run in another folder: a path is made absolute, a bare name is found on PATH anyway.
 PY_ANYWHERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
@@ -53,6 +53,9 @@ lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
 	cd examples/quickstart && $(PY_ANYWHERE) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
 
+docs: $(VENV_TARGET)  ## the documentation as HTML, in docs/_build; a broken link is an error
+	$(PY) -m sphinx -W --keep-going -q -c docs -b html . docs/_build
+
 format: $(VENV_TARGET)  ## let ruff lay out and mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -76,5 +79,5 @@ gpu-memory: $(VENV_TARGET)  ## memory on a GPU: predictions are written down, th
 	$(PY) benchmarks/gpu_memory.py measure --predicted gpu-memory-predicted.json --output gpu-memory.json
 
 clean:  ## remove environments, caches and the quickstart's folder
-	rm -rf .venv .venv312 .quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv312 .quickstart docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

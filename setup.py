@@ -15,6 +15,7 @@ VERSION = next(
 
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8"]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
+DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
 QUICKSTART = ["gguf>=0.17,<1"]
 
 setup(
@@ -40,7 +41,7 @@ setup(
     package_data={"megatron_mux": ["py.typed"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.20",
-        "torch>=2.10",
+        "torch>=2.11",
         "transformers>=5,<6",
         "peft>=0.19,<1",
         "safetensors>=0.5",
@@ -57,6 +58,7 @@ setup(
         "test": TEST,
         "quickstart": QUICKSTART,
         "bench": ["matplotlib>=3.8"],
-        "dev": [*TEST, *LINT, *QUICKSTART],
+        "docs": DOCS,
+        "dev": [*TEST, *LINT, *DOCS, *QUICKSTART],
     },
 )

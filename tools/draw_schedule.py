@@ -33,8 +33,8 @@ _PLAN_IT = (
 )
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
@@ -51,12 +51,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="for Perfetto (schedule.trace.json)",
     )
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate, draw and print; 2 when the input was wrong."""
-    return exit_status(lambda: run(parse(argv)), "draw_schedule.py")
+    return exit_status(lambda: run(build_parser().parse_args(argv)), "draw_schedule.py")
 
 
 def run(arguments: argparse.Namespace) -> None:

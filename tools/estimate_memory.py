@@ -49,7 +49,14 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The command line, checked."""
+    arguments = build_parser().parse_args(argv)
+    settle(arguments)
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -102,9 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="draw memory over time, a picture for each method (.png, .svg)",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    arguments = parser.parse_args(argv)
-    settle(arguments)
-    return arguments
+    return parser
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.plan import Plan
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
@@ -57,12 +57,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
     add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; 2 when the input was wrong."""
-    return exit_status(lambda: run(parse(argv)), "plan.py")
+    return exit_status(lambda: run(build_parser().parse_args(argv)), "plan.py")
 
 
 def run(arguments: argparse.Namespace) -> None:

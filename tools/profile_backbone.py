@@ -25,8 +25,8 @@ from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, tell
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
@@ -42,14 +42,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--directory", type=path, metavar="DIR", help="where to keep it (default: the user's cache)")
     add("--force", action="store_true", help="measure again what is there already")
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, keep, print; 2 when the input was wrong."""
     with ExitStack() as at_the_end:
         try:
-            arguments = parse(argv)
+            arguments = build_parser().parse_args(argv)
             from megatron_mux.runtime import shutdown
 
             at_the_end.callback(shutdown)

@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--backbone",
         type=path,
         metavar="DIR",
-        help="Hugging Face directory: config.json, *.safetensors, tokenizer",
+        help="Hugging Face directory: config.json, safetensors files, tokenizer",
     )
     add(
         "--bf16", action="store_true", help="run the backbone in bfloat16 (default: fp32); adapters stay fp32"

@@ -1,0 +1,69 @@
+"""README and docs/: the examples in their code blocks are ones that the program takes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_mux.arguments.parser import build_parser
+from megatron_mux.tasks import load_task_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/launch/README.md"]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """The page and text of every code block in a language."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [(page.name, text) for page in PAGES for text in pattern.findall(page.read_text())]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Scripts of this project that bash blocks run, with their words; without what is left out as `...`."""
+    found = []
+    for _, text in blocks("bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for i, word in enumerate(words):
+                if word == "pretrain_mux.py" or word.startswith("tools/"):
+                    found.append((word, words[i + 1 :]))
+    return found
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_task_files_are_valid(tmp_path: Path) -> None:
+    texts = [text for _, text in blocks("yaml") if text.startswith("tasks:")]
+    assert len(texts) >= 2
+    for text in texts:
+        path = tmp_path / "tasks.yaml"
+        path.write_text(text)
+        assert load_task_file(path, data_later=True)
+
+
+@pytest.mark.parametrize(("script", "words"), commands(), ids=lambda value: str(value)[:60])
+def test_commands_are_parsed(script: str, words: list[str]) -> None:
+    if script != "pretrain_mux.py":
+        tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        tool.build_parser().parse_args(words)
+    else:
+        build_parser().parse_args(words)
+
+
+def test_python_is_python_and_runs_where_it_stands_alone() -> None:
+    for page, text in blocks("python"):
+        code = compile(text, page, "exec")
+        if page == "pipeline.md" and text.startswith("from megatron_mux"):
+            exec(code, {})
+
+
+def test_every_tool_has_its_flags_documented() -> None:
+    flags = (ROOT / "docs/flags.md").read_text()
+    tools = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"setup_venv"}
+    assert tools == set(re.findall(r":module: tools\.(\w+)", flags))
