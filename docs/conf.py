@@ -1,4 +1,4 @@
-"""Sphinx configuration of `make docs`. The source directory is the root: links to README and results are checked too."""
+"""Sphinx configuration of `make docs`. The source directory is the root, so links to README are checked."""
 
 from __future__ import annotations
 
