@@ -3,7 +3,7 @@
 python benchmarks/fragmentation.py                                                  # a few minutes
 python benchmarks/fragmentation.py --output benchmarks/results/fragmentation.json   # the JSON, and the table as .md
 
-Steps of our engine are rehearsed, and full fine-tuning with `transformers` is traced, both for a GPU that is not there;
+Steps of our engine come from dry runs, steps of full fine-tuning with `transformers` from traces;
 their allocations are replayed through PyTorch's caching allocator with its default options. With plenty of memory it
 holds more than it needs: at the limit it returns cached segments. So the least memory counts in which a step runs.
 Nothing is measured: the result is the same on every machine.
@@ -42,9 +42,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rehearse and trace, replay, print."""
+    """Dry-run and trace, replay, print."""
     arguments = parse(argv)
-    rows = [_row(*found) for found in (*rehearsed(), *traced())]
+    rows = [_row(*found) for found in (*dry_run_streams(), *traced())]
     shares = sorted(row["share"] for row in rows)
     result = {
         "median": statistics.median(shares),
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def rehearsed() -> Iterator[tuple[str, Stream]]:
+def dry_run_streams() -> Iterator[tuple[str, Stream]]:
     """Steps of our engine."""
+    from megatron_mux.dry_run.process import dry_runs
     from megatron_mux.memory.forms.methods import Method
-    from megatron_mux.rehearsal.process import rehearsals
     from tests.end_to_end.test_memory_forms import setting_of
 
     methods = {
@@ -77,7 +77,7 @@ def rehearsed() -> Iterator[tuple[str, Stream]]:
         for length, sequences in ((512, 8), (1536, 8))
         for name, method in methods.items()
     }
-    found = rehearsals([(setting, 0) for setting in asked.values()], whole=True)
+    found = dry_runs([(run_spec, 0) for run_spec in asked.values()], whole=True)
     for name, recording in zip(asked, found, strict=True):
         yield name, recording.stream
 

@@ -3,7 +3,7 @@
 python benchmarks/gpu_memory.py predict --output predicted.json                  # no GPU needed: minutes
 python benchmarks/gpu_memory.py measure --predicted predicted.json --output measured.json  # on a GPU: ten minutes
 
-Predictions are written down first, and `measure` changes none: traces of `transformers.Trainer`'s steps, rehearsals of
+Predictions are written down first, and `measure` changes none: traces of `transformers.Trainer`'s steps, dry runs of
 our engine's. Measured is what the allocator reserves at its peak, and what the process takes beside it; each run's
 allocator history is replayed and compared event by event. Then the
 process is limited as if the GPU were smaller: the predicted largest batch has to run, and one more must not.
@@ -95,9 +95,9 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = {name: found for name, found in cases(gpu).items() if wanted(name, arguments.only)}
     with Traces() as traces:
         found = {name: predicted_case(name, case, traces) for name, (_, case) in chosen.items()}
-        for name, (_, setting) in settings(gpu).items():
+        for name, (_, run_spec) in settings(gpu).items():
             if wanted(name, arguments.only):
-                found[name] = predicted_together(name, setting)
+                found[name] = predicted_together(name, run_spec)
         limits = []
         for gib, names in LIMITS.items():
             for name in filter(chosen.__contains__, names):
@@ -134,14 +134,14 @@ def predicted_case(name: str, case: Any, traces: Any) -> dict[str, Any]:
     return {"asked": {"case": case.to_dict()}, **told(predict(case, traces.step)), "others": others(case)}
 
 
-def predicted_together(name: str, setting: Any) -> dict[str, Any]:
+def predicted_together(name: str, run_spec: Any) -> dict[str, Any]:
     """What is predicted of our engine with several tasks, in bytes."""
-    from megatron_mux.rehearsal.answer import prediction
-    from megatron_mux.rehearsal.process import rehearsals
+    from megatron_mux.dry_run.process import dry_runs
+    from megatron_mux.dry_run.rank_estimate import prediction
 
     print(name, file=sys.stderr)
-    (recording,) = rehearsals([(setting, 0)])
-    return {"asked": {"setting": setting.to_dict()}, **told(prediction(recording, setting)), "others": {}}
+    (recording,) = dry_runs([(run_spec, 0)])
+    return {"asked": {"run_spec": run_spec.to_dict()}, **told(prediction(recording, run_spec)), "others": {}}
 
 
 def told(found: Any) -> dict[str, Any]:

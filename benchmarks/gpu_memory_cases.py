@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.rehearsal.setting import Cast, Setting
 
 LLAMA_1B: dict[str, Any] = {
     "model_type": "llama",
@@ -127,9 +127,9 @@ _TOGETHER: Mapping[str, dict[str, Any]] = {
 }
 
 
-def settings(gpu: Gpu) -> dict[str, tuple[str, Setting]]:
+def settings(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
     """By name: a model, and tasks that our engine trains on it together, on one such GPU."""
-    found: dict[str, tuple[str, Setting]] = {}
+    found: dict[str, tuple[str, RunSpec]] = {}
 
     def add(
         name: str,
@@ -142,7 +142,7 @@ def settings(gpu: Gpu) -> dict[str, tuple[str, Setting]]:
         **more: Any,
     ) -> None:
         casts = [
-            Cast(
+            TaskRecords(
                 {
                     "name": f"task-{i}",
                     "adapter": _TOGETHER[kind],
@@ -155,7 +155,7 @@ def settings(gpu: Gpu) -> dict[str, tuple[str, Setting]]:
             for i, kind in enumerate(kinds)
         ]
         plan = plan_for(policy, {one.task["name"]: 1 for one in casts}, 1, micro_batches=parts)
-        found[f"{model} {name}"] = model, Setting(MODELS[model], casts, plan, gpu=gpu, **more)
+        found[f"{model} {name}"] = model, RunSpec(MODELS[model], casts, plan, gpu=gpu, **more)
 
     add("together: one LoRA", "llama-1b", ["LORA"], 8, 1024)
     add("together: eight LoRA", "llama-1b", ["LORA"] * 8, 4, 512)

@@ -1,7 +1,7 @@
 """One training run in a process of its own, and what the GPU says of it.
 
 Reads one JSON object from standard input: `case` (as `Case.to_dict` gives it: trained by `transformers.Trainer`, with
-nothing of megatron-mux) or `setting` (as `rehearsal.Setting.to_dict` gives it: trained by our engine), `limit` (bytes
+nothing of megatron-mux) or `run_spec` (as `dry_run.RunSpec.to_dict` gives it: trained by our engine), `limit` (bytes
 of the GPU that the process may take, its context included; null: all there is), `history` (whether to record the
 allocator's, which is replayed afterwards). Prints one JSON object.
 """
@@ -44,8 +44,8 @@ def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)
     found: dict[str, Any] = {"context_before": outside, "fits": True}
     try:
-        if "setting" in asked:
-            train_together(asked["setting"], torch.device("cuda"))
+        if "run_spec" in asked:
+            train_together(asked["run_spec"], torch.device("cuda"))
         else:
             train(asked["case"], torch.device("cuda"))
     except torch.OutOfMemoryError as error:
@@ -149,19 +149,19 @@ def records(count: int, length: int, vocabulary: int, padded: bool) -> list[dict
     return found
 
 
-def train_together(setting: Mapping[str, Any], device: torch.device) -> None:
+def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
     """Steps of our engine on one rank, with weights that are random."""
     from typing import cast
 
     from megatron_mux import runtime
     from megatron_mux.backbone.model import load_stages
     from megatron_mux.data.dataset import TaskDataset
+    from megatron_mux.dry_run.run_spec import RunSpec
+    from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
     from megatron_mux.engine import Engine, Planning, Task
-    from megatron_mux.rehearsal.records import AsGiven, LengthsAlone
-    from megatron_mux.rehearsal.setting import Setting
     from megatron_mux.tasks import TaskSpec
 
-    given = Setting.from_dict(setting)
+    given = RunSpec.from_dict(run_spec)
     parallel = runtime.initialize(1, 1, device=device)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(given.config))
@@ -176,11 +176,14 @@ def train_together(setting: Mapping[str, Any], device: torch.device) -> None:
                 tensor.normal_(0.0, 0.02)
         for unit in stage.residence.units.values():
             unit.share.random_(0, 60)  # bytes: numbers below a hundredth, of any precision
-    planning = Planning("auto", given.plan.stages, AsGiven(given.plan), given=given.plan)
+    planning = Planning("auto", given.plan.stages, FixedPlanner(given.plan), given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(
         [
-            Task(TaskSpec.model_validate(one.task), cast(TaskDataset, LengthsAlone(one.lengths, one.labels)))
+            Task(
+                TaskSpec.model_validate(one.task),
+                cast(TaskDataset, LengthsOnlyDataset(one.lengths, one.labels)),
+            )
             for one in given.tasks
         ]
     )

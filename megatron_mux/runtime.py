@@ -299,7 +299,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
-    if device.type == "cpu" or _is_rehearsed():
+    if device.type == "cpu" or _is_dry_run():
         return device
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"The device {str(device)!r} is not there: this machine has a CPU only.")
@@ -327,8 +327,8 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def _is_rehearsed() -> bool:
-    """Whether the world was joined as one that is not there (`megatron_mux.rehearsal`), nor is its device."""
+def _is_dry_run() -> bool:
+    """Whether the world was joined as one that is not there (`megatron_mux.dry_run`), nor is its device."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
@@ -363,7 +363,7 @@ def _adapt_to_cpu() -> None:
 
 def fused_norm() -> Any:
     """Transformer Engine's norm where it is importable and the device is a GPU, else None."""
-    if _current is None or _current.device.type != "cuda" or _is_rehearsed():
+    if _current is None or _current.device.type != "cuda" or _is_dry_run():
         return None
     try:
         importlib.import_module("transformer_engine.pytorch")

@@ -3,7 +3,7 @@
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
     python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml
-    python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml --method rehearsal
+    python tools/estimate_memory.py --model DIR --gpus 8 --gpu-memory 80GB --tasks tasks.yaml --method dry-run
     python tools/estimate_memory.py --model DIR --gpus 1 --gpu-memory 80GB --sequence-length 2048 --plot memory.svg
 
 Only config.json is read: no weights, and no GPU is needed. Methods: `ours`, closed forms for every division among GPUs
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=path,
         required=True,
         metavar="CONFIG_OR_DIR",
-        help="config.json, by itself under any name, or its directory (which --method rehearsal needs)",
+        help="config.json, by itself under any name, or its directory (which --method dry-run needs)",
     )
     add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
     add(
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--method",
         default="all",
         metavar="NAME",
-        help="how to predict: ours, llmem, dnnmem, trace, rehearsal (of --tasks), or all that know the model (default)",
+        help="how to predict: ours, llmem, dnnmem, trace, dry run (of --tasks), or all that know the model (default)",
     )
     add(
         "--tasks",
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tasks.yaml: train these tasks, with their own batches and lengths (default: every parameter)",
     )
     _add_recipe(parser)
-    _add_rehearsal(parser)
+    _add_dry_run(parser)
     add(
         "--llmem-base-memory", type=size, metavar="SIZE", help="in use before parameters are (LLMem's m_base)"
     )
@@ -128,16 +128,16 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--attention", choices=("flash", "eager"), help="eager: scores are kept (flash)")
     add(
         "--recompute", choices=("none", "selective", "full"),
-        help="what a traced step (not selective), or a rehearsal of --plan, computes again in the backward pass "
+        help="what a traced step (not selective), or a dry run of --plan, computes again in the backward pass "
         "(none); ours ranks methods with and without",
     )  # fmt: skip
     add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: speed and kernels (A100)")
 
 
-def _add_rehearsal(parser: argparse.ArgumentParser) -> None:
-    """What only a rehearsal asks."""
-    add = parser.add_argument_group("for --method rehearsal").add_argument
-    add("--plan", type=path, metavar="FILE", help="rehearse this plan of tools/plan.py, and no other")
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """What only a dry run asks."""
+    add = parser.add_argument_group("for --method dry-run").add_argument
+    add("--plan", type=path, metavar="FILE", help="use this plan of tools/plan.py, and no other")
     add(
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
         help="where frozen weights live between uses, as the plan's run will have it",
@@ -160,8 +160,8 @@ def run(arguments: argparse.Namespace) -> None:
         from rich.console import Console
 
         console = Console()
-    if arguments.method == "rehearsal":
-        _rehearse(arguments, console, start)
+    if arguments.method == "dry-run":
+        _dry_run(arguments, console, start)
         return
     shape = (console.width, console.color_system) if console is not None else None
     answers = Answers(Store("answers"), arguments, shape)
@@ -201,12 +201,12 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
     return Said(output, refusals), not any(NOT_TRACED in refusal for refusal in refusals)
 
 
-def _rehearse(arguments: argparse.Namespace, console: Console | None, start: float) -> None:
-    """Print what rehearsals say."""
+def _dry_run(arguments: argparse.Namespace, console: Console | None, start: float) -> None:
+    """Print what dry runs say."""
+    from megatron_mux.dry_run import command
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.store import Store
     from megatron_mux.memory.tensors import Skeleton
-    from megatron_mux.rehearsal import command
 
     if arguments.plot:
         check(arguments.plot)

@@ -17,7 +17,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        there = device.type == "cuda" and torch.cuda.is_available()  # it may be rehearsed without
+        there = device.type == "cuda" and torch.cuda.is_available()  # a dry run has none
         self._stream = torch.cuda.Stream(device) if there else None
 
     @contextmanager

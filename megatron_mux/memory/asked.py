@@ -12,9 +12,9 @@ from megatron_mux.memory.optimizers import DEFAULT
 
 _FULL = ("ours", "trace", "llmem", "dnnmem")
 """Methods that predict full fine-tuning."""
-_TASKS = ("ours", "trace", "rehearsal")
+_TASKS = ("ours", "trace", "dry-run")
 """Methods that predict a task file."""
-_BY_PLAN = "rehearsal --plan"
+_BY_PLAN = "dry run --plan"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ FLAGS: Mapping[str, Flag] = {
         "none",
         ("trace",),
         ("trace", _BY_PLAN),
-        "with --tasks, for --method trace or a rehearsal of --plan: others try all",
+        "with --tasks, for --method trace or a dry run of --plan: others try all",
     ),
     "--llmem-base-memory": Flag(None, ("llmem",)),
-    "--plan": Flag(None, tasks=(_BY_PLAN,), why="only a rehearsal follows one: add --method rehearsal"),
+    "--plan": Flag(None, tasks=(_BY_PLAN,), why="only a dry run follows one: add --method dry-run"),
     "--backbone-weights": Flag(
-        "resident", tasks=(_BY_PLAN,), why="goes with --plan and --method rehearsal: other methods try all"
+        "resident", tasks=(_BY_PLAN,), why="goes with --plan and --method dry-run: other methods try all"
     ),
 }
 
@@ -100,7 +100,7 @@ def _asked(arguments: Namespace) -> tuple[str, ...]:
         return _FULL if trains_all else ("ours",)
     if method not in (_FULL if trains_all else _TASKS):
         return ()
-    return (_BY_PLAN if method == "rehearsal" and arguments.plan is not None else method,)
+    return (_BY_PLAN if method == "dry-run" and arguments.plan is not None else method,)
 
 
 def _refusal(arguments: Namespace, flag: Flag) -> str:

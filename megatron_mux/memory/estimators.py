@@ -260,7 +260,7 @@ def estimate(question: Question, method: str) -> Answer:
         UserError: The method or a size is none, or no estimator knows the model.
     """
     if method != "all" and method not in ESTIMATORS:
-        raise UserError(f"--method {method}: must be one of all, ours, rehearsal, {', '.join(ESTIMATORS)}")
+        raise UserError(f"--method {method}: must be one of all, ours, dry run, {', '.join(ESTIMATORS)}")
     question.check()
     answers, refusals = _ask(question, ESTIMATORS if method == "all" else (method,))
     if not answers and method == "trace" and any(NOT_TRACED in refusal for refusal in refusals):

@@ -442,7 +442,7 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
         (OPT, ["--batch-size", "-1"], "--batch-size: must be a whole number of at least 1"),
         (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
         (OPT, ["--llmem-base-memory", "0.5kg"], "--llmem-base-memory: must be a size"),
-        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, rehearsal, llmem, dnnmem"),
+        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, dry run, llmem, dnnmem"),
         (OPT, ["--optimizer", "adam"], "--optimizer: invalid choice: 'adam' (choose from"),
         (
             OURS,
@@ -510,7 +510,7 @@ def test_a_config_by_itself(estimate: Call, tasks: str, tmp_path: Path) -> None:
     assert found["methods"] == same["methods"] and found["methods"]
     output = estimate(OURS, *flags[:-1], "--model", str(alone))[1]
     assert "--backbone DIR " in output, "the file does not say where the backbone is"
-    status, output, errors = estimate(OURS, *flags, "--method", "rehearsal", "--model", str(alone))
+    status, output, errors = estimate(OURS, *flags, "--method", "dry-run", "--model", str(alone))
     (line,) = errors.splitlines()
     assert status == 2 and not output and "give a backbone's directory, or --method ours" in line
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.runtime import Parallel
 from tests.unit.memory.traced import ADAPTERS, CONFIGS
 
@@ -58,14 +58,14 @@ def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any
 @pytest.mark.parametrize("name", ["all kinds", "in four parts", "offloaded"])
 def test_what_is_measured_together_trains(scripts: Any, name: str, parallel: Parallel) -> None:
     _, cases, worker = scripts
-    (setting,) = (
+    (run_spec,) = (
         one for known, (_, one) in cases.settings(Gpu()).items() if known.endswith(f"together: {name}")
     )
     casts = [
-        replace(one, lengths=[16] * len(one.lengths), labels=[8] * len(one.labels)) for one in setting.tasks
+        replace(one, lengths=[16] * len(one.lengths), labels=[8] * len(one.labels)) for one in run_spec.tasks
     ]
     config = {**CONFIGS["llama"], "max_position_embeddings": 64}
-    tiny = replace(setting, config=config, tasks=casts, device="cpu", dtype="float32")
+    tiny = replace(run_spec, config=config, tasks=casts, device="cpu", dtype="float32")
     worker.train_together(tiny.to_dict(), parallel.device)
 
 
@@ -100,8 +100,8 @@ def test_predictions_are_written_down_and_compared(
     tiny = Case(CONFIGS["llama"], 2, 2, 16)
     known = {"tiny full": ("tiny", tiny), "tiny LoRA": ("tiny", replace(tiny, adapter=ADAPTERS["lora"]))}
     monkeypatch.setattr(cases, "cases", lambda _: known)
-    casts = [Cast(task("a", {"peft_type": "LORA", "target_modules": ["q_proj"]}), [16, 16], [8, 8])]
-    together = Setting(CONFIGS["llama"], casts, plan_for("spatial", {"a": 1}, 1))
+    casts = [TaskRecords(task("a", {"peft_type": "LORA", "target_modules": ["q_proj"]}), [16, 16], [8, 8])]
+    together = RunSpec(CONFIGS["llama"], casts, plan_for("spatial", {"a": 1}, 1))
     monkeypatch.setattr(cases, "settings", lambda _: {"tiny together": ("tiny", together)})
     monkeypatch.setattr(cases, "LIMITS", {1: ("tiny full",)})
     path = tmp_path / "predicted.json"

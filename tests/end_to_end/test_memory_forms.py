@@ -1,4 +1,4 @@
-"""Closed forms of our engine's peak against rehearsals of it: adapters of every kind, and divisions of every kind."""
+"""Closed forms of our engine's peak against dry runs of it: adapters of every kind, and divisions of every kind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_mux.choice.step import FileStep, TaskBatch
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe
@@ -17,8 +19,6 @@ from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.parts import Parts
 from megatron_mux.memory.forms.sites import Configured, TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
-from megatron_mux.rehearsal.process import rehearsals
-from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.tasks import TaskSpec
 from tests.unit.memory.configs import write
 
@@ -66,16 +66,16 @@ def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec
 
 def setting_of(
     names: Sequence[str], method: Method, length: int, sequences: int, config: dict[str, Any]
-) -> Setting:
-    """What is rehearsed of such tasks, trained together by a method."""
+) -> RunSpec:
+    """What a dry run of these tasks under a method executes."""
     specs = specs_of(names, length, sequences)
     plan = plan_for("spatial", {s.name: 1 for s in specs}, method.pipeline, method.micro_batches)
     schedule: Any = "1f1b" if method.pipeline > 1 else "planned"
     where: Any = "sharded" if method.zero == 3 else "offloaded" if method.offload else "resident"
     lengths, labels = [length] * 2 * sequences, [length - 1] * 2 * sequences
-    return Setting(
+    return RunSpec(
         config,
-        [Cast(spec.plain(), lengths, labels) for spec in specs],
+        [TaskRecords(spec.plain(), lengths, labels) for spec in specs],
         replace(plan, data=method.data, schedule=schedule),
         method.tensor,
         method.sequence_parallel,
@@ -99,7 +99,7 @@ def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[i
 
 
 @pytest.mark.timeout(300)
-def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
+def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
     asked = []
     for names, method in CASES.values():
         setting = setting_of(names, method, LENGTH, SEQUENCES, CONFIG)
@@ -107,7 +107,7 @@ def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
         tensor = range(method.tensor if method.sequence_parallel else 1)
         stages = range(0, method.pipeline * method.tensor, method.tensor)
         asked.append([(setting, stage * method.data + rank) for stage in stages for rank in tensor])
-    made = iter(rehearsals([one for own in asked for one in own], whole=True))
+    made = iter(dry_runs([one for own in asked for one in own], whole=True))
     wrong = []
     for (name, (names, method)), own in zip(CASES.items(), asked, strict=True):
         peaks = [next(made).stream.peak() for _ in own]
@@ -115,9 +115,7 @@ def test_peaks_are_those_of_rehearsals(tmp_path: Path) -> None:
         for stage, form in enumerate(_forms(specs_of(names, LENGTH, SEQUENCES), method, tmp_path)):
             peak = max(peaks[stage * each : (stage + 1) * each], key=lambda one: one.size)
             off = form / peak.size - 1
-            line = (
-                f"{name}, stage {stage}: {form} by forms, {peak.size} rehearsed ({off:+.2%}), {peak.moment}"
-            )
+            line = f"{name}, stage {stage}: {form} by forms, {peak.size} in a dry run ({off:+.2%}), {peak.moment}"
             print(line)
             wrong += [line] * (not LEAST <= off <= MOST)
     assert not wrong, "\n".join(wrong)

@@ -27,7 +27,7 @@ from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
-"""Of what comes and goes, what the allocator needs in vain: medians of replays of rehearsed and traced steps, in the
+"""Of what comes and goes, what the allocator needs in vain: medians of replays of dry-run and traced steps, in the
 least memory in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there
 is little: benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
 _IN_VAIN: Mapping[Recompute, tuple[float, float]] = {

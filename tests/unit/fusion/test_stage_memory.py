@@ -1,4 +1,4 @@
-"""Equation 5: what is always there, what micro-batches keep and take; against rehearsals of the engine."""
+"""Equation 5: what is always there, what micro-batches keep and take; against dry runs of the engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.planner import Planner
@@ -23,14 +25,12 @@ from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.kept import Recompute
 from megatron_mux.memory.forms.methods import Method
 from megatron_mux.memory.forms.sites import Site
-from megatron_mux.rehearsal.process import rehearsals
-from megatron_mux.rehearsal.setting import Cast, Dtype, Setting
 from tests.end_to_end.harness import Case, random_records
 from tests.unit.fusion import backbone
 
 LAYERS = 8
 BELOW, ABOVE = 0.02, 0.12
-"""How far a prediction may lie below and above what a rehearsal counts: these are -1.4% to +5.6%, and +11.8% where a
+"""How far a prediction may lie below and above what a dry run counts: these are -1.4% to +5.6%, and +11.8% where a
 layer whose last rows are left out is computed again as if they were not."""
 CONFIG: Mapping[str, Any] = {
     "model_type": "llama",
@@ -61,7 +61,7 @@ ADAPTERS: Mapping[str, dict[str, object]] = {
 
 
 class Run(NamedTuple):
-    """What is rehearsed."""
+    """What a dry run executes."""
 
     tasks: tuple[str, ...]
     dtype: Dtype = "float32"
@@ -94,8 +94,8 @@ def _cases(run: Run) -> Iterator[Case]:
         yield Case(name, ADAPTERS[name], training, random_records(8, 512, 100, 100, seed=i))
 
 
-def _rehearsed(run: Run, info: Any) -> tuple[Setting, tuple[float, ...]]:
-    """What to rehearse, and what is predicted of it."""
+def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
+    """What a dry run executes, and what is predicted of it."""
     cases = list(_cases(run))
     itemsize = 8 if run.dtype == "float64" else 4
     profile = roofline(
@@ -114,8 +114,8 @@ def _rehearsed(run: Run, info: Any) -> tuple[Setting, tuple[float, ...]]:
     )
     loads = {c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info) for c in cases}
     plan = Planner(premises).fixed("spatial", loads)
-    casts = [Cast.of(case.spec, case.records) for case in cases]
-    setting = Setting(
+    casts = [TaskRecords.of(case.spec, case.records) for case in cases]
+    setting = RunSpec(
         CONFIG,
         casts,
         plan,
@@ -133,10 +133,10 @@ def _rehearsed(run: Run, info: Any) -> tuple[Setting, tuple[float, ...]]:
 def test_a_plan_takes_what_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     info = info_without_weights(tmp_path)
-    asked = [_rehearsed(run, info) for run in RUNS]
+    asked = [_dry_run(run, info) for run in RUNS]
     # The first tensor and data rank of every stage.
     ranks = [[stage * run.mesh.tensor * run.mesh.data for stage in range(run.mesh.pipeline)] for run in RUNS]
-    found = iter(rehearsals([(s, r) for (s, _), own in zip(asked, ranks, strict=True) for r in own]))
+    found = iter(dry_runs([(s, r) for (s, _), own in zip(asked, ranks, strict=True) for r in own]))
     wrong = []
     for run, (_, predicted) in zip(RUNS, asked, strict=True):
         for stage, bytes_ in enumerate(predicted):

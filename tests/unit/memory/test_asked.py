@@ -39,9 +39,9 @@ def parsed(*words: str) -> Namespace:
         [*TASKS, "--method", "ours", "--plan", "p"],
         [*TASKS, *BASE],
         [*TASKS, "--recompute", "full"],
-        [*TASKS, "--method", "rehearsal", "--attention", "eager"],
-        [*TASKS, "--method", "rehearsal", "--recompute", "full"],
-        [*TASKS, "--method", "rehearsal", "--backbone-weights", "sharded"],
+        [*TASKS, "--method", "dry-run", "--attention", "eager"],
+        [*TASKS, "--method", "dry-run", "--recompute", "full"],
+        [*TASKS, "--method", "dry-run", "--backbone-weights", "sharded"],
     ],
     ids=" ".join,
 )
@@ -66,7 +66,7 @@ def test_what_a_method_does_not_look_at_is_refused(words: list[str]) -> None:
         [
             *TASKS,
             "--method",
-            "rehearsal",
+            "dry-run",
             "--plan",
             "p",
             "--recompute",
@@ -98,8 +98,8 @@ def test_what_is_left_out_has_its_default(method: str) -> None:
         ["--method", "ours"],
         ["--method", "trace"],
         TASKS,
-        [*TASKS, "--method", "rehearsal"],
-        [*TASKS, "--method", "rehearsal", "--plan", "p"],
+        [*TASKS, "--method", "dry-run"],
+        [*TASKS, "--method", "dry-run", "--plan", "p"],
     ],
     ids=" ".join,
 )

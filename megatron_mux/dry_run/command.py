@@ -1,4 +1,4 @@
-"""`tools/estimate_memory.py --method rehearsal`: its answer, for programs and for people."""
+"""`tools/estimate_memory.py --method dry-run`: runs it and prints its result."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from megatron_mux.tasks import load_task_file
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_mux.dry_run.selection import Selection
     from megatron_mux.memory.tensors import Skeleton
-    from megatron_mux.rehearsal.choosing import Answer
 
 
 def run(
     arguments: Namespace, skeleton: Skeleton, say: Callable[[str], None]
 ) -> tuple[Question, dict[str, Any]]:
-    """What is asked, and the answer as programs read it; its picture is drawn if one is asked for.
+    """Answer the tool's question in JSON form; draw the picture if `--plot` is given.
 
     Args:
-        arguments: The tool's.
-        skeleton: The model.
-        say: Told what takes time.
+        arguments: Parsed arguments of the tool.
+        skeleton: The model without weights.
+        say: Called with progress messages.
 
     Raises:
-        UserError: The input is wrong, or cannot be rehearsed.
+        UserError: The input is wrong, or a dry run cannot execute it.
     """
     if arguments.tasks is None:
-        raise UserError("--method rehearsal: rehearses tasks on a frozen backbone: give --tasks FILE")
+        raise UserError("--method dry-run: trains tasks on a frozen backbone: add --tasks FILE")
     if arguments.precision == "fp16":
-        raise UserError("--precision fp16: --method rehearsal knows bf16 and fp32, as pretrain_mux.py does")
+        raise UserError("--precision fp16: --method dry-run supports bf16 and fp32, as pretrain_mux.py does")
     if arguments.batch_size is not None:
         raise UserError("--batch-size: --tasks says it: leave it out")
     specs = load_task_file(arguments.tasks, data_later=True)
@@ -48,11 +48,11 @@ def run(
     question.check()
     # Programs and people are told the same.
     about = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
-    answers = Answers(Store("rehearsed"), Namespace(**about))
+    answers = Answers(Store("dry-run-answers"), Namespace(**about))
     said = None if arguments.plot else answers.read()
     if said is not None:
         return question, json.loads(said.output)
-    from megatron_mux.rehearsal.choosing import choose  # imports torch, which takes seconds
+    from megatron_mux.dry_run.selection import choose  # imports torch, which takes seconds
 
     answer = choose(arguments, question, specs, say)
     if arguments.plot:
@@ -63,17 +63,17 @@ def run(
 
 
 def show(console: Console, told: Mapping[str, Any], command: str) -> None:
-    """Print an answer for people.
+    """Print the result as a table.
 
     Args:
-        console: Where to.
-        told: From `run`.
-        command: What begins the command line that runs what is selected.
+        console: Output.
+        told: The result of `run`.
+        command: Start of the command line that runs the selected method.
     """
     from rich.table import Table
 
-    table = Table(title="by rehearsals of this engine's steps: GiB of a GPU")
-    for column in ("method", "rank", "fits", "in use", "reserved", "process", "least to most"):
+    table = Table(title="dry runs of this engine, GiB per GPU")
+    for column in ("method", "rank", "fits", "in use", "reserved", "process", "range"):
         table.add_column(column, justify="left" if column in ("method", "rank", "fits") else "right")
     for one in told["methods"]:
         for rank in one["ranks"]:
@@ -96,34 +96,32 @@ def _lines(told: Mapping[str, Any], command: str) -> list[str]:
     one = fitting[0] if fitting else told["methods"][-1]
     parts = ", ".join(f"{part} {show_size(size)}" for part, size in one["breakdown"].items())
     lines = [
-        f"{one['name']}: most is in use on rank {one['worst_rank']['rank']} {one['worst_rank']['at']}",
-        f"its process has {parts}",
-        "least and most: by what is not known of kernels, context and NCCL; nothing was measured on a GPU",
+        f"{one['name']}: the peak is on rank {one['worst_rank']['rank']} {one['worst_rank']['at']}",
+        f"its process holds {parts}",
+        "the range covers uncertainty about kernels, context and NCCL; nothing was measured on a GPU",
     ]
     if told["data_not_read"]:
         names = ", ".join(told["data_not_read"])
         lines.append(
-            f"upper bound: the data of {names} are not at hand: all sequences have max_length, with labels throughout"
+            f"upper bound: the data of {names} cannot be read: all sequences count as max_length tokens, all labelled"
         )
     if not fitting:
-        return [*lines, "selected: nothing: none of the methods that were rehearsed fits"]
+        return [*lines, "selected: nothing: none of the methods tried fits"]
     details = f" ({one['details']})" if one["details"] else ""
     return [*lines, f"selected: {one['name']}{details}", f"run it with: {command} {' '.join(one['flags'])}"]
 
 
-def _draw(answer: Answer, file: Path, question: Question) -> None:
-    """Draw the memory over time of the worst rank of what is chosen, or of what was tried last."""
+def _draw(selection: Selection, file: Path, question: Question) -> None:
+    """Draw memory over time of the worst rank of the chosen method, or of the last one tried."""
+    from megatron_mux.dry_run.process import dry_runs
+    from megatron_mux.dry_run.rank_estimate import prediction
     from megatron_mux.memory.plot import draw, traced
-    from megatron_mux.rehearsal.answer import prediction
-    from megatron_mux.rehearsal.process import rehearsals
 
-    one = answer.chosen or answer.tried[-1]
+    one = selection.chosen or selection.tried[-1]
     try:
-        (recording,) = rehearsals([(one.setting, one.worst.rank)])
+        (recording,) = dry_runs([(one.run, one.worst.rank)])
     except TraceError as error:
-        raise UserError(f"--method rehearsal: {error}") from None
-    title = (
-        f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.setting.world}"
-    )
-    panel = traced(prediction(recording, one.setting), f"{one.name}, rank {one.worst.rank}")
+        raise UserError(f"--method dry-run: {error}") from None
+    title = f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.run.world}"
+    panel = traced(prediction(recording, one.run), f"{one.name}, rank {one.worst.rank}")
     draw([panel], title, question.gpu_memory, file)

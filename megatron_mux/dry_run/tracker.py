@@ -1,4 +1,4 @@
-"""Where the engine is in a step, and what its tensors are for: what a recorder is told of them."""
+"""Follows the engine through a step and tells the recorder the phase, layer and purpose of its tensors."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.backbone.model import Backbone, Reading
 from megatron_mux.backbone.residence import Layers, Residence
+from megatron_mux.dry_run.recording import Mark
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Heartbeat
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
 from megatron_mux.memory.trace.record import Recorder
 from megatron_mux.pipeline.action import Action
-from megatron_mux.rehearsal.recording import Mark
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 
 
-class Watch(Heartbeat):
-    """Hears what the engine is at, and follows it through a stage's layers.
+class StepTracker(Heartbeat):
+    """Hooks into the engine's progress reports and a stage's layers.
 
     Args:
-        place: Is told.
-        recorder: Counts events.
+        place: Updated with the current phase and layer.
+        recorder: Records events.
 
     Attributes:
         marks: See `Recording`.
-        within: What actions that are heard are part of, where they are no step's.
+        within: Prefix for the names of actions that are not part of a step.
     """
 
     def __init__(self, place: Place, recorder: Recorder) -> None:
@@ -52,11 +52,11 @@ class Watch(Heartbeat):
             self._place.enter(_PHASES[what.kind])
 
     def mark(self, what: str) -> None:
-        """Something is begun."""
+        """Mark the start of something."""
         self.marks.append((self._recorder.events, what))
 
     def follow(self, stages: Sequence[Backbone]) -> None:
-        """Follow loaded stages through their layers."""
+        """Track the layers of loaded stages."""
         for stage in stages:
             residence, first = stage.residence, stage.layers.start
 
@@ -68,7 +68,7 @@ class Watch(Heartbeat):
             setattr(residence, "layers", layers)  # noqa: B010 (on the instance)
 
     def follow_adapters(self, host: Host) -> None:
-        """Follow adapters that are made on these layers."""
+        """Track the layer on which each adapter is created."""
         find = host.sites
 
         def sites(targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
@@ -80,7 +80,7 @@ class Watch(Heartbeat):
         setattr(host, "sites", sites)  # noqa: B010 (on the instance)
 
     def label(self, engine: Engine) -> None:
-        """Say what tasks' tensors are for: now, and at the end of each bucket's step."""
+        """Label the tasks' tensors by purpose, now and at the end of each bucket's step."""
         prefixes = {f".{info.hf_prefix}.": info.layer for info in engine.adapters.host.base_ops}
         trained = [
             (parameter, engine.optimizer(name), _layer_of(parameter, prefixes))
@@ -102,7 +102,7 @@ class Watch(Heartbeat):
 
 
 class _Followed(Layers):
-    """A pass through layers that tells where it is."""
+    """A pass through layers that reports the current layer."""
 
     def __init__(
         self, place: Place, first: int, residence: Residence, hidden: Tensor, trained_from: int
@@ -119,5 +119,5 @@ class _Followed(Layers):
 
 
 def _layer_of(parameter: AdapterParameter, prefixes: Mapping[str, int]) -> int | None:
-    """The layer whose module an adapter's parameter is named after; None of one that all layers share."""
+    """Layer of an adapter's parameter, from its name; None if layers share it."""
     return next((layer for prefix, layer in prefixes.items() if prefix in parameter.key), None)

@@ -1,4 +1,4 @@
-"""The heaviest batches of tasks: of their data where these are at hand, else the heaviest that may be."""
+"""Finds the heaviest batch of each task: from its data if they can be read, else an upper bound."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.dry_run.heaviest_batch import PASS, Batch, densest, heaviest, longest
+from megatron_mux.dry_run.rank_estimate import versions
 from megatron_mux.errors import UserError
 from megatron_mux.memory.store import Store
-from megatron_mux.rehearsal.answer import versions
-from megatron_mux.rehearsal.casting import PASS, Batch, densest, heaviest, longest
 from megatron_mux.tasks import TaskSpec
 
 if TYPE_CHECKING:
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-class Batches:
-    """The heaviest batches of a file's tasks.
+class BatchReader:
+    """Reads task data and picks the heaviest batches.
 
     Args:
-        backbone: The directory of config.json; with the tokenizer in it, data can be read.
-        store: What is known of data that have been read.
+        backbone: Directory of config.json and, to read data, of the tokenizer.
+        store: Batches found earlier.
 
     Attributes:
-        unread: Tasks whose data are not at hand.
+        unread: Tasks whose data could not be read.
     """
 
     def __init__(self, backbone: Path, store: Store) -> None:
@@ -38,10 +38,10 @@ class Batches:
         self._tokenizer: Any = None
 
     def of(self, specs: Sequence[TaskSpec]) -> list[tuple[Batch, Batch | None]]:
-        """For each task a step's batch, and a pass of its evaluation if it is evaluated.
+        """Return each task's step batch, and its evaluation pass if it is evaluated.
 
         Raises:
-            UserError: With all that is wrong with the data.
+            UserError: Lists all problems of the data.
         """
         found: list[tuple[Batch, Batch | None]] = []
         problems: list[str] = []
@@ -64,7 +64,7 @@ class Batches:
         return found or longest(spec, -(-PASS // spec.data.max_length))
 
     def _of(self, spec: TaskSpec, file: str | Path, choose: Callable[[TaskDataset], Batch]) -> Batch | None:
-        """What is chosen of a file's records; None if they are not at hand."""
+        """The batch chosen from a file's records; None if they cannot be read."""
         path = Path(file)
         files = [self._backbone / name for name in _TOKENIZER if (self._backbone / name).is_file()]
         if not (files and path.is_file()):
@@ -100,6 +100,6 @@ class Batches:
 
 
 def _identity(file: Path) -> tuple[str, int, int]:
-    """A file as it is now."""
+    """Identity of a file's present contents."""
     status = file.stat()
     return str(file.resolve()), status.st_size, status.st_mtime_ns

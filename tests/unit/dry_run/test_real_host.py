@@ -1,4 +1,4 @@
-"""What is real and what is fake in a rehearsal."""
+"""What is real and what is fake in a dry run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
 from megatron_mux.memory.trace.place import Place
 from megatron_mux.memory.trace.record import Recorder
-from megatron_mux.rehearsal.host import HostComputes, everyone_says_the_same, read_from_nothing
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def recorder() -> Iterator[Recorder]:
     """Entered, above a fake host."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        HostComputes(),
-        Recorder(Place(), "cpu", 7, read_from_nothing) as found,
+        RealHostMode(),
+        Recorder(Place(), "cpu", 7, read_fake_value) as found,
     ):
         yield found
 
@@ -59,5 +59,5 @@ def test_a_real_tensor_that_takes_fake_values_stays_where_it_is(recorder: Record
 
 def test_other_ranks_say_what_this_one_says() -> None:
     found: list[str] = ["", "", ""]
-    everyone_says_the_same(found, "ring")
+    gather_own_object(found, "ring")
     assert found == ["ring"] * 3

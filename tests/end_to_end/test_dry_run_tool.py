@@ -1,4 +1,4 @@
-"""`tools/estimate_memory.py --method rehearsal`, as a user meets it."""
+"""`tools/estimate_memory.py --method dry-run`, as a user meets it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.dry_run import selection
+from megatron_mux.dry_run.rank_estimate import RankEstimate
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import dumps, plan_for
 from megatron_mux.memory.sizes import GIB
-from megatron_mux.rehearsal import choosing
-from megatron_mux.rehearsal.answer import RankAnswer
-from megatron_mux.rehearsal.setting import Setting
 from tests.end_to_end.forked import ROOT
 from tests.end_to_end.test_estimate_memory import OURS, TASKS
 from tests.end_to_end.test_plans import tool
@@ -39,7 +39,7 @@ def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(OURS))
     (tmp_path / "tasks.yaml").write_text(TASKS)
     words = ["--model", str(tmp_path), "--tasks", str(tmp_path / "tasks.yaml"), "--gpus", "2"]
-    return [*words, "--gpu-memory", "24GiB", "--method", "rehearsal"]
+    return [*words, "--gpu-memory", "24GiB", "--method", "dry-run"]
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     picture = tmp_path / "memory.svg"
     status, output, errors = estimate("--json", "--plot", str(picture))
     found = json.loads(output)
-    assert status == 0 and "rehearsing 2DP on rank(s) 0 of 2" in errors and "<svg" in picture.read_text()
+    assert status == 0 and "dry run of 2DP on rank(s) 0 of 2" in errors and "<svg" in picture.read_text()
     (method,) = found["methods"]
-    assert (found["selected"], method["estimator"], method["fits"]) == ("2DP", "rehearsal", True)
+    assert (found["selected"], method["estimator"], method["fits"]) == ("2DP", "dry-run", True)
     assert found["flags"] == method["flags"] and "--bf16" in found["flags"]
     assert found["data_not_read"] == ["a", "b"] and found["sequence_length"] == 64
     assert sum(method["breakdown"].values()) == method["peak_process_bytes"]
@@ -88,7 +88,7 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     ):
         assert word in again.stdout, word
     (tmp_path / "missing.jsonl").write_text('{"text": "now there are data"}\n')
-    assert "rehearsing" in estimate("--json")[2]  # although, for want of a tokenizer, they cannot be read
+    assert "dry run of" in estimate("--json")[2]  # although, for want of a tokenizer, they cannot be read
 
 
 @pytest.mark.timeout(120)
@@ -113,16 +113,16 @@ def test_a_whole_plan(estimate: Call, tmp_path: Path) -> None:
     file.write_text(dumps(replace(plan, data=2)))
     assert "is for 4 GPU(s), --gpus says 2" in estimate("--plan", str(file))[2]
     file.write_text(dumps(plan.only(["a"])))
-    assert "do not have the same tasks: b" in estimate("--plan", str(file))[2]
+    assert "tasks.yaml: b" in estimate("--plan", str(file))[2]
 
 
 @pytest.mark.parametrize(
     ("flags_more", "said"),
     [
-        (("--precision", "fp16"), "--precision fp16: --method rehearsal knows bf16 and fp32"),
+        (("--precision", "fp16"), "--precision fp16: --method dry-run supports bf16 and fp32"),
         (("--batch-size", "4"), "--batch-size: --tasks says it"),
         (("--plan", "nowhere.json"), "nowhere.json: cannot be read"),
-        (("--plan", "p", "--method", "ours"), "--plan: only a rehearsal follows one"),
+        (("--plan", "p", "--method", "ours"), "--plan: only a dry run follows one"),
         (("--gpu-memory", "80"), "is no GPU's"),
         (("--sequence-length", "32"), "data.max_length: 64 is more than --sequence-length 32"),
     ],
@@ -132,25 +132,25 @@ def test_wrong_input_in_one_line(estimate: Call, flags_more: tuple[str, ...], sa
     assert status == 2 and not output and said in errors, errors
 
 
-def test_without_tasks_there_is_nothing_to_rehearse(estimate: Call, flags: list[str]) -> None:
+def test_without_tasks_there_is_nothing_to_run(estimate: Call, flags: list[str]) -> None:
     at = flags.index("--tasks")
     del flags[at : at + 2]
     status, _, errors = estimate()
-    assert status == 2 and "give --tasks FILE" in errors
+    assert status == 2 and "add --tasks FILE" in errors
 
 
-def test_methods_are_rehearsed_until_one_fits(estimate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_are_tried_until_one_fits(estimate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
 
-    def answers(parts: Sequence[tuple[Setting, int]], memory: int, **_: Any) -> list[RankAnswer]:
+    def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int, **_: Any) -> list[RankEstimate]:
         asked.append([rank for _, rank in parts])
         fits = len(asked) in (3, 8)
         return [
-            RankAnswer(rank, rank, fits, 0, 1, 1, 1, 1, (1, 1), {"context": 1}, "now", "")
+            RankEstimate(rank, rank, fits, 0, 1, 1, 1, 1, (1, 1), {"context": 1}, "now", "")
             for _, rank in parts
         ]
 
-    monkeypatch.setattr(choosing, "answers", answers)
+    monkeypatch.setattr(selection, "estimate_ranks", estimate_ranks)
     found = json.loads(estimate("--json", "--gpu-memory", "23GiB")[1])
     assert [method["fits"] for method in found["methods"]] == [False, False, True]
     assert found["selected"] == found["methods"][-1]["name"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.dry_run.depth import deepened, shallow
+from megatron_mux.dry_run.heaviest_batch import STEPS_THAT_PRUNE
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.recording import Recording
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.rehearsal.casting import STEPS_THAT_PRUNE
-from megatron_mux.rehearsal.depth import deepened, shallow
-from megatron_mux.rehearsal.process import rehearsals
-from megatron_mux.rehearsal.recording import Recording
-from megatron_mux.rehearsal.setting import Cast, Setting
 from tests.unit.memory.traced import LLAMA
 
 TRAINING = {"per_device_train_batch_size": 2, "max_steps": STEPS_THAT_PRUNE}
@@ -30,14 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "sparse": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "l0_weight": 0.1, "target_modules": ["q_proj"]},
 }
 ALIKE = ("lora", "scales", "bottle")
-"""Kinds that act on each layer by itself: few layers tell. Of the others all layers are rehearsed, at any depth."""
+"""Kinds that act on each layer by itself: few layers tell. The others take all layers, at any depth."""
 
 
-def _setting(
+def _run(
     layers: int, kinds: tuple[str, ...] = ("lora",), stages: int = 1, data: int = 1, **more: Any
-) -> Setting:
-    casts = [
-        Cast(
+) -> RunSpec:
+    tasks = [
+        TaskRecords(
             {
                 "name": name,
                 "adapter": KINDS[name],
@@ -51,25 +51,25 @@ def _setting(
         for name in kinds
     ]
     plan = replace(plan_for("temporal", dict.fromkeys(kinds, 1), stages), data=data)
-    return Setting({**LLAMA, "num_hidden_layers": layers}, casts, plan, **more)
+    return RunSpec({**LLAMA, "num_hidden_layers": layers}, tasks, plan, **more)
 
 
-def _one_step(layers: int, kind: str, recompute: str) -> Setting:
-    return _setting(layers, (kind,), recompute=recompute, steps=1)
+def _one_step(layers: int, kind: str, recompute: str) -> RunSpec:
+    return _run(layers, (kind,), recompute=recompute, steps=1)
 
 
 DEEP = {
-    "rolling, two kinds, evaluated": (_setting(6, ("lora", "scales"), rolling=True), 0),
-    "middle of three stages": (_setting(18, stages=3), 1),
-    "sequence parallel": (_setting(6, tensor=2, sequence_parallel=True), 1),
-    "sharded": (_setting(7, data=2, residence="sharded"), 1),
-    "sharded, last of two stages": (_setting(14, ("bottle",), 2, 2, residence="sharded"), 3),
-    "offloaded": (_setting(7, ("bottle",), residence="offloaded"), 0),
+    "rolling, two kinds, evaluated": (_run(6, ("lora", "scales"), rolling=True), 0),
+    "middle of three stages": (_run(18, stages=3), 1),
+    "sequence parallel": (_run(6, tensor=2, sequence_parallel=True), 1),
+    "sharded": (_run(7, data=2, residence="sharded"), 1),
+    "sharded, last of two stages": (_run(14, ("bottle",), 2, 2, residence="sharded"), 3),
+    "offloaded": (_run(7, ("bottle",), residence="offloaded"), 0),
 }
 
 
-def _recordings(asked: dict[str, list[tuple[Setting, int]]]) -> dict[str, list[Recording]]:
-    made = iter(rehearsals([part for parts in asked.values() for part in parts], whole=True))
+def _recordings(asked: dict[str, list[tuple[RunSpec, int]]]) -> dict[str, list[Recording]]:
+    made = iter(dry_runs([part for parts in asked.values() for part in parts], whole=True))
     return {name: [next(made) for _ in parts] for name, parts in asked.items()}
 
 
@@ -87,7 +87,7 @@ def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event(
             kind, recompute = name.split()
             assert deepened(_one_step(layers, kind, recompute), 0, two, three) == same, name
     for kind in set(KINDS) - set(ALIKE):
-        assert not any(shallow(_setting(layers, (kind,))) for layers in depths)
+        assert not any(shallow(_run(layers, (kind,))) for layers in depths)
 
 
 def _weights(recording: Recording) -> int:
@@ -97,15 +97,13 @@ def _weights(recording: Recording) -> int:
 
 @pytest.mark.timeout(240)
 def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
-    asked = {
-        name: [(one, rank) for one in (setting, *shallow(setting))] for name, (setting, rank) in DEEP.items()
-    }
+    asked = {name: [(one, rank) for one in (run, *shallow(run))] for name, (run, rank) in DEEP.items()}
     assert all(len(parts) == 3 for parts in asked.values())
-    asked["resident"] = [(_setting(7, data=2), 1)]
+    asked["resident"] = [(_run(7, data=2), 1)]
     found = _recordings(asked)
-    for name, (setting, rank) in DEEP.items():
+    for name, (run, rank) in DEEP.items():
         whole, *few = found[name]
-        assert deepened(setting, rank, *few) == whole, name
+        assert deepened(run, rank, *few) == whole, name
     assert _weights(found["sharded"][0]) < 0.6 * _weights(found["resident"][0])
     assert found["offloaded"][0].held < 0.2 * found["resident"][0].held
     whole = found["rolling, two kinds, evaluated"][0]
@@ -114,16 +112,16 @@ def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
 
 
 def test_few_layers_that_do_not_line_up_are_not_trusted() -> None:
-    setting = _setting(6)
-    two, three = shallow(setting)
+    run = _run(6)
+    two, three = shallow(run)
     other = replace(three, recompute="full")
-    few, more = rehearsals([(two, 0), (other, 0)], whole=True)
+    few, more = dry_runs([(two, 0), (other, 0)], whole=True)
     with pytest.raises(StreamError):
-        deepened(setting, 0, few, more)
+        deepened(run, 0, few, more)
 
 
 def test_pruning_takes_most_where_its_masks_are_fixed_or_kept() -> None:
-    found, alone = rehearsals([(_setting(2, ("sparse",), steps=3), 0), (_setting(2, ("sparse",)), 0)])
+    found, alone = dry_runs([(_run(2, ("sparse",), steps=3), 0), (_run(2, ("sparse",)), 0)])
     live, steps = found.stream.live(), [*found.begins, len(found.stream)]
     peaks = [max(live[a:b]) for a, b in zip(steps[:-1], steps[1:], strict=True)]
     operators = {event.moment.operator for event in found.stream}
@@ -133,23 +131,23 @@ def test_pruning_takes_most_where_its_masks_are_fixed_or_kept() -> None:
     assert alone.last_step_peak == max(peaks[1:2])
 
 
-def test_layers_that_differ_are_all_rehearsed() -> None:
-    one = _setting(8)
+def test_layers_that_differ_are_all_dry_run() -> None:
+    one = _run(8)
     upper = {**KINDS["lora"], "target_modules": r".*layers\.[4-7]\.self_attn\.q_proj"}
-    casts = [replace(one.tasks[0], task={**one.tasks[0].task, "adapter": upper})]
-    assert shallow(one) and not shallow(replace(one, tasks=casts))
+    tasks = [replace(one.tasks[0], task={**one.tasks[0].task, "adapter": upper})]
+    assert shallow(one) and not shallow(replace(one, tasks=tasks))
     assert not shallow(replace(one, plan=replace(one.plan, stages=2, virtual=2)))
-    assert not shallow(_setting(5))
+    assert not shallow(_run(5))
 
 
 def test_what_cannot_be_divided_is_said() -> None:
     with pytest.raises(TraceError, match="cannot be divided"):
-        rehearsals([(_setting(2, tensor=3), 0)])
+        dry_runs([(_run(2, tensor=3), 0)])
 
 
-def test_each_stage_of_each_pipeline_can_be_rehearsed() -> None:
-    setting = _setting(4, stages=2, data=2, tensor=2)
-    first, last = rehearsals([(setting, 0), (setting, 6)])
+def test_each_stage_of_each_pipeline_can_be_dry_run() -> None:
+    run = _run(4, stages=2, data=2, tensor=2)
+    first, last = dry_runs([(run, 0), (run, 6)])
     peaks = [one.stream.peak().breakdown for one in (first, last)]
     assert all({Category.PARAMETERS, Category.ADAPTERS, Category.OPTIMIZER} <= set(one) for one in peaks)
     # The world, tensor and data ranks, and each way between neighbours.

@@ -1,4 +1,4 @@
-"""What is rehearsed: a backbone's config, the tasks and what their records are like, the plan, the ranks."""
+"""What a dry run executes: a backbone's config, tasks with the lengths of their records, plan and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Dtype = Precision | Literal["float64"]
 
 
 class Lengths(Protocol):
-    """The part of a `TaskDataset` that is needed here."""
+    """The part of `TaskDataset` used here."""
 
     @property
     def lengths(self) -> Any:
@@ -29,8 +29,8 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True)
-class Cast:
-    """A task and what its records are like.
+class TaskRecords:
+    """A task and the lengths of its records.
 
     Attributes:
         task: A task of `tasks.yaml`, as `TaskSpec.plain` gives it.
@@ -48,12 +48,12 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """The task's."""
+        """The task's name."""
         return str(self.task["name"])
 
     @classmethod
-    def of(cls, spec: Any, data: Lengths) -> Cast:
-        """A validated task with its data.
+    def of(cls, spec: Any, data: Lengths) -> TaskRecords:
+        """From a validated task and its data.
 
         Args:
             spec: The `TaskSpec`.
@@ -63,27 +63,27 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A run of the engine, as far as it decides about memory.
+class RunSpec:
+    """Everything about a run of the engine that affects memory.
 
     Attributes:
         config: What config.json says.
-        tasks: All that train.
+        tasks: Tasks that train together.
         plan: Which tasks share a step, and how; its stages are divided among pipeline ranks, its `data` is how many
             pipelines there are.
-        tensor: Ranks that share each layer.
-        sequence_parallel: Whether they divide rows between their regions.
-        dtype: Of the backbone.
-        recompute: What the backward pass computes again.
+        tensor: Tensor-parallel size.
+        sequence_parallel: Whether tensor ranks divide rows outside attention and MLP.
+        dtype: Data type of the backbone.
+        recompute: Recomputation granularity.
         residence: Where frozen weights live between uses.
-        device: A GPU that is not there, or the host: then kernels are a CPU's, and tensors in host memory count.
-        gpu: Which GPU.
-        steps: Optimizer steps; from the second one on, all that lasts is there.
-        rolling: Whether they follow each other without a flush of the pipeline.
+        device: `cuda` for a fake GPU; `cpu` uses CPU kernels and counts tensors in host memory.
+        gpu: The GPU whose kernels are assumed.
+        steps: Optimizer steps; all persistent tensors exist from the second on.
+        rolling: Whether steps follow each other without a pipeline flush.
     """
 
     config: Mapping[str, Any]
-    tasks: Sequence[Cast]
+    tasks: Sequence[TaskRecords]
     plan: Plan
     tensor: int = 1
     sequence_parallel: bool = False
@@ -97,22 +97,22 @@ class Setting:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.tensor * self.plan.ranks * self.plan.data
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` reads it."""
+        """The JSON form, read by `from_dict`."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Setting:
+    def from_dict(cls, data: Mapping[str, Any]) -> RunSpec:
         """Read what `to_dict` wrote.
 
         Raises:
-            UserError: The plan is none.
+            UserError: The plan is invalid.
         """
         changed = {
-            "tasks": [Cast(**task) for task in data["tasks"]],
+            "tasks": [TaskRecords(**task) for task in data["tasks"]],
             "plan": Plan.from_json(data["plan"]),
             "gpu": Gpu(tuple(data["gpu"]["capability"]), data["gpu"]["prefers_cudnn"]),
         }

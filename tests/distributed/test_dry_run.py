@@ -1,4 +1,4 @@
-"""What each of four ranks really holds and allocates is what was rehearsed of it, without memory, from its config."""
+"""What each of four ranks really holds and allocates is what a dry run predicts from its config."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_mux.backbone.residence import Kind
+from megatron_mux.dry_run.execute import execute_for_real
+from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.recording import Recording
+from megatron_mux.dry_run.representative_ranks import representative_ranks
+from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, grouped
 from megatron_mux.memory.forms.kept import Recompute
-from megatron_mux.rehearsal.casting import STEPS, STEPS_THAT_PRUNE
-from megatron_mux.rehearsal.perform import count
-from megatron_mux.rehearsal.process import rehearsals
-from megatron_mux.rehearsal.recording import Recording
-from megatron_mux.rehearsal.setting import Cast, Dtype, Setting
-from megatron_mux.rehearsal.telling import telling_ranks
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.exchanges import OnCopies
@@ -64,13 +64,13 @@ LAYOUTS = {
 }
 
 
-def _cast(case: Case) -> Cast:
+def _task(case: Case) -> TaskRecords:
     """A task whose every step has the same records."""
-    one, step = Cast.of(case.spec, case.records), slice(case.spec.sequences_per_step)
+    one, step = TaskRecords.of(case.spec, case.records), slice(case.spec.sequences_per_step)
     return replace(one, lengths=one.lengths[step], labels=one.labels[step])
 
 
-def _setting(layout: Layout, config: dict[str, object]) -> Setting:
+def _run(layout: Layout, config: dict[str, object]) -> RunSpec:
     data = 4 // (layout.tensor * layout.pipeline)
     if layout.buckets:
         hybrids = [HybridTask(group) for group in (layout.kinds[:2], layout.kinds[2:3], layout.kinds[3:])]
@@ -83,9 +83,9 @@ def _setting(layout: Layout, config: dict[str, object]) -> Setting:
     else:
         parts = dict.fromkeys(layout.kinds, 1)
         plan = replace(plan_for("spatial", parts, layout.pipeline, layout.pipeline), data=data)
-    return Setting(
+    return RunSpec(
         config,
-        [_cast(case) for case in cases_of("llama", 96) if case.name in layout.kinds],
+        [_task(case) for case in cases_of("llama", 96) if case.name in layout.kinds],
         plan,
         layout.tensor,
         layout.sequence_parallel,
@@ -97,11 +97,11 @@ def _setting(layout: Layout, config: dict[str, object]) -> Setting:
     )
 
 
-def _really(setting: Setting, path: Path, parallel: Parallel) -> Recording:
+def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
     for cached in (attention._mask, attention._bounds, grouped._runs):
         cached.cache_clear()  # what an earlier layout left
     with OnCopies():
-        return count(setting, path, parallel)
+        return execute_for_real(run, path, parallel)
 
 
 def _told(recording: Recording) -> list[tuple[str, int]]:
@@ -109,32 +109,32 @@ def _told(recording: Recording) -> list[tuple[str, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_ranks_hold_and_allocate_what_was_rehearsed(
+def test_ranks_hold_and_allocate_what_was_dry_run(
     once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
 ) -> None:
-    settings, paths = {}, {}
+    runs, paths = {}, {}
     for name, layout in LAYOUTS.items():
         paths[name] = _model(once, layout.layers)
-        settings[name] = _setting(layout, json.loads((paths[name] / "config.json").read_text()))
+        runs[name] = _run(layout, json.loads((paths[name] / "config.json").read_text()))
     found: list[Recording] = []
     if dist.get_rank() == 0:
         # In a process of its own, before anything is computed.
-        found = rehearsals([(setting, rank) for setting in settings.values() for rank in range(4)])
+        found = dry_runs([(run, rank) for run in runs.values() for rank in range(4)])
     mine = [[(one.held, one.last_step_peak) for one in found]]
     dist.broadcast_object_list(mine, src=0)
     problems, figures = [], []
-    for i, (name, setting) in enumerate(settings.items()):
+    for i, (name, run) in enumerate(runs.items()):
         layout, everyone = LAYOUTS[name], mine[0][4 * i : 4 * i + 4]
         parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-        really = _really(setting, paths[name], parallel)
-        for (what, bytes_), rehearsed in zip(_told(really), everyone[dist.get_rank()], strict=True):
-            off = rehearsed / bytes_ - 1
-            line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, rehearsed {rehearsed} ({off:+.3%})"
+        really = _really(run, paths[name], parallel)
+        for (what, bytes_), predicted in zip(_told(really), everyone[dist.get_rank()], strict=True):
+            off = predicted / bytes_ - 1
+            line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, predicted {predicted} ({off:+.3%})"
             figures.append(line)
             problems += [line] * (abs(off) > WITHIN)
-        peaks, telling = [peak for _, peak in everyone], telling_ranks(setting, range(4))
-        if max(peaks[rank] for rank in telling) < 0.99 * max(peaks):
-            problems.append(f"{name}: ranks {telling} are to tell, peaks are {peaks}")
+        peaks, chosen = [peak for _, peak in everyone], representative_ranks(run, range(4))
+        if max(peaks[rank] for rank in chosen) < 0.99 * max(peaks):
+            problems.append(f"{name}: ranks {chosen} were chosen, peaks are {peaks}")
     said: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
     dist.all_gather_object(said, (problems, figures))
     print("\n".join(line for _, lines in said for line in lines))
@@ -145,4 +145,4 @@ def _model(once: Callable[[str, Callable[[Path], object]], Path], layers: int) -
     def make(directory: Path) -> None:
         tiny_models.make(directory, "llama", num_hidden_layers=layers)
 
-    return once(f"rehearsed-{layers}", make) / "llama"
+    return once(f"dry-run-{layers}", make) / "llama"

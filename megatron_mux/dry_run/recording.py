@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from megatron_mux.memory.stream.events import Stream
 
 STEP = "step"
-"""What is begun where a step is, or several that roll."""
+"""Mark of the start of a step, or of several rolling steps."""
 
 Mark = tuple[int, str]
-"""How many events there were when something was begun, and what."""
+"""Number of events before something started, and its name."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Recording:
 
     Attributes:
         stream: From the first weight on.
-        marks: What the rank was at: `STEP`, the actions of a step, evaluations; those before the first step loaded the
-            backbone and registered the tasks.
-        communicators: Groups of ranks that this one has exchanged tensors of its device with.
+        marks: What the rank was doing: `STEP`, the actions of a step, evaluations. Events before the first step belong
+            to loading the backbone and registering tasks.
+        communicators: Number of process groups in which this rank exchanged tensors of its device.
     """
 
     stream: Stream
@@ -32,21 +32,21 @@ class Recording:
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """Events before each step."""
+        """Number of events before each step."""
         return tuple(index for index, what in self.marks if what == STEP)
 
     @property
     def held(self) -> int:
-        """Bytes that are there before the first step: weights, adapters, optimizers."""
+        """Bytes allocated before the first step: weights, adapters, optimizers."""
         return self.stream.live()[self.begins[0] - 1] if self.begins[0] else 0
 
     @property
     def last_step_peak(self) -> int:
-        """The most bytes at once from the last step on."""
+        """Peak bytes from the last step on."""
         return max(self.stream.live()[max(self.begins[-1] - 1, 0) :], default=0)
 
     def at(self, index: int) -> str:
-        """What the rank was at when an event happened; empty before the first mark."""
+        """What the rank was doing at an event; empty before the first mark."""
         place = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[place - 1][1] if place else ""
 
@@ -59,7 +59,7 @@ class Recording:
         """Read what `to_json` wrote.
 
         Raises:
-            StreamError: Its stream is none.
+            StreamError: Its stream is invalid.
         """
         head, stream = text.split("\t", 1)
         marks, communicators = json.loads(head)

@@ -1,4 +1,4 @@
-"""The tasks of a run as they are rehearsed: with their heaviest batch, for a few steps."""
+"""Tasks as a dry run trains them: a few steps, each with the heaviest batch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.rehearsal.setting import Cast, Lengths
+from megatron_mux.dry_run.run_spec import Lengths, TaskRecords
 from megatron_mux.tasks import TaskSpec
 
 STEPS, STEPS_THAT_PRUNE = 2, 3
-"""In the second one all that lasts is there; diff pruning fixes its masks after it, and keeps them in a third one."""
+"""From the second step on all persistent tensors exist; diff pruning fixes its masks after it, so takes a third."""
 
 PASS = 2048
-"""Tokens of an evaluation's pass: `engine.evaluate.TOKENS_PER_PASS`."""
+"""Tokens per evaluation pass, equal to `engine.evaluate.TOKENS_PER_PASS`."""
 _MOST_RECORDS = 2_000_000
-"""Of all steps together, that are looked at."""
+"""Records of all steps together; beyond that, steps are not enumerated."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of a step, or of an evaluation.
+    """Lengths of the sequences of a step or an evaluation.
 
     Attributes:
         lengths: Tokens of each.
@@ -35,20 +35,20 @@ class Batch:
 
 
 def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:
-    """The heaviest that a task's batch may be, whatever its data are: full length, labelled throughout.
+    """Upper bound of a task's batch without its data: every sequence at full length, all tokens labelled.
 
     Args:
         spec: The task.
-        sequences: How many; None for a step's.
+        sequences: Number of sequences; None for those of one step.
     """
     lengths = (spec.data.max_length,) * (sequences or spec.sequences_per_step)
     return Batch(lengths, lengths)
 
 
 def heaviest(spec: TaskSpec, data: Lengths) -> Batch:
-    """The batch of a task's step with most tokens, with at least as many labels as any step has.
+    """The step's batch with the most tokens, with at least as many labels as any step has.
 
-    Where there are too many steps to look at, its longest records.
+    With too many steps to enumerate, the longest records form the batch.
 
     Args:
         spec: The task.
@@ -69,13 +69,13 @@ def heaviest(spec: TaskSpec, data: Lengths) -> Batch:
 
 
 def steps_of(specs: Sequence[TaskSpec]) -> int:
-    """How many steps of these tasks are rehearsed."""
+    """Number of steps a dry run of these tasks takes."""
     prune = any(spec.adapter.peft_type == "DIFF_PRUNING" for spec in specs)
     return STEPS_THAT_PRUNE if prune else STEPS
 
 
 def densest(data: Lengths) -> Batch:
-    """The records that make an evaluation's pass heaviest: those with most labels for their tokens, then the longest.
+    """Records of the heaviest evaluation pass: those with the most labels per token, then the longest.
 
     (Where records are classified, a pass has them with other records' completions: of this file, too.)
 
@@ -89,8 +89,10 @@ def densest(data: Lengths) -> Batch:
     return Batch(tuple(map(int, lengths[chosen])), tuple(map(int, labels[chosen])))
 
 
-def cast(spec: TaskSpec, batch: Batch, held_out: Batch | None, stages: int, pipelines: int) -> Cast:
-    """A task as it is rehearsed, evaluated if it has held-out records: with as many passes as fill the pipelines.
+def task_records(
+    spec: TaskSpec, batch: Batch, held_out: Batch | None, stages: int, pipelines: int
+) -> TaskRecords:
+    """A task for a dry run; its evaluation has enough passes to fill the pipelines.
 
     Args:
         spec: The task.
@@ -105,17 +107,17 @@ def cast(spec: TaskSpec, batch: Batch, held_out: Batch | None, stages: int, pipe
     training |= {"warmup_steps": 0, "warmup_ratio": 0.0}
     task = {**plain, "training": training}
     if held_out is None:
-        return Cast(task, batch.lengths, batch.labels)
+        return TaskRecords(task, batch.lengths, batch.labels)
     # Each pipeline has every so many-th record.
     lengths, labels = (
         [size for size in sizes for _ in range(pipelines)] * (stages + 1)
         for sizes in (held_out.lengths, held_out.labels)
     )
-    return Cast(task, batch.lengths, batch.labels, lengths, labels)
+    return TaskRecords(task, batch.lengths, batch.labels, lengths, labels)
 
 
 def _at_least(lengths: npt.NDArray[np.int32], labels: npt.NDArray[np.int32], most: int) -> tuple[int, ...]:
-    """Labels of each record, raised as far as there are tokens until there are so many."""
+    """Labels of each record, raised (up to its length) until their sum reaches `most`."""
     found, missing = [], most - int(labels.sum())
     for length, own in zip(lengths.tolist(), labels.tolist(), strict=True):
         more = max(0, min(length - own, missing))

@@ -1,4 +1,4 @@
-"""Whatever happens to a rehearsal, nobody waits for it and no process is left of it."""
+"""Whatever happens to a dry run, nobody waits for it and no process is left of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mux.dry_run import process
+from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.rehearsal import process
-from megatron_mux.rehearsal.process import rehearsals
-from tests.end_to_end.test_rehearsal import _setting
+from tests.end_to_end.test_dry_run import _run
 
 
 def _children(of: int) -> list[int]:
@@ -27,7 +27,7 @@ def _workers() -> list[int]:
         pid
         for thread in Path("/proc/self/task").iterdir()
         for pid in map(int, (thread / "children").read_text().split())
-        if b"megatron_mux.rehearsal.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"megatron_mux.dry_run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
@@ -54,7 +54,7 @@ def _is_there(pid: int) -> bool:
 def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    deep = [(_setting(200), 0), (_setting(201), 0)]  # a minute's work
+    deep = [(_run(200), 0), (_run(201), 0)]  # a minute's work
 
     def kill() -> None:
         os.kill(_first_fork(), signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(TraceError, match="lost"):
-        rehearsals(deep, whole=True)
+        dry_runs(deep, whole=True)
     killer.join()
     assert not _workers()
 
@@ -75,12 +75,12 @@ def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        rehearsals(deep, whole=True)
+        dry_runs(deep, whole=True)
     interrupter.join()
     _gone(seen)
 
     with pytest.raises(TraceError, match=r"longer than 0\.5 s"):
-        rehearsals(deep, whole=True, seconds=0.5)
+        dry_runs(deep, whole=True, seconds=0.5)
     assert not _workers()
     assert process._SECONDS > 60
 

@@ -1,7 +1,6 @@
-"""Which ranks of a run to rehearse: those that need most, as far as closed forms tell.
+"""Chooses the ranks of a run whose peak memory the closed forms predict to be highest.
 
-Ranks of a stage have other sequences (of other pipelines) and, where tensor ranks divide rows, other rows of the same
-ones. Closed forms price what each of them has.
+Ranks of one stage differ in their sequences (data parallelism) and, where tensor ranks divide rows, in their rows.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.dry_run.depth import read_info
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.alignment import Slice, padded_lengths
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.methods import Method
-from megatron_mux.rehearsal.depth import read_info
-from megatron_mux.rehearsal.setting import Setting
 from megatron_mux.tasks import TaskSpec
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -27,23 +26,25 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 Array = npt.NDArray[np.float64]
 
 
-def telling_ranks(setting: Setting, stages: Sequence[int] = ()) -> list[int]:
-    """The ranks to rehearse: of the first stage, which has most micro-batches in flight, of the last, which has the
-    loss, and of others that are thought to need much; of each the rank whose micro-batch takes most.
+def representative_ranks(run: RunSpec, stages: Sequence[int] = ()) -> list[int]:
+    """Choose the ranks that a dry run executes.
+
+    These are a rank of the first stage (most micro-batches in flight), of the last (the loss) and of `stages`; in each
+    stage the rank with the heaviest micro-batch.
 
     Args:
-        setting: The run.
-        stages: Others.
+        run: The run.
+        stages: Further pipeline ranks to include.
     """
-    last = setting.plan.ranks - 1
+    last = run.plan.ranks - 1
     chosen = sorted({0, last, *(stage for stage in stages if 0 <= stage <= last)})
-    each = setting.world // setting.plan.ranks
+    each = run.world // run.plan.ranks
     if each == 1:
         return chosen
-    work = _Work(setting)
+    work = _Work(run)
     pipelines = [int(work.bytes[:, stage].argmax()) for stage in chosen]
     return [
-        stage * each + pipeline * setting.tensor + work.tensor_rank(pipeline)
+        stage * each + pipeline * run.tensor + work.tensor_rank(pipeline)
         for stage, pipeline in zip(chosen, pipelines, strict=True)
     ]
 
@@ -55,25 +56,25 @@ class _Work:
         bytes: `[P, S]` that the heaviest micro-batch of each pipeline keeps and takes on the ranks of each stage.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self._tensor = setting.tensor if setting.sequence_parallel else 1
-        info = read_info(setting.config)
+    def __init__(self, run: RunSpec) -> None:
+        self._tensor = run.tensor if run.sequence_parallel else 1
+        info = read_info(run.config)
         self._loads = [
             TaskLoad.of(TaskSpec.model_validate(one.task), np.array(one.lengths), np.array(one.labels), info)
-            for one in setting.tasks
+            for one in run.tasks
         ]
-        self._labels = {one.name: one.labels for one in setting.tasks}
-        self._lengths = {one.name: one.lengths for one in setting.tasks}
-        self._names = [one.name for one in setting.tasks]
-        self._units = _units(setting)
-        plan = setting.plan
+        self._labels = {one.name: one.labels for one in run.tasks}
+        self._lengths = {one.name: one.lengths for one in run.tasks}
+        self._names = [one.name for one in run.tasks]
+        self._units = _units(run)
+        plan = run.plan
         layers = stage_layers(plan.split or even_split(info.shape.layers, plan.stages))
         memory = StageMemory(
             architecture_of(info.shape),
             self._loads,
             layers,
-            _method(setting),
-            _ITEMSIZE[setting.dtype],
+            _method(run),
+            _ITEMSIZE[run.dtype],
             "cuda",
         )
         of_stages = np.stack([self._most(memory, units) for units in self._units])
@@ -115,25 +116,24 @@ class _Work:
         return most
 
 
-def _units(setting: Setting) -> list[list[list[Slice]]]:
+def _units(run: RunSpec) -> list[list[list[Slice]]]:
     """Of each pipeline the slices of every micro-batch, or of every chunk of one."""
     pad_to = padded_lengths(
-        setting.plan.alignment, {one.name: one.task["data"]["max_length"] for one in setting.tasks}
+        run.plan.alignment, {one.name: one.task["data"]["max_length"] for one in run.tasks}
     )
     lengths = {
-        one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0))
-        for one in setting.tasks
+        one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0)) for one in run.tasks
     }
-    grids = [step_grid(setting.plan, lengths, pipeline) for pipeline in range(setting.plan.data)]
+    grids = [step_grid(run.plan, lengths, pipeline) for pipeline in range(run.plan.data)]
     return [[[one for chunk in chunks for one in chunk] for chunks in grid.chunks.values()] for grid in grids]
 
 
-def _method(setting: Setting) -> Method:
+def _method(run: RunSpec) -> Method:
     return Method(
-        data=setting.plan.data,
-        tensor=setting.tensor,
-        sequence_parallel=setting.sequence_parallel,
-        zero=3 if setting.residence == "sharded" else 0,
-        recompute=setting.recompute,
-        offload=setting.residence == "offloaded",
+        data=run.plan.data,
+        tensor=run.tensor,
+        sequence_parallel=run.sequence_parallel,
+        zero=3 if run.residence == "sharded" else 0,
+        recompute=run.recompute,
+        offload=run.residence == "offloaded",
     )

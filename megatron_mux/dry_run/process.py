@@ -1,4 +1,4 @@
-"""Rehearsals in a process of their own, a forked one for each rank: a world, once joined, is a process's only one."""
+"""Dry runs in a process of their own, forked for each rank: a process can join only one world."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from megatron_mux.dry_run.recording import Recording
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.memory.trace.process import TraceError, without_gpu
-from megatron_mux.rehearsal.recording import Recording
-from megatron_mux.rehearsal.setting import Setting
 
 _SECONDS = 600.0
 
 
-def rehearsals(
-    parts: Sequence[tuple[Setting, int]], whole: bool = False, seconds: float = _SECONDS
+def dry_runs(
+    parts: Sequence[tuple[RunSpec, int]], whole: bool = False, seconds: float = _SECONDS
 ) -> list[Recording]:
-    """What ranks allocate and free. However it ends, no process is left.
+    """Record what ranks allocate and free. No process outlives the call.
 
     Args:
-        parts: Settings, and of each a rank.
+        parts: Pairs of a run and a rank.
         whole: Rehearse all layers, also where a few tell.
-        seconds: How long all of it may take.
+        seconds: Time limit for all of them.
 
     Raises:
-        TraceError: One of them failed or was lost, or it took longer.
+        TraceError: One of them failed, was killed, or the time limit passed.
     """
     if not parts:
         return []
-    asked = [json.dumps([setting.to_dict(), rank, whole]) for setting, rank in parts]
+    asked = [json.dumps([run.to_dict(), rank, whole]) for run, rank in parts]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_mux.rehearsal.worker"],
+        [sys.executable, "-m", "megatron_mux.dry_run.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -45,7 +45,7 @@ def rehearsals(
     try:
         answers, said = process.communicate("\n".join(asked), timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise TraceError(f"the rehearsal took longer than {seconds:g} s") from error
+        raise TraceError(f"the dry run took longer than {seconds:g} s") from error
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What the host has to know is really computed, while everything else is fake.
+"""Keeps integer tensors in host memory real while all others are fake.
 
-A step's layout (which rows are labelled, which columns are an adapter's) is worked out with small whole numbers in host
-memory, whose values decide about shapes. They stay real as long as no fake tensor takes part.
+A step's layout (labelled rows, an adapter's columns) is computed with small integers in host memory whose values decide
+shapes. They stay real as long as no fake tensor is involved.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
 """It allocates nothing and has no fake kernel (torch 2.13)."""
 
 
-class HostComputes(TorchDispatchMode):
-    """Computes for real what concerns real tensors alone; it belongs above a fake mode.
+class RealHostMode(TorchDispatchMode):
+    """Executes operators on real tensors for real; enter it on top of a fake mode.
 
-    Tensors of whole numbers (int64) that are made in host memory are real; all others that are made are fake.
+    Integer (int64) tensors created in host memory are real; all other new tensors are fake.
 
     Attributes:
-        groups: Names of the groups of ranks that fake tensors have been exchanged in.
+        groups: Names of process groups in which fake tensors were exchanged.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class HostComputes(TorchDispatchMode):
             return None
         made = func(*args, **kwargs)
         if _is_in_place(func) and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
-            return args[0]  # its values are unknown from now on, but it stays where it is
+            return args[0]  # its values are unknown from now on, but its storage stays
         return made
 
 
@@ -64,13 +64,13 @@ def _is_in_place(func: Any) -> bool:
     return written and func._schema.name.endswith("_") and func.namespace == "aten"
 
 
-def read_from_nothing(tensor: torch.Tensor) -> Any:
-    """What is read from a fake tensor: zero. No flag is raised, no loss is infinite, nobody lacked memory."""
+def read_fake_value(tensor: torch.Tensor) -> Any:
+    """Value read from a fake tensor: zero, so no flag is raised, no loss is infinite, no rank is out of memory."""
     if tensor.dtype == torch.bool:
         return False
     return 0.0 if tensor.is_floating_point() else 0
 
 
-def everyone_says_the_same(found: list[Any], mine: Any, group: Any = None) -> None:
-    """In place of `torch.distributed.all_gather_object`, where no other rank is there."""
+def gather_own_object(found: list[Any], mine: Any, group: Any = None) -> None:
+    """Replacement of `torch.distributed.all_gather_object` in a fake world: all ranks send the same object."""
     found[:] = [mine] * len(found)

@@ -1,4 +1,4 @@
-"""Work done in forked processes, one for each part of it: whatever one of them does to itself, others do not meet."""
+"""Runs parts of some work in forked processes, one process per part, so that their side effects stay apart."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Result = TypeVar("Result")
 
 
 class LostProcess(RuntimeError):
-    """A process ended without an answer: killed for want of memory, perhaps."""
+    """A process ended without a result, for example killed when the host ran out of memory."""
 
 
-class Forks(Generic[Part, Result]):
-    """Does parts of some work side by side, each in a process of its own. (A pool would wait for a killed one for ever,
-    or have one process do several parts.)
+class ForkPool(Generic[Part, Result]):
+    """Runs a function on several inputs in parallel, each in a process of its own.
+
+    `multiprocessing.Pool` would wait forever for a killed process and reuse processes for several inputs.
 
     Args:
-        work: Done in the process; its result travels back.
-        at_once: Processes side by side at the most.
+        work: Function to run; its result is sent back.
+        at_once: Maximum number of concurrent processes.
     """
 
     def __init__(self, work: Callable[[Part], Result], at_once: int) -> None:
@@ -31,11 +32,11 @@ class Forks(Generic[Part, Result]):
         self._context = multiprocessing.get_context("fork")
 
     def __call__(self, parts: Sequence[Part]) -> list[Result]:
-        """The results, in the order of the parts.
+        """Return the results in the order of the parts.
 
         Raises:
-            LostProcess: One of them ended without an answer.
-            Exception: What the work raised, of the first part whose work did. The others are ended.
+            LostProcess: One of them ended without a result.
+            Exception: The first exception that the work raised; the other processes are killed.
         """
         found: dict[int, Result] = {}
         waiting = list(enumerate(parts))
@@ -62,7 +63,7 @@ class Forks(Generic[Part, Result]):
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_do, args=(self._work, part, theirs), daemon=True)
         process.start()
-        theirs.close()  # the process has the only other end: when it is gone, we are told
+        theirs.close()  # the child holds the only other end, so that its death is noticed
         return ours, process
 
     def _received(self, connection: Connection, process: ForkProcess) -> Result:
@@ -70,7 +71,7 @@ class Forks(Generic[Part, Result]):
             result, error = connection.recv()
         except EOFError:
             process.join()
-            raise LostProcess(f"a rehearsing process was lost (it ended with {process.exitcode})") from None
+            raise LostProcess(f"a dry run.s process was lost (it ended with {process.exitcode})") from None
         process.join()
         connection.close()
         if error is not None:

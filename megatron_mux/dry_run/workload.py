@@ -1,4 +1,4 @@
-"""Runs to rehearse: as the flags of a method say, or a whole plan."""
+"""Builds the run to execute in a dry run, from a method's flags or from a plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.arguments.parser import parse_args
+from megatron_mux.dry_run.heaviest_batch import Batch, steps_of, task_records
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan, plan_for
 from megatron_mux.gpus import Gpu
-from megatron_mux.rehearsal.casting import Batch, cast, steps_of
-from megatron_mux.rehearsal.setting import Setting
 from megatron_mux.tasks import TaskSpec
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is trained, whatever the method.
+class Workload:
+    """What is trained, independent of the parallel method.
 
     Attributes:
-        config: What config.json says.
-        backbone: Its directory.
+        config: Contents of config.json.
+        backbone: Directory of config.json.
         file: The task file.
         specs: Its tasks.
-        batches: The heaviest batch of each, and of those that are evaluated a pass.
-        gpu: The GPUs.
+        batches: Heaviest batch of each task, and its evaluation pass if it is evaluated.
+        gpu: The GPU whose kernels are assumed.
     """
 
     config: Mapping[str, Any]
@@ -40,20 +40,20 @@ class Work:
     batches: Sequence[tuple[Batch, Batch | None]]
     gpu: Gpu
 
-    def by_flags(self, flags: Sequence[str], gpus: int) -> Setting:
-        """The run that `pretrain_mux.py` makes with these flags.
+    def by_flags(self, flags: Sequence[str], gpus: int) -> RunSpec:
+        """The run that `pretrain_mux.py` starts with these flags.
 
         Args:
-            flags: Its policy is none of the planner's.
-            gpus: Processes that are started.
+            flags: Command-line flags, with a policy other than `auto`.
+            gpus: Number of processes.
 
         Raises:
-            UserError: A flag is none.
+            UserError: A flag is unknown or wrong.
         """
         arguments = parse_args([*flags, "--backbone", str(self.backbone), "--mux-tasks", str(self.file)])
         policy: Policy = arguments.mux_policy
         if policy == "auto":
-            raise ValueError("a planner's run is rehearsed by its plan")
+            raise ValueError("policy auto needs a plan: use by_plan")
         tensor, ranks = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
         each = arguments.num_virtual_stages_per_pipeline_rank or 1
         chunk = arguments.mux_chunk_size
@@ -68,7 +68,7 @@ class Work:
         plan = replace(
             plan, virtual=each, schedule=arguments.mux_schedule, tensor=tensor, data=gpus // (tensor * ranks)
         )
-        return self._setting(
+        return self._run(
             plan,
             arguments.sequence_parallel,
             arguments.bf16,
@@ -84,11 +84,11 @@ class Work:
         recompute: str | None = None,
         residence: Kind = "resident",
         sequence_parallel: bool = False,
-    ) -> Setting:
+    ) -> RunSpec:
         """The run that follows a plan.
 
         Args:
-            plan: Of these tasks.
+            plan: Plan for these tasks.
             bf16: Whether the backbone is in bfloat16, else in fp32.
             recompute: As `--recompute-granularity` has it.
             residence: As `--mux-backbone-weights` has it.
@@ -100,14 +100,14 @@ class Work:
         names = {spec.name for spec in self.specs}
         if set(plan.tasks) != names:
             differ = ", ".join(sorted(set(plan.tasks) ^ names))
-            raise UserError(f"--plan: it and --tasks {self.file} do not have the same tasks: {differ}")
-        return self._setting(plan, sequence_parallel, bf16, recompute, residence, rolling=True)
+            raise UserError(f"--plan: its tasks differ from those of --tasks {self.file}: {differ}")
+        return self._run(plan, sequence_parallel, bf16, recompute, residence, rolling=True)
 
     def _in_order(self) -> list[TaskSpec]:
-        """As the engine has them: by name."""
+        """In the engine's order: by name."""
         return sorted(self.specs, key=lambda spec: spec.name)
 
-    def _setting(
+    def _run(
         self,
         plan: Plan,
         sequence_parallel: bool,
@@ -115,14 +115,14 @@ class Work:
         recompute: str | None,
         residence: Kind,
         rolling: bool,
-    ) -> Setting:
-        casts = [
-            cast(spec, *batches, plan.ranks, plan.data)
+    ) -> RunSpec:
+        tasks = [
+            task_records(spec, *batches, plan.ranks, plan.data)
             for spec, batches in zip(self.specs, self.batches, strict=True)
         ]
-        return Setting(
+        return RunSpec(
             self.config,
-            casts,
+            tasks,
             plan,
             plan.tensor,
             sequence_parallel,

@@ -10,9 +10,17 @@ import pytest
 
 from megatron_mux.adapters.diff_pruning import freeze_step
 from megatron_mux.data.sampler import Sampler
+from megatron_mux.dry_run import heaviest_batch
+from megatron_mux.dry_run.heaviest_batch import (
+    PASS,
+    Batch,
+    densest,
+    heaviest,
+    longest,
+    steps_of,
+    task_records,
+)
 from megatron_mux.engine import evaluate
-from megatron_mux.rehearsal import casting
-from megatron_mux.rehearsal.casting import PASS, Batch, cast, densest, heaviest, longest, steps_of
 from megatron_mux.tasks import TaskSpec
 
 
@@ -50,7 +58,7 @@ def test_the_heaviest_batch_is_that_of_a_step_that_is_taken() -> None:
 
 
 def test_of_too_many_steps_the_longest_records_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casting, "_MOST_RECORDS", 10)
+    monkeypatch.setattr(heaviest_batch, "_MOST_RECORDS", 10)
     data = _data()
     found = heaviest(_spec(), data)
     assert list(found.lengths) == sorted(data.lengths.tolist())[:-7:-1]
@@ -67,9 +75,11 @@ def test_without_data_all_is_as_long_as_it_may_be() -> None:
 
 def test_a_few_steps_in_which_all_happens() -> None:
     pruning = _spec("DIFF_PRUNING", num_train_epochs=1.0)
-    one = cast(pruning, longest(pruning), Batch((48, 40), (20, 10)), 2, 3)
-    assert one.task["training"]["max_steps"] == casting.STEPS_THAT_PRUNE
-    assert freeze_step(casting.STEPS_THAT_PRUNE) == casting.STEPS == 2  # after it there is one more
+    one = task_records(pruning, longest(pruning), Batch((48, 40), (20, 10)), 2, 3)
+    assert one.task["training"]["max_steps"] == heaviest_batch.STEPS_THAT_PRUNE
+    assert (
+        freeze_step(heaviest_batch.STEPS_THAT_PRUNE) == heaviest_batch.STEPS == 2
+    )  # after it there is one more
     assert [steps_of([pruning, _spec()]), steps_of([_spec()])] == [3, 2]
     TaskSpec.model_validate(one.task)
     # Each pipeline has the pass, as often as there are stages, and once more.

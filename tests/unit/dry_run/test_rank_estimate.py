@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mux.dry_run import rank_estimate as module
+from megatron_mux.dry_run.rank_estimate import estimate_rank, estimate_ranks, prediction, worst
+from megatron_mux.dry_run.recording import STEP, Recording
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory import invisible
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
-from megatron_mux.rehearsal import answer as module
-from megatron_mux.rehearsal.answer import answer, answers, prediction, worst
-from megatron_mux.rehearsal.recording import STEP, Recording
-from megatron_mux.rehearsal.setting import Setting
 
-SETTING = Setting({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
+SETTING = RunSpec({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
 
 
 def _recording() -> Recording:
@@ -35,7 +35,7 @@ def _recording() -> Recording:
 
 def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    found = answer(_recording(), SETTING, 2, 80 * GIB)
+    found = estimate_rank(_recording(), SETTING, 2, 80 * GIB)
     operators = [event.moment.operator for event in prediction(_recording(), SETTING).stream]
     assert operators.count(invisible.CUBLAS) == 2
     # A workspace for the main thread and one for autograd's, which has not begun when most is allocated.
@@ -52,31 +52,34 @@ def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_whether_it_fits_is_to_the_byte_of_what_is_reserved() -> None:
     recording = _recording()
-    enough = answer(recording, SETTING, 0, 80 * GIB)
+    enough = estimate_rank(recording, SETTING, 0, 80 * GIB)
     outside = enough.peak_process - enough.peak_reserved
-    assert answer(recording, SETTING, 0, outside + enough.peak_allocated + 20 * MIB).fits
-    assert not answer(recording, SETTING, 0, outside + enough.peak_allocated - 1).fits
-    assert not answer(recording, SETTING, 0, outside // 2).fits
+    assert estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated + 20 * MIB).fits
+    assert not estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated - 1).fits
+    assert not estimate_rank(recording, SETTING, 0, outside // 2).fits
 
 
-def test_what_is_known_is_not_rehearsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def rehearsed(parts: list[tuple[Setting, int]]) -> list[Recording]:
+    def fake_dry_runs(parts: list[tuple[RunSpec, int]]) -> list[Recording]:
         asked.extend(rank for _, rank in parts)
         return [_recording() for _ in parts]
 
-    monkeypatch.setattr(module, "rehearsals", rehearsed)
-    store = Store("rehearsals", tmp_path)
-    first = answers([(SETTING, 0), (SETTING, 2)], GIB, store=store)
-    again = answers([(SETTING, 2), (SETTING, 1), (SETTING, 0)], GIB, store=store)
+    monkeypatch.setattr(module, "dry_runs", fake_dry_runs)
+    store = Store("dry_runs", tmp_path)
+    first = estimate_ranks([(SETTING, 0), (SETTING, 2)], GIB, store=store)
+    again = estimate_ranks([(SETTING, 2), (SETTING, 1), (SETTING, 0)], GIB, store=store)
     assert asked == [0, 2, 1]
     assert [again[0], again[2]] == [first[1], first[0]]
-    assert not answers([(SETTING, 0)], MIB, store=store)[0].fits and asked == [0, 2, 1, 0]
+    assert not estimate_ranks([(SETTING, 0)], MIB, store=store)[0].fits and asked == [0, 2, 1, 0]
 
 
 def test_the_worst_rank_is_one_that_does_not_fit() -> None:
-    fits, lacks = answer(_recording(), SETTING, 0, GIB * 80), answer(_recording(), SETTING, 1, MIB)
+    fits, lacks = (
+        estimate_rank(_recording(), SETTING, 0, GIB * 80),
+        estimate_rank(_recording(), SETTING, 1, MIB),
+    )
     assert worst([fits, lacks]) is lacks
 
 

@@ -1,4 +1,4 @@
-"""Records of which only the lengths are known."""
+"""Stand-ins for what a dry run lacks: a data set of which only lengths are known, and a planner with a fixed plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 
 
-class LengthsAlone:
-    """What the engine takes for a `TaskDataset`: every token is 0, the last ones of each record are labelled.
+class LengthsOnlyDataset:
+    """Replaces a `TaskDataset`: every token is 0, the last ones of each record are labelled.
 
     Args:
         lengths: Tokens of each record.
@@ -24,7 +24,7 @@ class LengthsAlone:
     distinct_completions = None
     end_of_sequence = 0
     dropped = 0
-    path = Path("rehearsal")
+    path = Path("dry-run")
 
     def __init__(self, lengths: Sequence[int], labels: Sequence[int]) -> None:
         self.lengths: npt.NDArray[np.int32] = np.array(lengths, np.int32)
@@ -38,8 +38,8 @@ class LengthsAlone:
         return Example(np.zeros(length, np.int64), np.arange(length) >= length - labels, None)
 
 
-class AsGiven:
-    """In place of a planner, where there is a plan already."""
+class FixedPlanner:
+    """Replaces a planner when the plan is given."""
 
     memory_limit = None
 
@@ -47,12 +47,12 @@ class AsGiven:
         self._plan = plan
 
     def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan."""
+        """The given plan."""
         return self._plan
 
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
-        """Nothing is refused."""
+        """Accept every task."""
 
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan

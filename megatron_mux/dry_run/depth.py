@@ -1,4 +1,4 @@
-"""A deep stage from rehearsals with few layers to a stage: those between the ends insert the same events each."""
+"""A deep stage from dry runs with few layers to a stage: those between the ends insert the same events each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.dry_run.recording import Recording
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.memory.stream.events import Moment, Stream, StreamError
 from megatron_mux.memory.trace.depth import Grouping, extended_by, renamed
 from megatron_mux.memory.trace.model import configuration
-from megatron_mux.rehearsal.recording import Recording
-from megatron_mux.rehearsal.setting import Cast, Setting
 from megatron_mux.tasks import TaskSpec
 
 _RESIDENT = Grouping(first=2)
@@ -29,33 +29,33 @@ _COMING_AND_GOING = Grouping(first=2, further=1)
 """The last layer's weights, the final norm among them, are brought while the one before it computes."""
 
 
-def shallow(setting: Setting) -> list[Setting]:
+def shallow(run: RunSpec) -> list[RunSpec]:
     """The same with fewer layers, for two groups of layers to a stage and for three; nothing if it takes all to tell.
 
     That is so where layers differ (in their windows, in the adapters on them); where an adapter is one tensor for all
     layers (a prefix, whose gradient has the size of all of them wherever it comes about) or works on all layers between
     steps (diff pruning); where stages are hardly deeper; where a rank has several of them; and on a CPU.
     """
-    info = read_info(setting.config)
-    grouping = _grouping(setting)
-    if setting.device == "cpu" or setting.plan.virtual > 1:
+    info = read_info(run.config)
+    grouping = _grouping(run)
+    if run.device == "cpu" or run.plan.virtual > 1:
         return []
-    if min(_split(setting, info)) <= grouping.layers(3) + 1:
+    if min(_split(run, info)) <= grouping.layers(3) + 1:
         return []
-    if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in setting.tasks):
+    if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in run.tasks):
         return []
-    return [_cut(setting, grouping.layers(groups)) for groups in (2, 3)]
+    return [_cut(run, grouping.layers(groups)) for groups in (2, 3)]
 
 
-def deepened(setting: Setting, rank: int, two: Recording, three: Recording) -> Recording:
+def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recording:
     """A rank's recording from those of `shallow`.
 
     Raises:
         StreamError: They do not line up.
     """
-    stage = rank // (setting.world // setting.plan.ranks)
-    layers = stage_layers(_split(setting, read_info(setting.config)))[stage]
-    grouping = _grouping(setting)
+    stage = rank // (run.world // run.plan.ranks)
+    layers = stage_layers(_split(run, read_info(run.config)))[stage]
+    grouping = _grouping(run)
     small, large = (
         _moved(one.stream, -stage * grouping.layers(groups))
         for one, groups in ((two, 2), (three, 3))
@@ -83,22 +83,22 @@ def read_info(config: Mapping[str, Any]) -> BackboneInfo:
         return info_without_weights(directory)
 
 
-def _grouping(setting: Setting) -> Grouping:
-    return _RESIDENT if setting.residence == "resident" else _COMING_AND_GOING
+def _grouping(run: RunSpec) -> Grouping:
+    return _RESIDENT if run.residence == "resident" else _COMING_AND_GOING
 
 
-def _cut(setting: Setting, layers: int) -> Setting:
+def _cut(run: RunSpec, layers: int) -> RunSpec:
     """With so many layers to a stage."""
-    config = configuration(setting.config, layers * setting.plan.stages)
-    plan = replace(setting.plan, split=(layers,) * setting.plan.stages)
-    return replace(setting, config=json.loads(config.to_json_string(use_diff=False)), plan=plan)
+    config = configuration(run.config, layers * run.plan.stages)
+    plan = replace(run.plan, split=(layers,) * run.plan.stages)
+    return replace(run, config=json.loads(config.to_json_string(use_diff=False)), plan=plan)
 
 
-def _split(setting: Setting, info: BackboneInfo) -> tuple[int, ...]:
-    return setting.plan.split or even_split(info.shape.layers, setting.plan.stages)
+def _split(run: RunSpec, info: BackboneInfo) -> tuple[int, ...]:
+    return run.plan.split or even_split(info.shape.layers, run.plan.stages)
 
 
-def _is_everywhere(one: Cast, info: BackboneInfo) -> bool:
+def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     """Whether a task's adapter acts alike on all layers, each by itself."""
     spec = TaskSpec.model_validate(one.task)
     load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info)

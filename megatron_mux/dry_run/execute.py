@@ -1,0 +1,175 @@
+"""Records what a rank allocates during its steps: in a dry run, or while really computing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_mux import runtime
+from megatron_mux.backbone.model import load_stages
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.dry_run.depth import read_info
+from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
+from megatron_mux.dry_run.recording import STEP, Recording
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
+from megatron_mux.dry_run.tracker import StepTracker
+from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
+from megatron_mux.memory.trace.place import INPUTS, JOIN, Place
+from megatron_mux.memory.trace.record import Answer, Recorder
+from megatron_mux.memory.trace.scratch import scratch_of
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
+
+
+def import_all(run: RunSpec) -> None:
+    """Import what the engine imports lazily, so that forked processes share it.
+
+    Raises:
+        UserError: The backbone's config is invalid.
+    """
+    from transformers.optimization import get_scheduler  # noqa: F401
+
+    for one in run.tasks:
+        TaskSpec.model_validate(one.task)
+    read_info(run.config)
+
+
+def execute_dry_run(run: RunSpec, rank: int) -> Recording:
+    """Record a rank's steps without computing them. Call it once in a process of its own: see `process`.
+
+    Raises:
+        UserError: The backbone cannot be divided so, or a task does not fit it.
+        NoFakeGpu: This process cannot have a fake GPU.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (directory / "config.json").write_text(json.dumps(run.config))
+        stack.enter_context(_fake_world(run))
+        parallel = runtime.initialize(run.tensor, run.plan.ranks, run.sequence_parallel, device=_device(run))
+        host = stack.enter_context(RealHostMode())
+        parallel = UniformParallel(**vars(parallel))
+        recording = _record(run, directory, parallel, read_fake_value)
+        return replace(recording, communicators=len(host.groups))
+
+
+class UniformParallel(Parallel):
+    """A rank's place in a fake world: reductions assume that all ranks contribute the same values."""
+
+    def total(self, flags: Sequence[bool]) -> list[int]:
+        """See `Parallel.total`."""
+        super().total(flags)
+        return [self.world_size * int(flag) for flag in flags]
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """See `Parallel.most`."""
+        super().most(values)
+        return list(values)
+
+
+def execute_for_real(run: RunSpec, directory: Path, parallel: Parallel) -> Recording:
+    """Record the same steps while computing them; every rank calls it. All tokens are equal.
+
+    Args:
+        run: Its number of ranks is the world size.
+        directory: Backbone with weights.
+        parallel: This rank's place.
+    """
+    return _record(run, directory, parallel, None)
+
+
+def _record(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
+    """Load, register, step and evaluate as a training process does; `answer` replaces values read from fake tensors.
+
+    Scratch that CUDA kernels allocate is added for a fake GPU only.
+    """
+    plan = run.plan
+    place = Place()
+    scratch = scratch_of if run.device == "cuda" else None
+    recorder = Recorder(place, parallel.device.type, 0, answer, scratch)
+    watch = StepTracker(place, recorder)
+    parallel = replace(parallel, heartbeat=watch)
+    with _without_garbage_collection():
+        with recorder:
+            stages = load_stages(
+                directory,
+                parallel,
+                getattr(torch, run.dtype),
+                run.recompute,
+                plan.split or None,
+                run.residence,
+                absent=answer is not None,
+            )
+            watch.follow(stages)
+            recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
+            place.enter(JOIN)
+            engine = Engine(stages, parallel, Planning("auto", plan.stages, FixedPlanner(plan), given=plan))
+            watch.follow_adapters(engine.adapters.host)
+            engine.register_tasks([_task(one) for one in run.tasks])
+            watch.label(engine)
+            _steps(engine, run, place, watch)
+            for one in run.tasks:
+                if one.held_out:
+                    watch.within = f"the evaluation of {one.name}"
+                    engine.evaluate(one.name)
+        return Recording(recorder.done(), tuple(watch.marks))
+
+
+def _steps(engine: Engine, run: RunSpec, place: Place, watch: StepTracker) -> None:
+    left = run.steps
+    while left:
+        place.enter(INPUTS)
+        watch.mark(STEP)
+        left -= len(engine.steps(left if run.rolling else 1))
+
+
+def _task(one: TaskRecords) -> Task:
+    held_out = LengthsOnlyDataset(one.held_out, one.held_out_labels) if one.held_out else None
+    return Task(
+        TaskSpec.model_validate(one.task),
+        cast(TaskDataset, LengthsOnlyDataset(one.lengths, one.labels)),
+        cast(TaskDataset | None, held_out),
+    )
+
+
+def _device(run: RunSpec) -> torch.device:
+    return DEVICE if run.device == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _fake_world(run: RunSpec) -> Iterator[None]:
+    """Inside, tensors are fake and gathered objects are this rank's own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(dist, "all_gather_object", gather_own_object))
+        if run.device == "cuda":
+            stack.enter_context(fake_gpu(run.gpu))
+            stack.enter_context(replaced(torch.cuda, "current_device", lambda: DEVICE))
+            stack.enter_context(replaced(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        else:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector, which would free cycles at unpredictable moments."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

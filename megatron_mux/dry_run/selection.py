@@ -1,0 +1,207 @@
+"""Finds a way to train a task file that fits, by dry runs: a given plan, or the best-ranked methods in turn."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_mux.choice.answer import Choice
+from megatron_mux.choice.ranking import Ranked
+from megatron_mux.choice.recipes import TaskFile
+from megatron_mux.dry_run.batch_reader import BatchReader
+from megatron_mux.dry_run.rank_estimate import RankEstimate, estimate_ranks, worst
+from megatron_mux.dry_run.representative_ranks import representative_ranks
+from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.workload import Workload
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.check import read_plan
+from megatron_mux.gpus import known
+from megatron_mux.memory.estimators import Question
+from megatron_mux.memory.store import Store
+from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.tasks import TaskSpec
+
+_MAX_TRIES = 4
+"""Maximum number of methods to try until one fits."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class MethodEstimate:
+    """A parallel method and the estimates of its ranks.
+
+    Attributes:
+        name: The method's degrees, or `plan`.
+        details: Further properties of the method.
+        flags: Command-line flags that run it.
+        run: What the dry run executed.
+        ranks: Estimates of its representative ranks.
+    """
+
+    name: str
+    details: str
+    flags: Sequence[str]
+    run: RunSpec
+    ranks: Sequence[RankEstimate]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits."""
+        return all(rank.fits for rank in self.ranks)
+
+    @property
+    def worst(self) -> RankEstimate:
+        """The rank with the highest peak."""
+        return worst(self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: the worst rank's figures, then those of every rank."""
+        plan = self.run.plan
+        told = self.worst.to_json()
+        return {
+            "estimator": "dry-run",
+            "name": self.name,
+            "details": self.details,
+            "data_parallel": plan.data,
+            "tensor_parallel": self.run.tensor,
+            "pipeline_parallel": plan.ranks,
+            "sequence_parallel": self.run.sequence_parallel,
+            "recompute": self.run.recompute,
+            "backbone_weights": self.run.residence,
+            "micro_batches": [bucket.micro_batches for bucket in plan.buckets],
+            **told,
+            "fits": self.fits,
+            "largest_batch": None,
+            "worst_rank": {"stage": self.worst.stage, "rank": self.worst.rank, "at": self.worst.when},
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "flags": list(self.flags),
+        }
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Outcome of the dry runs.
+
+    Attributes:
+        tried: Methods in order of predicted speed, up to the first that fits.
+        unread: Tasks whose data could not be read.
+    """
+
+    tried: Sequence[MethodEstimate]
+    unread: Sequence[str]
+
+    @property
+    def chosen(self) -> MethodEstimate | None:
+        """The first that fits; None if none does."""
+        return next((one for one in self.tried if one.fits), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        best = self.chosen
+        return {
+            "selected": best.name if best else None,
+            "selected_kind": best.details if best else None,
+            "flags": list(best.flags) if best else [],
+            "data_not_read": list(self.unread),
+            "methods": [one.to_json() for one in self.tried],
+        }
+
+
+def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], say: Say) -> Selection:
+    """Dry-run a plan, or the best methods until one fits.
+
+    Args:
+        arguments: Parsed arguments of the tool.
+        question: The model and the GPUs.
+        specs: The tasks.
+        say: Called with progress messages.
+
+    Raises:
+        UserError: The input is wrong, or a dry run cannot execute it.
+    """
+    directory = question.skeleton.path.parent
+    if question.skeleton.path.name != "config.json":
+        raise UserError(
+            f"--model {question.skeleton.path}: a dry run reads data with the tokenizer beside config.json: "
+            "give a backbone's directory, or --method ours"
+        )
+    file = TaskFile.read(question.skeleton.path, arguments.tasks)
+    file.check(question.skeleton.tensors.positions, arguments.sequence_length)
+    batches = BatchReader(directory, Store("batches"))
+    work = Workload(
+        question.skeleton.raw,
+        directory,
+        arguments.tasks,
+        specs,
+        batches.of(specs),
+        known(arguments.device).gpu,
+    )
+    try:
+        if arguments.plan is not None:
+            tried = [_plan(arguments, question, work, say)]
+        else:
+            tried = _methods(question, Choice.of(question, arguments, file), work, say)
+    except TraceError as error:
+        raise UserError(f"--method dry-run: {error}") from None
+    return Selection(tried, batches.unread)
+
+
+def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) -> MethodEstimate:
+    plan = read_plan(arguments.plan)
+    recompute = None if arguments.recompute == "none" else arguments.recompute
+    run = work.by_plan(plan, arguments.precision == "bf16", recompute, arguments.backbone_weights)
+    if run.world != question.gpus:
+        raise UserError(f"--plan {arguments.plan}: is for {run.world} GPU(s), --gpus says {question.gpus}")
+    ranks = representative_ranks(run, range(plan.ranks))
+    flags = ["--mux-plan", str(arguments.plan), *_flags(run)]
+    return MethodEstimate("plan", "", flags, run, _ranks(question, run, ranks, "the plan", say))
+
+
+def _flags(run: RunSpec) -> list[str]:
+    """Flags of a run that follows a plan, besides the plan's own."""
+    words = []
+    if run.tensor > 1:
+        words += ["--tensor-model-parallel-size", str(run.tensor)]
+    if run.plan.ranks > 1:
+        words += ["--pipeline-model-parallel-size", str(run.plan.ranks)]
+    if run.dtype == "bfloat16":
+        words.append("--bf16")
+    if run.recompute != "none":
+        words += ["--recompute-granularity", run.recompute]
+    if run.residence != "resident":
+        words += ["--mux-backbone-weights", run.residence]
+    return words
+
+
+def _methods(question: Question, choice: Choice, work: Workload, say: Say) -> list[MethodEstimate]:
+    ours = [entry for entry in choice.ranking.entries if entry.elsewhere is None]
+    if not ours:
+        why = sorted({entry.elsewhere for entry in choice.ranking.entries if entry.elsewhere})
+        raise UserError(f"--method dry-run: this engine runs none of the methods: {'; '.join(why)}")
+    tried: list[MethodEstimate] = []
+    for entry in ours[:_MAX_TRIES]:
+        tried.append(_method(question, entry, work, say))
+        if tried[-1].fits:
+            break
+    return tried
+
+
+def _method(question: Question, entry: Ranked, work: Workload, say: Say) -> MethodEstimate:
+    run = work.by_flags(entry.flags, question.gpus)
+    ranks = representative_ranks(run, [entry.worst.stage])
+    name = " ".join(filter(None, (entry.method.name, entry.method.details)))
+    found = _ranks(question, run, ranks, name, say)
+    return MethodEstimate(entry.method.name, entry.method.details, entry.flags, run, found)
+
+
+def _ranks(question: Question, run: RunSpec, ranks: Sequence[int], name: str, say: Say) -> list[RankEstimate]:
+    start = time.perf_counter()
+    which = f"rank(s) {', '.join(map(str, ranks))} of {run.world}"
+    say(f"dry run of {name} on {which}: about half a minute, unless cached")
+    found = estimate_ranks([(run, rank) for rank in ranks], question.gpu_memory, store=Store("dry_runs"))
+    say(f"dry run took {time.perf_counter() - start:.1f} s")
+    return found

@@ -1,0 +1,68 @@
+"""The ranks that need most, where it is plain which these are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_mux.dry_run.representative_ranks import representative_ranks
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.fusion.plan import plan_for
+from tests.unit.memory.traced import LLAMA
+
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+BOTTLENECK = {"peft_type": "BOTTLENECK", "bottleneck_size": 64, "target_modules": ["down_proj"]}
+
+
+def _task(name: str, lengths: list[int], labels: list[int], adapter: dict[str, Any] = LORA) -> TaskRecords:
+    task = {
+        "name": name,
+        "adapter": adapter,
+        "data": {"path": "none", "max_length": 64},
+        "training": {"per_device_train_batch_size": len(lengths)},
+    }
+    return TaskRecords(task, lengths, labels)
+
+
+def _run(tasks: list[TaskRecords], data: int = 1, stages: int = 1, **more: Any) -> RunSpec:
+    plan = replace(plan_for("spatial", {one.name: 1 for one in tasks}, stages), data=data)
+    config = {**LLAMA, "num_hidden_layers": 4, "vocab_size": more.pop("vocabulary", 512)}
+    return RunSpec(config, tasks, plan, **more)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_most_tokens_tell_first_and_most_labels_last(tensor: int) -> None:
+    # The longest sequence goes to the first pipeline, the other one to the second: it is labelled throughout.
+    run = _run([_task("a", [38, 40], [38, 2])], 2, 2, tensor=tensor, vocabulary=30_000)
+    assert representative_ranks(run) == [0, 2 * tensor + tensor]
+    assert representative_ranks(replace(run, tasks=[_task("a", [38, 40], [2, 40])])) == [0, 2 * tensor]
+
+
+def test_of_tensor_ranks_that_divide_rows_the_one_with_the_bottlenecks() -> None:
+    tasks = [_task("a", [32, 32], [8, 8]), _task("b", [32, 32], [8, 8], BOTTLENECK)]
+    assert representative_ranks(_run(tasks, tensor=2, sequence_parallel=True)) == [1]
+    assert representative_ranks(_run(tasks, tensor=2)) == [0]
+    assert representative_ranks(_run(tasks[:1], tensor=2, sequence_parallel=True)) == [0]
+    assert representative_ranks(_run(tasks[::-1], tensor=2, sequence_parallel=True)) == [0]
+
+
+def test_stages_that_are_asked_for_are_among_them() -> None:
+    run = _run([_task("a", [8] * 4, [4] * 4)], stages=4)
+    assert representative_ranks(run) == [0, 3]
+    assert representative_ranks(run, [2, 7, -1]) == [0, 2, 3]
+
+
+def test_a_rank_has_every_so_many_th_of_its_stages() -> None:
+    one = _run([_task("a", [8, 9], [4, 4])], data=2, stages=2)
+    several = replace(one, plan=replace(one.plan, stages=4, virtual=2))
+    assert representative_ranks(several) == [0, 2]
+    assert representative_ranks(replace(several, tasks=[_task("a", [9, 8], [4, 4])])) == [0, 2]
+
+
+def test_more_rows_of_a_task_that_keeps_more_weigh_more() -> None:
+    everywhere = {**LORA, "r": 64, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    # Two sequences to a pipeline: the first has that of `a`, and most tokens; the other has two of `b`.
+    tasks = [_task("a", [21], [4]), _task("b", [20, 19, 19], [4] * 3, everywhere)]
+    assert representative_ranks(_run(tasks, data=2)) == [1]
