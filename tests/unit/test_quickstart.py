@@ -30,7 +30,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
         return __import__(name)
 
     yield run
-    for name in {"fetch", "corpora", "prepare", "convert_gguf", "r_data"} & (set(sys.modules) - before):
+    for name in {"fetch", "corpora", "prepare", "convert_gguf", "r_data", "fastest_dtype"} & (
+        set(sys.modules) - before
+    ):
         del sys.modules[name]
 
 
@@ -49,6 +51,21 @@ def test_the_task_file_is_valid_and_names_what_is_prepared(load: Callable[[str],
         assert Path(task["eval"]["path"]).name == path.name.replace(".jsonl", ".eval.jsonl")
     kinds = [task["adapter"]["peft_type"] for task in tasks]
     assert kinds.count("LORA") == 2 and "BOTTLENECK" in kinds and len(set(kinds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "chosen"), [(4.0, 1.0, "bf16"), (1.1, 1.0, "fp32"), (1.0, 3.0, "fp32")]
+)
+def test_the_dtype_is_the_one_that_measures_faster(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fp32: float, bf16: float, chosen: str,
+) -> None:  # fmt: skip
+    fastest = load("fastest_dtype")
+    taken = {fastest.torch.float32: fp32, fastest.torch.bfloat16: bf16}
+    monkeypatch.setattr(fastest, "seconds", lambda dtype, device: taken[dtype])
+    monkeypatch.setattr(fastest.torch, "set_num_threads", lambda count: None)
+    fastest.main()
+    assert capsys.readouterr().out == f"{chosen}\n"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
