@@ -1,7 +1,6 @@
-"""Where things lie: sequences on the token axis, Hugging Face modules inside the backbone's operators.
+"""The layout of a micro-batch: sequences of several tasks, packed end to end on the token axis.
 
-Shared by the rooms of floor 1, which do not import each other. Shapes: T tokens in the micro-batch,
-N labelled tokens, H hidden, P prefix length, D head size.
+Shapes: T tokens in the micro-batch, N labelled tokens, H hidden, P prefix length, D head size.
 """
 
 from __future__ import annotations
@@ -11,78 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_mux.kernels.carry import Carry
-
-BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One Hugging Face module inside a BaseOp's output on this rank.
-
-    Attributes:
-        columns: `[n]` int64, positions in this rank's output of the BaseOp (may be empty).
-        features: `[n]` int64, which output features of the Hugging Face module those columns hold.
-        out_features: Output width of the whole Hugging Face module.
-    """
-
-    columns: Tensor
-    features: Tensor
-    out_features: int
-
-
-@dataclass(frozen=True)
-class BaseOpInfo:
-    """A backbone operator that an adapter may attach to (MuxTune section 3.2), as found on this rank.
-
-    Attributes:
-        layer: Global index of the transformer layer, from 0.
-        name: Which of the four BaseOps.
-        module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`.
-        parallel: How the module is split over tensor ranks.
-        in_features: Full input width.
-        in_start, in_stop: The range of input features this rank holds (all of them when column-parallel).
-        parts: Hugging Face path within the layer (`self_attn.q_proj`) to its place in the output.
-        hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
-    """
-
-    layer: int
-    name: BaseOpName
-    module: nn.Module
-    parallel: Literal["column", "row"]
-    in_features: int
-    in_start: int
-    in_stop: int
-    parts: Mapping[str, Part]
-    hf_prefix: str
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One sequence on the token axis, or the part of it that a chunk holds.
-
-    Attributes:
-        task: Name of the task it belongs to.
-        start: First row.
-        length: Number of tokens.
-        sequence: Index of the sequence within its task's whole step (the same on every rank and packing).
-        past: Tokens of the sequence in earlier chunks: attended to through the keys and values they left.
-        continues: Whether later chunks hold more of the sequence, and want this one's keys and values.
-    """
-
-    task: str
-    start: int
-    length: int
-    sequence: int
-    past: int = 0
-    continues: bool = False
-
+from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.segment import Segment
 
 PackedSequence = tuple[str, int, Tensor, Tensor, float]
 """What `pack` takes of a sequence: task, id, tokens `[L]` int64, which are labels `[L]` bool, weight of a label."""
@@ -224,7 +158,15 @@ def pack(
     join = partial(_join, device)
     return MicroBatch(
         segments=tuple(
-            Segment(s[0], start, stop - first, s[1], first, stop < int(s[2].shape[0]))
+            Segment(
+                s[0],
+                start,
+                stop - first,
+                s[1],
+                first,
+                stop < int(s[2].shape[0]),
+                int(s[2].shape[0]) + offsets.get(s[0], 0),
+            )
             for (s, (first, stop)), start in zip(parts, starts, strict=False)
         ),
         task_rows=_ranges((s[0], stop - first) for s, (first, stop) in parts),

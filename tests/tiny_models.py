@@ -85,15 +85,20 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = tuple(_MODELS)
 
 
-def build(name: str, seed: int = 0, **changes: Any) -> Any:
-    """The transformers model, fp32, in evaluation mode, every parameter random (norms and biases too)."""
-    from transformers import AutoModelForCausalLM
+def config(name: str, **changes: Any) -> Any:
+    """The transformers config of the model `name`, with some fields replaced."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, fields = _MODELS[name]
-    config = CONFIG_MAPPING[kind](**{**fields, **changes})
+    return CONFIG_MAPPING[kind](**{**fields, **changes})
+
+
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model, fp32, in evaluation mode, every parameter random (norms and biases too)."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

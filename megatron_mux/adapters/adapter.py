@@ -153,7 +153,7 @@ class TaskAdapter(ABC):
         self.host = host
         self.name: str = spec.name
         self.spec = spec.adapter
-        self.targets = targets_of(spec.adapter, host.shape.family)
+        self.targets = targets_of(spec.adapter, host.shape)
         self.seed: int = spec.training.seed
         self.total_steps = total_steps
         self.initial = initial

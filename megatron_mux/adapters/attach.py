@@ -17,8 +17,8 @@ from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.adapters.targets import Sizes
+from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
-from megatron_mux.layout import BaseOpInfo
 from megatron_mux.runtime import Parallel
 
 

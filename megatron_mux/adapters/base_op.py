@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter
 from megatron_mux.adapters.low_rank import low_rank_linear
-from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
 Rows = tuple[int, int]

@@ -56,7 +56,7 @@ class Bottleneck(TaskAdapter):
 
     def build(self) -> None:
         """See `TaskAdapter.build`."""
-        check_bottleneck(match_targets(self.targets, self.host.module_paths()))
+        check_bottleneck(match_targets(self.targets, self.host.module_paths()), self.host.shape)
         for op, sites in self.host.sites(self.targets):
             self.at[op] = self._adapter(sites[0])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_mux.adapters.targets import (
     ALL_LINEAR,
-    CONV1D_FAMILIES,
     Sizes,
     match_feedforward,
     match_targets,
@@ -57,13 +56,15 @@ _LORA_REST: dict[str, Any] = {
 }
 
 
-def lora_config(spec: Any, targets: str | Sequence[str], family: str, paths: Sequence[str]) -> dict[str, Any]:
+def lora_config(
+    spec: Any, targets: str | Sequence[str], sizes: Sizes, paths: Sequence[str]
+) -> dict[str, Any]:
     """peft's `LoraConfig`.
 
     Args:
         spec: The `adapter` section.
         targets: Its targets.
-        family: Of the backbone.
+        sizes: Of the backbone.
         paths: Of all modules of the backbone.
     """
     return _sorted(
@@ -76,14 +77,14 @@ def lora_config(spec: Any, targets: str | Sequence[str], family: str, paths: Seq
             "lora_alpha": spec.lora_alpha,
             "lora_dropout": spec.lora_dropout,
             "use_rslora": spec.use_rslora,
-            "fan_in_fan_out": family in CONV1D_FAMILIES,
+            "fan_in_fan_out": sizes.transposed,
             "target_modules": _names(targets, paths),
         }
     )
 
 
 def ia3_config(
-    targets: str | Sequence[str], feedforward: str | Sequence[str], family: str, paths: Sequence[str]
+    targets: str | Sequence[str], feedforward: str | Sequence[str], sizes: Sizes, paths: Sequence[str]
 ) -> dict[str, Any]:
     """peft's `IA3Config`. Arguments as for `lora_config`; `feedforward` are the modules whose input is scaled."""
     names: str | list[str] = _names(targets, paths)
@@ -98,7 +99,7 @@ def ia3_config(
             "peft_type": "IA3",
             "peft_version": _PEFT_VERSION,
             "exclude_modules": None,
-            "fan_in_fan_out": family in CONV1D_FAMILIES,
+            "fan_in_fan_out": sizes.transposed,
             "feedforward_modules": inputs,
             "init_ia3_weights": True,
             "modules_to_save": None,

@@ -31,7 +31,7 @@ from megatron_mux.adapters.adapter import (
 )
 from megatron_mux.adapters.configs import own_config
 from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import Sizes, module_shape
+from megatron_mux.adapters.targets import Sizes
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.layout import MicroBatch
 
@@ -163,7 +163,7 @@ class DiffPruning(TaskAdapter):
     def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `TaskAdapter.tensor_shapes`."""
         return {
-            tensor_key(path, f"diff.{name}"): module_shape(path, sizes)
+            tensor_key(path, f"diff.{name}"): sizes.module_shape(path)
             for path in paths
             for name in ("weight", "log_alpha")
         }

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.targets import Sizes, match_targets
+from megatron_mux.base_ops import BaseOpInfo, ModuleColumns
 from megatron_mux.kernels.dropout import key_of
-from megatron_mux.layout import BaseOpInfo, Part
 from megatron_mux.runtime import Parallel
 
 
@@ -30,7 +30,7 @@ class Site:
     op: int
     info: BaseOpInfo
     path: str
-    part: Part
+    part: ModuleColumns
 
     @property
     def column_parallel(self) -> bool:

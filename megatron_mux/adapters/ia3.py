@@ -19,9 +19,8 @@ from megatron_mux.adapters.configs import ia3_config
 from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.targets import (
     Sizes,
-    default_feedforward,
+    feedforward_of,
     match_feedforward,
-    module_shape,
 )
 from megatron_mux.layout import MicroBatch
 
@@ -78,7 +77,7 @@ class IA3(TaskAdapter):
 
     def build(self) -> None:
         """See `TaskAdapter.build`."""
-        self.feedforward = _feedforward(self.spec, self.host.shape.family)
+        self.feedforward = feedforward_of(self.spec, self.host.shape)
         for op, sites in self.host.sites(self.targets):
             paths = set(match_feedforward(self.feedforward, [site.path for site in sites]))
             made = [(site, site.path in paths, self._factor(site, site.path in paths)) for site in sites]
@@ -90,16 +89,16 @@ class IA3(TaskAdapter):
     @staticmethod
     def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `TaskAdapter.tensor_shapes`."""
-        inputs = set(match_feedforward(_feedforward(spec, sizes.family), paths))
+        inputs = set(match_feedforward(feedforward_of(spec, sizes), paths))
         shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
-            width, input_width = module_shape(path, sizes)
+            width, input_width = sizes.module_shape(path)
             shapes[tensor_key(path, "ia3_l")] = (1, input_width) if path in inputs else (width, 1)
         return shapes
 
     def config_dict(self) -> dict[str, Any]:
         """See `TaskAdapter.config_dict`."""
-        return ia3_config(self.targets, self.feedforward, self.host.shape.family, self.host.module_paths())
+        return ia3_config(self.targets, self.feedforward, self.host.shape, self.host.module_paths())
 
     def _factor(self, site: Site, feedforward: bool) -> nn.Parameter:
         key = tensor_key(site.path, "ia3_l")
@@ -113,11 +112,6 @@ class IA3(TaskAdapter):
             return self.parameter(key, shape, _ones, dim=0, index=site.part.features)
         # Every rank scales the reduced output; with sequence parallelism, its own rows of it.
         return self.parameter(key, shape, _ones, partial=self.host.parallel.sequence_parallel, owner=first)
-
-
-def _feedforward(spec: Any, family: str) -> str | list[str]:
-    given = spec.feedforward_modules
-    return default_feedforward(family) if given is None else given
 
 
 def _ones(full: Tensor, generator: torch.Generator) -> None:

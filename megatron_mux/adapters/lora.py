@@ -22,7 +22,7 @@ from megatron_mux.adapters.adapter import (
 )
 from megatron_mux.adapters.configs import lora_config
 from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import Sizes, module_shape
+from megatron_mux.adapters.targets import Sizes
 from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.layout import MicroBatch
 
@@ -94,14 +94,14 @@ class Lora(TaskAdapter):
         """See `TaskAdapter.tensor_shapes`."""
         shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
-            width, inputs = module_shape(path, sizes)
+            width, inputs = sizes.module_shape(path)
             shapes[tensor_key(path, "lora_A.weight")] = (spec.r, inputs)
             shapes[tensor_key(path, "lora_B.weight")] = (width, spec.r)
         return shapes
 
     def config_dict(self) -> dict[str, Any]:
         """See `TaskAdapter.config_dict`."""
-        return lora_config(self.spec, self.targets, self.host.shape.family, self.host.module_paths())
+        return lora_config(self.spec, self.targets, self.host.shape, self.host.module_paths())
 
     def _term(self, site: Site, rank: int) -> _Term:
         first = self.host.first_tensor_rank

@@ -61,9 +61,9 @@ def resolve_targets(spec: Any, info: Catalogue) -> list[str]:
     """
     if spec.peft_type == "PREFIX_TUNING":
         return []
-    paths = match_targets(targets_of(spec, info.shape.family), info.module_paths)
+    paths = match_targets(targets_of(spec, info.shape), info.module_paths)
     if spec.peft_type == "BOTTLENECK":
-        check_bottleneck(paths)
+        check_bottleneck(paths, info.shape)
     return paths
 
 
@@ -139,7 +139,7 @@ def check_tensors(tensors: Mapping[str, Tensor], spec: Any, paths: Sequence[str]
     Returns:
         One problem for tensors missing, one for tensors too many, one for wrong shapes; empty if all is well.
     """
-    targets = match_targets(targets_of(spec, sizes.family), paths)
+    targets = match_targets(targets_of(spec, sizes), paths)
     wanted = KINDS[spec.peft_type].tensor_shapes(spec, targets, sizes)
     missing = [key for key in wanted if key not in tensors]
     stray = [key for key in tensors if key not in wanted]

@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from megatron_mux.base_ops import DefaultTargets
 from megatron_mux.errors import UserError
 
 ALL_LINEAR = "all-linear"
-
-# Modules whose output adds to the residual stream: Megatron's row-parallel linear_proj and linear_fc2.
-_SUBLAYER_OUTPUTS = frozenset({"o_proj", "out_proj", "down_proj", "fc2", "c_proj"})
-
-# What peft targets when the task names nothing (peft 0.21, peft/utils/constants.py).
-_LORA_DEFAULT: Mapping[str, list[str]] = {"gpt2": ["c_attn"]}
-_IA3_DEFAULT: Mapping[str, list[str]] = {
-    "gpt2": ["c_attn", "mlp.c_proj"],
-    "gpt_neo": ["q_proj", "v_proj", "c_proj"],
-    "opt": ["q_proj", "k_proj", "fc2"],
-    "llama": ["k_proj", "v_proj", "down_proj"],
-    "mistral": ["k_proj", "v_proj", "down_proj"],
-}
-_FEEDFORWARD_DEFAULT: Mapping[str, list[str]] = {
-    "gpt2": ["mlp.c_proj"],
-    "gpt_neo": ["c_proj"],
-    "opt": ["fc2"],
-}
-_BOTTLENECK_DEFAULT: Mapping[str, list[str]] = {
-    "gpt2": ["attn.c_proj", "mlp.c_proj"],
-    "gpt_neo": ["out_proj", "c_proj"],
-    "opt": ["out_proj", "fc2"],
-}
-
-# Families whose linear modules store their weight [in, out] (GPT-2's Conv1D); peft wants to be told.
-CONV1D_FAMILIES = frozenset({"gpt2"})
 
 
 class Sizes(Protocol):
     """The part of a backbone's shape that adapters use."""
 
     @property
-    def family(self) -> str:
-        """`model_type` of the Hugging Face config."""
+    def default_targets(self) -> DefaultTargets:
+        """The modules that tasks adapt when they name none."""
+
+    @property
+    def sublayer_outputs(self) -> Sequence[str]:
+        """Paths within a layer of the modules whose output adds to the hidden states."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether linear modules store their weight `[in, out]` (GPT-2's Conv1D); peft wants to be told."""
+
+    def module_shape(self, path: str) -> tuple[int, int]:
+        """Output and input width of a linear module, by its Hugging Face path."""
 
     @property
     def layers(self) -> int:
@@ -63,10 +49,6 @@ class Sizes(Protocol):
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-
-    @property
-    def ffn(self) -> int:
-        """Inner width of the MLP."""
 
 
 def match_targets(targets: str | Sequence[str], module_paths: Sequence[str]) -> list[str]:
@@ -111,65 +93,49 @@ def match_feedforward(names: str | Sequence[str], targets: Sequence[str]) -> lis
     return [path for path in targets if any(path.endswith(name) for name in names)]
 
 
-def default_targets(peft_type: str, family: str) -> list[str]:
-    """What a method targets when the task does not say: peft's choice; for methods peft lacks, LoRA's.
+def targets_of(spec: Any, shape: Sizes) -> str | list[str]:
+    """The `target_modules` of an `adapter` section, or the default of the backbone's family where it has none.
 
-    A bottleneck follows every sublayer (Houlsby et al., 2019).
+    Args:
+        spec: The section.
+        shape: The backbone's. Methods that peft lacks default to LoRA's targets, a bottleneck to every sublayer's
+            output (Houlsby et al., 2019), prefix tuning to everything.
     """
-    if peft_type == "IA3":
-        return list(_IA3_DEFAULT.get(family, ["q_proj", "v_proj", "down_proj"]))
-    if peft_type == "BOTTLENECK":
-        return list(_BOTTLENECK_DEFAULT.get(family, ["o_proj", "down_proj"]))
-    return list(_LORA_DEFAULT.get(family, ["q_proj", "v_proj"]))
-
-
-def targets_of(spec: Any, family: str) -> str | list[str]:
-    """The `target_modules` of an `adapter` section, or the default where it has none (prefix tuning: everything)."""
     targets = getattr(spec, "target_modules", None)
     if targets is not None:
         return targets if isinstance(targets, str) else list(targets)
-    return ALL_LINEAR if spec.peft_type == "PREFIX_TUNING" else default_targets(spec.peft_type, family)
+    if spec.peft_type == "PREFIX_TUNING":
+        return ALL_LINEAR
+    default = shape.default_targets
+    return list({"IA3": default.ia3, "BOTTLENECK": default.bottleneck}.get(spec.peft_type, default.lora))
 
 
-def default_feedforward(family: str) -> list[str]:
-    """IA3's `feedforward_modules` when the task does not say: peft's choice."""
-    return list(_FEEDFORWARD_DEFAULT.get(family, ["down_proj"]))
+def feedforward_of(spec: Any, shape: Sizes) -> str | list[str]:
+    """The `feedforward_modules` of an IA3 section, or the default of the backbone's family where it has none."""
+    given: str | list[str] | None = spec.feedforward_modules
+    return list(shape.default_targets.ia3_feedforward) if given is None else given
 
 
-def is_sublayer_output(path: str) -> bool:
-    """Whether the module's output adds to the residual stream (attention's or the MLP's last projection)."""
-    return _leaf(path) in _SUBLAYER_OUTPUTS
-
-
-def check_bottleneck(paths: Iterable[str]) -> None:
+def check_bottleneck(paths: Iterable[str], shape: Sizes) -> None:
     """Refuse bottleneck targets other than the ends of sublayers.
 
     A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and is
     a head's query, key or value, where no published method puts one.
 
+    Args:
+        paths: Full paths of the targets.
+        shape: The backbone's.
+
     Raises:
         UserError: Names those targets.
     """
-    wrong = dict.fromkeys(_leaf(path) for path in paths if not is_sublayer_output(path))
+    outputs = shape.sublayer_outputs
+    wrong = dict.fromkeys(_leaf(path) for path in paths if not any(_matches(end, path) for end in outputs))
     if wrong:
         raise UserError(
             f"target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not {', '.join(wrong)}: "
-            "choose from their last projections (o_proj, out_proj, down_proj, fc2, c_proj: as the backbone has them)"
+            f"choose from {', '.join(outputs)}"
         )
-
-
-def module_shape(path: str, sizes: Sizes) -> tuple[int, int]:
-    """Output and input width of a Hugging Face module of a known family, by its name."""
-    leaf, heads, keys = _leaf(path), sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    if leaf in ("q_proj", "k_proj", "v_proj"):
-        return (heads if leaf == "q_proj" else keys), sizes.hidden
-    if leaf == "c_attn":
-        return heads + 2 * keys, sizes.hidden
-    if leaf in ("down_proj", "fc2") or path.endswith("mlp.c_proj"):
-        return sizes.hidden, sizes.ffn
-    if leaf in _SUBLAYER_OUTPUTS:
-        return sizes.hidden, heads
-    return sizes.ffn, sizes.hidden
 
 
 def _matches(target: str, path: str) -> bool:

@@ -24,7 +24,13 @@ class ShapeFlag:
 
 
 def _positions(shape: BackboneShape) -> str:
-    return "learned_absolute" if shape.rope is None else "rope"
+    return "rope" if any(shape.ropes) else "learned_absolute"
+
+
+def _rotary_base(shape: BackboneShape) -> float | None:
+    """The base of all layers; None if they have none, or several."""
+    bases = {rope.theta if rope else None for rope in shape.ropes}
+    return bases.pop() if len(bases) == 1 else None
 
 
 def _no_bias(shape: BackboneShape) -> bool:
@@ -44,7 +50,7 @@ SHAPE_FLAGS: Mapping[str, ShapeFlag] = {
     "--normalization": ShapeFlag(str, lambda s: s.norm),
     "--norm-epsilon": ShapeFlag(float, lambda s: s.norm_eps),
     "--position-embedding-type": ShapeFlag(str, _positions),
-    "--rotary-base": ShapeFlag(float, lambda s: None if s.rope is None else s.rope.theta),
+    "--rotary-base": ShapeFlag(float, _rotary_base),
     "--swiglu": ShapeFlag(bool, lambda s: s.gated and s.activation in ("silu", "swish")),
     "--qk-layernorm": ShapeFlag(bool, lambda s: s.qk_norm),
     "--untie-embeddings-and-output-weights": ShapeFlag(bool, lambda s: not s.tied),

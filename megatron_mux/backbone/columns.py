@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.family import Module, Names
+from megatron_mux.backbone.names import Module
 from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.layout import BaseOpName, Part
+from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName, ModuleColumns
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,6 @@ class Place:
 
     columns: Tensor
     features: Tensor
-
-
-def role_width(shape: BackboneShape, role: str) -> int:
-    """Full output width of a role."""
-    kv = shape.kv_heads * shape.head_dim
-    widths = {"q": shape.heads * shape.head_dim, "k": kv, "v": kv, "out": shape.hidden}
-    return widths.get(role, shape.ffn)
 
 
 def places(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, Place]:
@@ -62,27 +55,27 @@ def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, Place]:
     return found
 
 
-def part(shape: BackboneShape, module: Module, found: dict[str, Place]) -> Part:
-    """The place of a whole Hugging Face module, whose output may hold several roles one after the other."""
+def columns_of(shape: BackboneShape, module: Module, found: dict[str, Place]) -> ModuleColumns:
+    """The columns of a whole Hugging Face module, whose output may hold several roles one after the other."""
     columns, features, offset = [], [], 0
     for role in module.roles:
         columns.append(found[role].columns)
         features.append(found[role].features + offset)
-        offset += role_width(shape, role)
+        offset += shape.role_width(role)
     column, order = torch.cat(columns).sort()
-    return Part(column, torch.cat(features)[order], offset)
+    return ModuleColumns(column, torch.cat(features)[order], offset)
 
 
-def parts(shape: BackboneShape, names: Names, op: BaseOpName, rank: int, size: int) -> dict[str, Part]:
-    """The places of a BaseOp's modules by their path within the layer."""
+def parts(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
+    """The columns of a BaseOp's modules on tensor rank `rank` of `size`, by their path within the layer."""
     found = places(shape, op, rank, size)
-    return {module.path: part(shape, module, found) for module in names.ops[op]}
+    return {module.path: columns_of(shape, module, found) for module in shape.names.ops[op]}
 
 
 def in_range(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> tuple[int, int]:
     """Which input features a rank holds: all of them where the BaseOp's columns are divided."""
     full = shape.in_features(op)
-    if op in ("linear_qkv", "linear_fc1"):
+    if op in COLUMN_PARALLEL:
         return 0, full
     return rank * (full // size), (rank + 1) * (full // size)
 

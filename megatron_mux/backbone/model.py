@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, runtime
-from megatron_mux.backbone import columns, rotary, spec, weights
+from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Key, Kind, Residence, unit_of
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.rotary import Angles, Rotary
+from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.backbone.split import Split, even_split, stage_layers
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpInfo
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
-from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
@@ -81,11 +83,11 @@ class Backbone:
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
         self.dtype = next(model.parameters()).dtype
-        self._frequencies = (
-            None
-            if shape.rope is None
-            else rotary.inverse_frequencies(shape.rope, shape.head_dim).to(self.device)
-        )
+        self._rotaries = {
+            rope: Rotary(rope, shape.head_dim, self.device)
+            for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
+            if rope is not None
+        }
 
     @classmethod
     def load(
@@ -126,7 +128,7 @@ class Backbone:
         tied_here = shape.tied and first and last
         if tied_here:
             model.output_layer.register_parameter("weight", None)
-        part = weights.Part(
+        shard = weights.Shard(
             layers=layers,
             first=first,
             last=last,
@@ -134,7 +136,7 @@ class Backbone:
             tp_size=parallel.tp_size,
         )
         home = Residence(residence, parallel)
-        filled = weights.plan(shape, info.family.names, part)
+        filled = weights.plan(shape, shard)
         weights.check_complete(model, filled)
         units: dict[Key, weights.Plan] = {}
         for name, pieces in filled.items():
@@ -156,7 +158,7 @@ class Backbone:
     @property
     def modules_of_layer(self) -> dict[str, tuple[str, ...]]:
         """For each BaseOp, the family's module paths within a layer."""
-        return {str(op): paths for op, paths in self.info.layer_modules.items()}
+        return {str(op): paths for op, paths in self.shape.layer_modules.items()}
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
@@ -178,14 +180,20 @@ class Backbone:
         """
         if hidden is None:
             hidden = self._embed(batch)
-        turns = None
-        if self._frequencies is not None:
-            turns = rotary.turns(batch.positions, self._frequencies, self.dtype)
+        angles = self.angles(batch)
         trimmed = labelled_only and self.last and not self.parallel.sequence_parallel
         layers = self.residence.layers(hidden, self._trained_from)
         for i in range(len(self.layers)):
-            layers.through(i, partial(self._through, i, batch, turns, trimmed))
+            layers.through(i, partial(self._through, i, batch, angles[i], trimmed))
         return layers.hidden
+
+    def angles(self, batch: MicroBatch) -> list[Angles | None]:
+        """The rotary angles of a micro-batch for each layer of this stage; layers that rotate alike share them."""
+        found = {
+            rope: rotary.angles(batch.positions, batch.segments, self.dtype)
+            for rope, rotary in self._rotaries.items()
+        }
+        return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]
 
     def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of its tasks' losses; last stage only.
@@ -242,7 +250,6 @@ class Backbone:
         found = []
         decoder: Any = self.model.decoder
         rank, size = self.parallel.tp_rank, self.parallel.tp_size
-        names = self.info.family.names
         for index, layer in zip(self.layers, decoder.layers, strict=True):
             for op in BASE_OPS:
                 start, stop = columns.in_range(self.shape, op, rank, size)
@@ -252,12 +259,12 @@ class Backbone:
                         layer=index,
                         name=op,
                         module=getattr(owner, op),
-                        parallel="column" if op in ("linear_qkv", "linear_fc1") else "row",
+                        parallel="column" if op in COLUMN_PARALLEL else "row",
                         in_features=self.shape.in_features(op),
                         in_start=start,
                         in_stop=stop,
-                        parts=columns.parts(self.shape, names, op, rank, size),
-                        hf_prefix=names.layer.format(index),
+                        parts=columns.parts(self.shape, op, rank, size),
+                        hf_prefix=self.shape.names.layer.format(index),
                     )
                 )
         return found
@@ -293,7 +300,7 @@ class Backbone:
         return len(self.layers)
 
     def _through(
-        self, i: int, batch: MicroBatch, turns: tuple[Tensor, Tensor] | None, trimmed: bool, hidden: Tensor
+        self, i: int, batch: MicroBatch, angles: Angles | None, trimmed: bool, hidden: Tensor
     ) -> Tensor:
         """The stage's layer `i`, and on the last stage the final norm behind its last layer."""
         if not batch.rows:
@@ -308,12 +315,12 @@ class Backbone:
                 compute,
                 decoder.layers[i],
                 hidden,
-                turns,
+                angles,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         else:
-            hidden = compute(decoder.layers[i], hidden, turns)
+            hidden = compute(decoder.layers[i], hidden, angles)
         if behind_all:
             with layout.activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
@@ -390,14 +397,14 @@ def _entered_first(compute: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def _layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=turns)
+def _layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
+    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=angles)
     return output  # type: ignore[no-any-return]
 
 
-def _labelled_layer(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+def _labelled_layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
     batch = layout.active()
-    attended = runtime.attention_half(layer, hidden, turns).index_select(0, batch.label_rows)
+    attended = runtime.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
     with layout.activate(batch.labelled):
         return runtime.mlp_half(layer, attended)

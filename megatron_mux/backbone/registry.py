@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mux.backbone import config, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.family import Family
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
-from megatron_mux.layout import BaseOpName
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")
 """Each is a module of `families` with a `FAMILY`."""
@@ -42,20 +43,24 @@ class BackboneInfo:
     Attributes:
         path: Its directory.
         shape: Its sizes.
-        module_paths: Full Hugging Face names of all modules that lie within BaseOps.
-        layer_modules: For each BaseOp, the paths within a layer of its modules.
         fingerprint: SHA-256 of config.json, of the safetensors headers and of samples of their data.
-        family: Where its tensors are.
         stored: Full Hugging Face name of each tensor to its name in the checkpoint.
     """
 
     path: Path
     shape: BackboneShape
-    module_paths: tuple[str, ...]
-    layer_modules: dict[BaseOpName, tuple[str, ...]]
     fingerprint: str
-    family: Family
     stored: dict[str, str]
+
+    @property
+    def module_paths(self) -> tuple[str, ...]:
+        """Full Hugging Face names of all modules that lie within BaseOps."""
+        return self.shape.module_paths
+
+    @property
+    def layer_modules(self) -> Mapping[BaseOpName, tuple[str, ...]]:
+        """For each BaseOp, the paths within a layer of its modules."""
+        return self.shape.layer_modules
 
     def check_parallel(self, tensor_parallel: int, pipeline_parallel: int) -> None:
         """Raise `UserError` where the backbone cannot be divided so."""
@@ -76,7 +81,7 @@ def read_shape(path: str | Path) -> BackboneShape:
         UserError: The config is not there, of an unknown family, or asks for what is not done.
     """
     path = Path(path)
-    return (_read_file(path) if path.is_file() else _read_config(path))[1]
+    return _read_file(path) if path.is_file() else _read_config(path)
 
 
 def read_backbone_info(path: str | Path) -> BackboneInfo:
@@ -88,12 +93,12 @@ def read_backbone_info(path: str | Path) -> BackboneInfo:
         UserError: As `read_shape`; or tensors are missing, unreadable, superfluous, or contradict the config.
     """
     path = Path(path)
-    found, shape = _read_config(path)
+    shape = _read_config(path)
     with Checkpoint(path) as checkpoint:
-        stored = weights.resolve(shape, found.names, checkpoint)
+        stored = weights.resolve(shape, checkpoint)
         digest = hashlib.sha256((path / "config.json").read_bytes())
         digest.update(checkpoint.digest.encode())
-    return _info(path, found, shape, stored, digest.hexdigest())
+    return BackboneInfo(path, shape, digest.hexdigest(), stored)
 
 
 def info_without_weights(path: str | Path) -> BackboneInfo:
@@ -103,38 +108,18 @@ def info_without_weights(path: str | Path) -> BackboneInfo:
         UserError: As `read_shape`.
     """
     path = Path(path)
-    found, shape = _read_config(path)
-    return _info(path, found, shape, {name: name for name in weights.expected(shape, found.names)}, "")
+    shape = _read_config(path)
+    return BackboneInfo(path, shape, "", {name: name for name in weights.expected(shape)})
 
 
-def _info(
-    path: Path, found: Family, shape: BackboneShape, stored: dict[str, str], fingerprint: str
-) -> BackboneInfo:
-    layer_modules = {op: tuple(module.path for module in found.names.ops[op]) for op in BASE_OPS}
-    return BackboneInfo(
-        path=path,
-        shape=shape,
-        module_paths=tuple(
-            f"{found.names.layer.format(layer)}.{module}"
-            for layer in range(shape.layers)
-            for op in BASE_OPS
-            for module in layer_modules[op]
-        ),
-        layer_modules=layer_modules,
-        fingerprint=fingerprint,
-        family=found,
-        stored=stored,
-    )
-
-
-def _read_config(path: Path) -> tuple[Family, BackboneShape]:
+def _read_config(path: Path) -> BackboneShape:
     if not path.is_dir():
         raise UserError(f"The backbone {path} is not a directory.")
     refuse_megatron(path)
     return _read_file(path / "config.json")
 
 
-def _read_file(path: Path) -> tuple[Family, BackboneShape]:
+def _read_file(path: Path) -> BackboneShape:
     raw = read_json(path)
     found = family(raw.get("model_type", ""))
-    return found, found.shape(config.complete(found, raw, path))
+    return found.shape(config.complete(found, raw, path))

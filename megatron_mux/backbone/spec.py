@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, runtime
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rms_norm, rotate, swiglu
 from megatron_mux.runtime import Parallel

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone import columns
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
-from megatron_mux.backbone.family import Names
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.names import Names
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.errors import UserError
-from megatron_mux.layout import BaseOpName
 
 _CHUNK_BYTES = 1 << 20
 _MODULE_PATHS: dict[BaseOpName, str] = {
@@ -40,6 +40,7 @@ class Piece:
         length: Number of rows.
         inputs: Range of input features; None for vectors.
         transposed: Stored `[in, out]`.
+        offset: What is added to the stored values.
     """
 
     row: int
@@ -48,14 +49,15 @@ class Piece:
     length: int
     inputs: tuple[int, int] | None = None
     transposed: bool = False
+    offset: float = 0.0
 
 
 Plan = dict[str, list[Piece]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of the backbone a process holds."""
+class Shard:
+    """Which layers and which tensor rank's share of them a process holds."""
 
     layers: range
     first: bool
@@ -64,9 +66,9 @@ class Part:
     tp_size: int
 
 
-def expected(shape: BackboneShape, names: Names) -> dict[str, tuple[int, ...]]:
+def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
     """Every tensor the family's checkpoint must hold, with its shape."""
-    norm = ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
+    names, norm = shape.names, _norm_leaves(shape)
     found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
     if names.positions is not None:
         found[f"{names.positions}.weight"] = (
@@ -78,13 +80,12 @@ def expected(shape: BackboneShape, names: Names) -> dict[str, tuple[int, ...]]:
         found[f"{names.head}.weight"] = (shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         prefix = names.layer.format(layer)
-        for path in (names.input_norm, names.mlp_norm):
+        for path in names.layer_norms.values():
             found |= {f"{prefix}.{path}.{leaf}": (shape.hidden,) for leaf in norm}
-        if shape.qk_norm:
-            found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in (names.q_norm, names.k_norm)}
+        found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in names.head_norms.values()}
         for op in BASE_OPS:
             for module in names.ops[op]:
-                out = sum(columns.role_width(shape, role) for role in module.roles)
+                out = sum(shape.role_width(role) for role in module.roles)
                 weight = (out, shape.in_features(op))
                 found[f"{prefix}.{module.path}.weight"] = weight[::-1] if names.transposed else weight
                 if shape.biases[op]:
@@ -92,7 +93,7 @@ def expected(shape: BackboneShape, names: Names) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[str, str]:
+def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
     """Match what the family needs with what the checkpoint stores.
 
     Returns:
@@ -101,11 +102,12 @@ def resolve(shape: BackboneShape, names: Names, checkpoint: Checkpoint) -> dict[
     Raises:
         UserError: Tensors that are missing, of another shape or dtype, or of no use, with their file.
     """
+    names = shape.names
     found: dict[str, str] = {}
     missing: list[str] = []
     problems: list[str] = []
     misshapen: list[str] = []
-    for name, size in expected(shape, names).items():
+    for name, size in expected(shape).items():
         stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
         if stored is None:
             missing.append(name)
@@ -170,22 +172,23 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def plan(shape: BackboneShape, names: Names, part: Part) -> Plan:
-    """What fills each parameter of Megatron's model on one rank; `part.layers` counts globally, the model from 0."""
+def plan(shape: BackboneShape, shard: Shard) -> Plan:
+    """What fills each parameter of Megatron's model on one rank; `shard.layers` counts globally, the model from 0."""
+    names = shape.names
     filled: Plan = {}
-    vocabulary = _Vocabulary(shape, part)
-    if part.first:
+    vocabulary = _Vocabulary(shape, shard)
+    if shard.first:
         filled["embedding.word_embeddings.weight"] = vocabulary(f"{names.embedding}.weight")
         if names.positions is not None:
             rows = (shape.position_limit or 0) + shape.position_offset
             filled["embedding.position_embeddings.weight"] = [
                 Piece(0, f"{names.positions}.weight", 0, rows, (0, shape.hidden))
             ]
-    for here, layer in enumerate(part.layers):
-        filled |= dict(_layer(shape, names, part, f"decoder.layers.{here}", names.layer.format(layer)))
-    if part.last:
+    for here, layer in enumerate(shard.layers):
+        filled |= dict(_layer(shape, shard, f"decoder.layers.{here}", names.layer.format(layer)))
+    if shard.last:
         filled |= _norm(shape, "decoder.final_layernorm", names.final_norm)
-        if not (shape.tied and part.first):  # else the output layer is the embedding itself
+        if not (shape.tied and shard.first):  # else the output layer is the embedding itself
             source = names.embedding if shape.tied else names.head
             filled["output_layer.weight"] = vocabulary(f"{source}.weight")
     return filled
@@ -194,9 +197,9 @@ def plan(shape: BackboneShape, names: Names, part: Part) -> Plan:
 class _Vocabulary:
     """Rows of the vocabulary on a rank; padding rows have no source and stay zero."""
 
-    def __init__(self, shape: BackboneShape, part: Part) -> None:
-        size = shape.padded_vocab // part.tp_size
-        self.start = part.tp_rank * size
+    def __init__(self, shape: BackboneShape, shard: Shard) -> None:
+        size = shape.padded_vocab // shard.tp_size
+        self.start = shard.tp_rank * size
         self.rows = max(0, min(size, shape.vocab - self.start))
         self.hidden = shape.hidden
 
@@ -204,26 +207,30 @@ class _Vocabulary:
         return [Piece(0, source, self.start, self.rows, (0, self.hidden))] if self.rows else []
 
 
+def _norm_leaves(shape: BackboneShape) -> tuple[str, ...]:
+    return ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
+
+
 def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
-    leaves = ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
-    return {f"{target}.{leaf}": [Piece(0, f"{source}.{leaf}", 0, shape.hidden)] for leaf in leaves}
+    return {
+        f"{target}.{leaf}": [
+            Piece(0, f"{source}.{leaf}", 0, shape.hidden, offset=shape.norm_offset * (leaf == "weight"))
+        ]
+        for leaf in _norm_leaves(shape)
+    }
 
 
-def _layer(
-    shape: BackboneShape, names: Names, part: Part, target: str, source: str
-) -> Iterator[tuple[str, list[Piece]]]:
-    yield from _norm(shape, f"{target}.input_layernorm", f"{source}.{names.input_norm}").items()
-    yield from _norm(shape, f"{target}.pre_mlp_layernorm", f"{source}.{names.mlp_norm}").items()
-    if shape.qk_norm:
-        for leaf, path in (("q_layernorm", names.q_norm), ("k_layernorm", names.k_norm)):
-            yield (
-                f"{target}.self_attention.{leaf}.weight",
-                [Piece(0, f"{source}.{path}.weight", 0, shape.head_dim)],
-            )
+def _layer(shape: BackboneShape, shard: Shard, target: str, source: str) -> Iterator[tuple[str, list[Piece]]]:
+    names = shape.names
+    for module, path in names.layer_norms.items():
+        yield from _norm(shape, f"{target}.{module}", f"{source}.{path}").items()
+    for module, path in names.head_norms.items():
+        stored = Piece(0, f"{source}.{path}.weight", 0, shape.head_dim, offset=shape.norm_offset)
+        yield f"{target}.{module}.weight", [stored]
     for op in BASE_OPS:
-        inputs = columns.in_range(shape, op, part.tp_rank, part.tp_size)
+        inputs = columns.in_range(shape, op, shard.tp_rank, shard.tp_size)
         weight, bias = [], []
-        for path, place in columns.parts(shape, names, op, part.tp_rank, part.tp_size).items():
+        for path, place in columns.parts(shape, op, shard.tp_rank, shard.tp_size).items():
             for row, start, length in columns.runs(place.columns, place.features):
                 weight.append(Piece(row, f"{source}.{path}.weight", start, length, inputs, names.transposed))
                 bias.append(Piece(row, f"{source}.{path}.bias", start, length))
@@ -285,7 +292,13 @@ def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint | NoWei
     features = slice(piece.start, piece.start + piece.length)
     target = value[piece.row : piece.row + piece.length]
     if piece.inputs is None:
-        target.copy_(checkpoint.read(name, features))
+        stored = checkpoint.read(name, features)
+        # Rounded to the parameter's dtype after the sum, not before.
+        target.copy_(
+            stored.to(torch.promote_types(target.dtype, torch.float32)) + piece.offset
+            if piece.offset
+            else stored
+        )
         return
     inputs = slice(*piece.inputs)
     if piece.transposed:

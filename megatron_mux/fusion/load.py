@@ -60,7 +60,7 @@ class TaskLoad:
         """
         count = min(spec.sequences_per_step, len(lengths))
         chosen = typical(lengths, count)
-        targets = match_targets(targets_of(spec.adapter, info.shape.family), info.module_paths)
+        targets = match_targets(targets_of(spec.adapter, info.shape), info.module_paths)
         shapes = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, info.shape)
         return cls(
             name=spec.name,

@@ -19,12 +19,13 @@ from megatron_mux import layout, runtime
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
-from megatron_mux.backbone import rotary
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rotate
-from megatron_mux.layout import BaseOpInfo, MicroBatch, Segment
+from megatron_mux.kernels.segment import Segment
+from megatron_mux.layout import MicroBatch
 from megatron_mux.memory.forms.sites import OPS
 from megatron_mux.tasks import TaskSpec
 
@@ -154,7 +155,7 @@ class Probes:
         found.append(self._module("norm", rows, layer.input_layernorm, shape.hidden))
         mlp = layer.mlp
         found.append(self._module("activation", rows, _activation(mlp), half))
-        if shape.rope is not None:
+        if shape.ropes[0] is not None:
             found.append(self._rotary(rows))
         for name, part in (("attention_half", runtime.attention_half), ("mlp_half", runtime.mlp_half)):
             found.append(self._stack(name, rows, part))
@@ -165,8 +166,7 @@ class Probes:
         return info.in_features if info.parallel == "column" else info.in_stop - info.in_start
 
     def _angles(self, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        frequencies = self.backbone._frequencies
-        return None if frequencies is None else rotary.turns(batch.positions, frequencies, self.dtype)
+        return self.backbone.angles(batch)[0]
 
     def _heads(self) -> tuple[int, int, int]:
         shape, tp = self.backbone.shape, self.backbone.parallel.tp_size

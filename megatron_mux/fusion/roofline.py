@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
 from megatron_mux.gpus import GPUS, find
-from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms.sites import OPS
 
 
@@ -136,7 +136,7 @@ def roofline(
     curves: dict[str, Curve] = {
         **{str(op): product(*_widths(shape, op, tp)) for op in OPS},
         "norm": passes(2 * h),
-        "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if shape.rope else 0),
+        "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if any(shape.ropes) else 0),
         "activation": passes(inner + shape.ffn / tp),
         "glue_attention": passes(3 * h),
         "glue_mlp": passes(3 * h),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import Attention, Frozen
@@ -25,7 +26,6 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.gpus import Gpu, find
-from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.methods import Method
 from megatron_mux.memory.forms.sites import OPS, Site

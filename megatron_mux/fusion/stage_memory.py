@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.gpus import Gpu
-from megatron_mux.layout import BaseOpName
 from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved

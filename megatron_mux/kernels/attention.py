@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.layout import Segment
+from megatron_mux.kernels.segment import Segment
 
 Prefix = Mapping[str, tuple[Tensor, Tensor]]
 

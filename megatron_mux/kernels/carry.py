@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.layout import Segment
+from megatron_mux.kernels.segment import Segment
 
 _Key = tuple[int, str, int]  # layer, task, sequence
 

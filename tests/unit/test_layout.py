@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_mux import layout
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.layout import Segment
+from megatron_mux.kernels.segment import Segment
 
 lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(2, 9)), min_size=1, max_size=8)
 
@@ -125,8 +125,8 @@ def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
         layout.pack([one, two], ("a", "b"), {"a": 0, "b": 0}, {"b": 9}, spans=spans, carry=Carry())
         for spans in ([(0, 2), (0, 1)], [(2, 5), (1, 3)])
     )
-    assert early.segments == (Segment("a", 0, 2, 5, 0, True), Segment("b", 2, 1, 6, 0, True))
-    assert late.segments == (Segment("a", 0, 3, 5, 2, False), Segment("b", 3, 2, 6, 1, False))
+    assert early.segments == (Segment("a", 0, 2, 5, 0, True, 5), Segment("b", 2, 1, 6, 0, True, 12))
+    assert late.segments == (Segment("a", 0, 3, 5, 2, False, 5), Segment("b", 3, 2, 6, 1, False, 12))
     # Tokens 12 and 21 are the first of the later chunk, and to be predicted in the earlier one.
     assert (early.tokens.tolist(), late.tokens.tolist()) == ([10, 11, 20], [12, 13, 14, 21, 22])
     assert (early.label_rows.tolist(), early.labels.tolist()) == ([1, 2], [12, 21])
@@ -141,7 +141,7 @@ def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
 def test_spans_of_everything_cut_nothing() -> None:
     sequence = ("a", 0, torch.tensor([1, 2, 3]), torch.tensor([True, True, True]), 1.0)
     whole, spans = (layout.pack([sequence], ("a",), {"a": 0}, spans=s) for s in (None, [(0, 3)]))
-    assert whole.segments == spans.segments == (Segment("a", 0, 3, 0, 0, False),)
+    assert whole.segments == spans.segments == (Segment("a", 0, 3, 0, 0, False, 3),)
     assert _labels(whole) == _labels(spans) and whole.carry is None
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron_mux.backbone import config as read
-from megatron_mux.backbone.family import Module
+from megatron_mux.backbone.names import Module, Names
 from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.layout import BaseOpName
+from megatron_mux.base_ops import BaseOpName
 
 USED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"})
 """What `shape` reads of every family: a config that names them otherwise (GPT-2's n_embd) has these names too."""
@@ -26,6 +26,7 @@ def biases(*, qkv: bool, proj: bool, mlp: bool) -> dict[BaseOpName, bool]:
 
 def shape(
     full: Mapping[str, Any],
+    names: Names,
     *,
     ffn: int,
     activation_field: str,
@@ -37,6 +38,7 @@ def shape(
 
     Args:
         full: The config, defaults filled in.
+        names: Where the family keeps its tensors.
         ffn: Inner width of the MLP.
         activation_field: The field that names its activation function.
         norm: Kind of the norms.
@@ -57,6 +59,7 @@ def shape(
     size = read.head_dim(full, hidden, heads)
     return BackboneShape(
         family=str(full["model_type"]),
+        names=names,
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -74,8 +77,7 @@ def shape(
         gated=False,
         tied=bool(full["tie_word_embeddings"]),
         biases=biases,
-        qk_norm=False,
-        rope=None,
+        ropes=(None,) * layers,
         windows=(None,) * layers,
         scales=(size**-0.5,) * layers,
         eos_ids=read.token_ids(full.get("eos_token_id")),

@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.family import Module, Names
+from megatron_mux.backbone.names import Module, Names
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
 
 NAMES = Names(
     base="model.",
@@ -25,9 +26,8 @@ NAMES = Names(
         "linear_fc2": (Module("mlp.down_proj", ("out",)),),
     },
     ignorable=(r".*rotary_emb\.inv_freq",),
+    targets=DefaultTargets(ia3=("k_proj", "v_proj", "down_proj")),
 )
-
-QK_NORM_NAMES = replace(NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
 USED = decoder.USED | frozenset(
     """
@@ -42,14 +42,15 @@ WINDOWS_USED = frozenset({"use_sliding_window", "sliding_window", "max_window_la
 IGNORED = frozenset({"attention_dropout"})
 
 
-def shape(full: Mapping[str, Any]) -> BackboneShape:
+def shape(full: Mapping[str, Any], names: Names = NAMES) -> BackboneShape:
     """The shape that these families share, without biases; each file replaces what differs."""
     shape = decoder.shape(
         full,
+        names,
         ffn=full["intermediate_size"],
         activation_field="hidden_act",
         norm="RMSNorm",
         norm_eps=full["rms_norm_eps"],
         biases=decoder.biases(qkv=False, proj=False, mlp=False),
     )
-    return replace(shape, gated=True, position_limit=None, rope=read.rope(full))
+    return replace(shape, gated=True, position_limit=None, ropes=(read.rope(full),) * shape.layers)

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.family import Family, Fields, Module, Names
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.names import Module, Names
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
 
 NAMES = Names(
     base="transformer.",
@@ -27,6 +29,12 @@ NAMES = Names(
     transposed=True,
     # Causal masks that old checkpoints carry.
     ignorable=(r".*\.attn\.(bias|masked_bias)",),
+    targets=DefaultTargets(
+        lora=("c_attn",),
+        ia3=("c_attn", "mlp.c_proj"),
+        ia3_feedforward=("mlp.c_proj",),
+        bottleneck=("attn.c_proj", "mlp.c_proj"),
+    ),
 )
 
 
@@ -39,6 +47,7 @@ def _scales(full: Mapping[str, Any], layers: int, head_dim: int) -> tuple[float,
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
     shape = decoder.shape(
         full,
+        NAMES,
         ffn=full["n_inner"] or 4 * full["n_embd"],
         activation_field="activation_function",
         norm="LayerNorm",
@@ -50,7 +59,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="gpt2",
-    names=NAMES,
     fields=Fields(
         used=decoder.USED
         | frozenset(

@@ -9,8 +9,10 @@ from typing import Any
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import gpt2
-from megatron_mux.backbone.family import Family, Fields, Module
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.names import Module
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
 
 _NAMES = replace(
     gpt2.NAMES,
@@ -22,6 +24,9 @@ _NAMES = replace(
     transposed=False,
     # Causal masks that old checkpoints carry.
     ignorable=(r".*\.attn\.attention\.(bias|masked_bias)",),
+    targets=DefaultTargets(
+        ia3=("q_proj", "v_proj", "c_proj"), ia3_feedforward=("c_proj",), bottleneck=("out_proj", "c_proj")
+    ),
 )
 
 
@@ -44,6 +49,7 @@ def _windows(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
     shape = decoder.shape(
         full,
+        _NAMES,
         ffn=full["intermediate_size"] or 4 * full["hidden_size"],
         activation_field="activation_function",
         norm="LayerNorm",
@@ -55,7 +61,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="gpt_neo",
-    names=_NAMES,
     fields=Fields(
         used=decoder.USED
         | frozenset(

@@ -19,7 +19,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="llama",
-    names=like.NAMES,
     fields=Fields(used=like.USED | {"attention_bias", "mlp_bias"}, ignored=like.IGNORED),
     shape=_shape,
 )

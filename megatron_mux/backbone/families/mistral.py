@@ -19,7 +19,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="mistral",
-    names=like.NAMES,
     fields=Fields(used=like.USED | {"sliding_window"}, ignored=like.IGNORED),
     shape=_shape,
 )

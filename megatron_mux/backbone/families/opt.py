@@ -8,8 +8,10 @@ from typing import Any
 
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.family import Family, Fields, Module, Names
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.names import Module, Names
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
 
 _NAMES = Names(
     base="model.",
@@ -25,6 +27,9 @@ _NAMES = Names(
         "linear_fc1": (Module("fc1", ("fc",)),),
         "linear_fc2": (Module("fc2", ("out",)),),
     },
+    targets=DefaultTargets(
+        ia3=("q_proj", "k_proj", "fc2"), ia3_feedforward=("fc2",), bottleneck=("out_proj", "fc2")
+    ),
 )
 
 
@@ -32,6 +37,7 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
     bias = bool(full["enable_bias"])
     shape = decoder.shape(
         full,
+        _NAMES,
         ffn=full["ffn_dim"],
         activation_field="activation_function",
         norm="LayerNorm",
@@ -46,7 +52,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="opt",
-    names=_NAMES,
     fields=Fields(
         used=decoder.USED | {"ffn_dim", "activation_function", "word_embed_proj_dim", "enable_bias"},
         ignored=frozenset({"dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std"}),

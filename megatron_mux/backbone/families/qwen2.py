@@ -11,10 +11,13 @@ from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.family import Family, Fields
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
+
+_NAMES = replace(like.NAMES, targets=DefaultTargets())
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
-    shape = like.shape(full)
+    shape = like.shape(full, _NAMES)
     return replace(
         shape,
         biases=decoder.biases(qkv=True, proj=False, mlp=False),
@@ -24,7 +27,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 FAMILY = Family(
     model_type="qwen2",
-    names=like.NAMES,
     fields=Fields(
         used=like.USED | like.WINDOWS_USED,
         ignored=like.IGNORED,

@@ -11,22 +11,23 @@ from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.family import Family, Fields
 from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
+
+_NAMES = replace(like.NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", targets=DefaultTargets())
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
-    shape = like.shape(full)
+    shape = like.shape(full, _NAMES)
     attention = bool(full.get("attention_bias"))
     return replace(
         shape,
         biases=decoder.biases(qkv=attention, proj=attention, mlp=False),
-        qk_norm=True,
         windows=read.windows_by_layer_type(full, shape.layers),
     )
 
 
 FAMILY = Family(
     model_type="qwen3",
-    names=like.QK_NORM_NAMES,
     fields=Fields(
         used=like.USED | like.WINDOWS_USED | {"attention_bias"},
         ignored=like.IGNORED,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_mux.backbone.registry import family
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
-from megatron_mux.layout import BaseOpName
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 
 _COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
@@ -13,7 +12,6 @@ _COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
 def architecture_of(shape: BackboneShape) -> Architecture:
     """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
     vocabulary = shape.vocab * shape.hidden
-    names = family(shape.family).names
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
     return Architecture(
         model_type=shape.family,
@@ -25,7 +23,7 @@ def architecture_of(shape: BackboneShape) -> Architecture:
         gated=shape.gated,
         activation=shape.activation,
         rms_norm=shape.norm == "RMSNorm",
-        rotary=shape.rope is not None,
+        rotary=any(shape.ropes),
         dropout=False,
         experts=1,
         experts_per_token=1,
@@ -35,7 +33,7 @@ def architecture_of(shape: BackboneShape) -> Architecture:
         embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=_norm(shape)),
-        readers=sum(len(names.ops[op]) for op in _COLUMN_PARALLEL),
+        readers=sum(len(shape.names.ops[op]) for op in _COLUMN_PARALLEL),
     )
 
 

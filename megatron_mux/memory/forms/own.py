@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_mux.layout import BaseOpName
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved, Where
 from megatron_mux.memory.forms.sites import OPS, Site, TaskAdapters

@@ -11,15 +11,14 @@ from typing import Any, Protocol
 
 from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.targets import (
-    default_feedforward,
+    feedforward_of,
     match_feedforward,
     match_targets,
-    module_shape,
     targets_of,
 )
-from megatron_mux.backbone.registry import family, read_shape
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
-from megatron_mux.layout import BaseOpName
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.tasks import TaskSpec
 
 OPS: tuple[BaseOpName, ...] = BASE_OPS
@@ -85,7 +84,7 @@ def sites_of(adapter: Any, targets: Sequence[str], info: Catalogue) -> tuple[Sit
             if own and (adapter.peft_type != "PREFIX_TUNING" or op == "linear_qkv"):
                 kind = _kind(adapter, len(own))
                 several = len(info.layer_modules[op]) > 1
-                width = sum(module_shape(path, info.shape)[0] for path in own) if several else 0
+                width = sum(info.shape.module_shape(path)[0] for path in own) if several else 0
                 found.append(Site(layer, op, *kind, len(own), width, bool(_scaled(adapter, own, info))))
     return tuple(found)
 
@@ -94,8 +93,7 @@ def _scaled(adapter: Any, paths: Sequence[str], info: Catalogue) -> list[str]:
     """Of some modules, those whose input IA3 multiplies."""
     if adapter.peft_type != "IA3":
         return []
-    given = adapter.feedforward_modules
-    return match_feedforward(default_feedforward(info.shape.family) if given is None else given, paths)
+    return match_feedforward(feedforward_of(adapter, info.shape), paths)
 
 
 def _kind(adapter: Any, modules: int) -> tuple[str, int]:
@@ -114,8 +112,16 @@ class Configured:
     """A `Catalogue` of a config.json alone: no weight has to be there."""
 
     shape: BackboneShape
-    layer_modules: Mapping[BaseOpName, tuple[str, ...]]
-    module_paths: tuple[str, ...]
+
+    @property
+    def layer_modules(self) -> Mapping[BaseOpName, tuple[str, ...]]:
+        """See `BackboneShape.layer_modules`."""
+        return self.shape.layer_modules
+
+    @property
+    def module_paths(self) -> tuple[str, ...]:
+        """See `BackboneShape.module_paths`."""
+        return self.shape.module_paths
 
     @classmethod
     def read(cls, path: Path) -> Configured:
@@ -124,16 +130,7 @@ class Configured:
         Raises:
             UserError: Its family is not one of ours, or it asks for what is not done.
         """
-        shape = read_shape(path)
-        names = family(shape.family).names
-        modules = {op: tuple(module.path for module in names.ops[op]) for op in OPS}
-        paths = [
-            f"{names.layer.format(layer)}.{path}"
-            for layer in range(shape.layers)
-            for op in OPS
-            for path in modules[op]
-        ]
-        return cls(shape, modules, tuple(paths))
+        return cls(read_shape(path))
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class TaskAdapters:
             UserError: It targets no module of the backbone.
         """
         shape = info.shape
-        targets = match_targets(targets_of(spec.adapter, shape.family), info.module_paths)
+        targets = match_targets(targets_of(spec.adapter, shape), info.module_paths)
         divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
         tensors = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, shape)
         place = _places(info)

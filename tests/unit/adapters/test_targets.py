@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -11,15 +13,15 @@ from transformers.pytorch_utils import Conv1D
 
 from megatron_mux.adapters.targets import (
     check_bottleneck,
-    default_feedforward,
-    default_targets,
+    feedforward_of,
     match_feedforward,
     match_targets,
-    module_shape,
     targets_of,
 )
+from megatron_mux.backbone import BackboneShape, read_shape
+from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.errors import UserError
-from tests.tiny_models import build
+from tests.tiny_models import build, config
 from tests.unit.adapters.toy import sizes, task
 
 LLAMA = [
@@ -71,48 +73,43 @@ def test_feedforward_matches_without_a_dot_as_peft_does() -> None:
     assert match_feedforward(["mlp.c_proj"], GPT2) == [path for path in GPT2 if path.endswith("mlp.c_proj")]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt"])
-def test_defaults_are_pefts(family: str) -> None:
-    assert (
-        default_targets("LORA", family)
-        == constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[family]
+def shape_of(name: str, directory: Path) -> BackboneShape:
+    config(name).save_pretrained(directory)
+    return read_shape(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_pefts(family: str, tmp_path: Path) -> None:
+    shape = shape_of(family, tmp_path)
+    tables = (
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+        constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+        constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
     )
-    assert (
-        default_targets("IA3", family) == constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING[family]
-    )
-    assert (
-        default_feedforward(family)
-        == constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[family]
-    )
-    assert targets_of(task("t", peft_type="LORA", target_modules=None).adapter, family)
+    ia3 = task("t", peft_type="IA3", target_modules=None, feedforward_modules=None).adapter
+    lora = task("t", peft_type="LORA", target_modules=None).adapter
+    found = [targets_of(lora, shape), targets_of(ia3, shape), feedforward_of(ia3, shape)]
+    for names, table in zip(found, tables, strict=True):
+        assert match_targets(names, shape.module_paths)
+        assert names == table.get(family, names)  # peft knows no defaults for some families
+    bottleneck = task("t", peft_type="BOTTLENECK", target_modules=None).adapter
+    check_bottleneck(match_targets(targets_of(bottleneck, shape), shape.module_paths), shape)
 
 
 def test_bottlenecks_follow_sublayers() -> None:
-    check_bottleneck(match_targets(["o_proj", "down_proj"], PATHS))
-    with pytest.raises(UserError, match="not q_proj, up_proj"):
-        check_bottleneck(match_targets(["q_proj", "o_proj", "up_proj"], PATHS))
+    check_bottleneck(match_targets(["o_proj", "down_proj"], PATHS), sizes())
+    with pytest.raises(UserError, match=r"not q_proj, up_proj.*self_attn.o_proj, mlp.down_proj"):
+        check_bottleneck(match_targets(["q_proj", "o_proj", "up_proj"], PATHS), sizes())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neo", "opt"])
-def test_module_shapes_are_those_of_transformers(name: str) -> None:
-    model = build(name)
-    config = model.config
-    heads = config.num_attention_heads
-    shape = sizes(
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", heads),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        hidden=config.hidden_size,
-        ffn=next(v for k in ("ffn_dim", "intermediate_size", "n_inner") if (v := getattr(config, k, None)))
-        if name not in ("gpt2", "gpt_neo")
-        else 4 * config.hidden_size,
-    )
-    seen = 0
-    linear = (torch.nn.Linear, Conv1D)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_module_shapes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    shape, model = shape_of(name, tmp_path), build(name)
+    seen = []
     for path, module in model.named_modules():
-        if not isinstance(module, linear) or "lm_head" in path:
-            continue
-        rows, columns = module.weight.shape
-        assert module_shape(path, shape) == ((columns, rows) if name == "gpt2" else (rows, columns)), path
-        seen += 1
-    assert seen >= 16
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and "lm_head" not in path:
+            size = tuple(module.weight.shape)
+            assert shape.module_shape(path) == (size[::-1] if shape.transposed else size), path
+            assert shape.transposed == isinstance(module, Conv1D)
+            seen.append(path)
+    assert sorted(seen) == sorted(shape.module_paths)

@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.adapters.targets import match_feedforward, match_targets
 from megatron_mux.backbone.columns import in_range, parts
-from megatron_mux.backbone.families._llama_like import NAMES
-from megatron_mux.backbone.shape import BASE_OPS
+from megatron_mux.backbone.registry import family
+from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
 from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
-from megatron_mux.layout import BaseOpInfo, MicroBatch
+from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
 MODULES = {
@@ -36,18 +36,15 @@ SKIPS_BIAS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": True, "lin
 def sizes(
     heads: int = 4, kv_heads: int = 2, head_dim: int = 6, hidden: int = 12, ffn: int = 20, layers: int = 2
 ) -> Any:
-    """The part of a `BackboneShape` that adapters and the toy use."""
-    shape = SimpleNamespace(family="llama", layers=2, gated=True, heads=heads, kv_heads=kv_heads)
-    shape.hidden, shape.ffn, shape.head_dim = hidden, ffn, head_dim
-    widths = {
-        "linear_qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
-        "linear_proj": (heads * head_dim, hidden),
-        "linear_fc1": (hidden, 2 * ffn),
-        "linear_fc2": (ffn, hidden),
-    }
-    shape.in_features = lambda op: widths[op][0]
-    shape.out_features = lambda op: widths[op][1]
-    return shape
+    """A small Llama's shape."""
+    return family("llama").shape(
+        {
+            "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "head_dim": head_dim,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn,
+            "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": 96, "max_position_embeddings": 128,
+            "tie_word_embeddings": False,
+        }
+    )  # fmt: skip
 
 
 def noise(name: str, *shape: int) -> Tensor:
@@ -62,7 +59,7 @@ class Weights:
         self.shape = shape
         self.matrices: dict[str, Tensor] = {}
         self.biases: dict[str, Tensor | None] = {}
-        widths = parts(shape, NAMES, "linear_qkv", 0, 1) | parts(shape, NAMES, "linear_fc1", 0, 1)
+        widths = parts(shape, "linear_qkv", 0, 1) | parts(shape, "linear_fc1", 0, 1)
         for layer in range(shape.layers):
             for op, names in MODULES.items():
                 for name in names:
@@ -127,7 +124,7 @@ class Toy:
         rank, size = self.parallel.tp_rank, self.parallel.tp_size
         module = self._linear(config, op, bias).requires_grad_(False)
         start, stop = in_range(self.shape, op, rank, size)
-        found = parts(self.shape, NAMES, op, rank, size)
+        found = parts(self.shape, op, rank, size)
         prefix = f"model.layers.{layer}"
         for name, part in found.items():
             full, full_bias = (
@@ -364,7 +361,7 @@ def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
     from megatron_mux.adapters.targets import targets_of
 
     paths = list(Weights(shape).matrices)
-    targets = match_targets(targets_of(spec.adapter, "llama"), paths)
+    targets = match_targets(targets_of(spec.adapter, shape), paths)
     wanted = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, shape)
     # Parameters are fp64 here, but fresh values are fp32: keep what a checkpoint could hold.
     return {key: (noise(spec.name + key, *size) * 0.4).float().double() for key, size in wanted.items()}

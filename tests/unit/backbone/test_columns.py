@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from megatron_mux.backbone import columns, weights
 from megatron_mux.backbone.registry import read_backbone_info
-from megatron_mux.backbone.shape import BASE_OPS
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.base_ops import BASE_OPS
 from tests import tiny_models
 
 Made = Callable[..., Path]
@@ -21,12 +22,12 @@ Made = Callable[..., Path]
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) -> None:
     info = read_backbone_info(checkpoints(name))
-    shape, names = info.shape, info.family.names
+    shape, names = info.shape, info.shape.names
     for op in BASE_OPS:
         width = shape.out_features(op) // (size if op in ("linear_qkv", "linear_fc1") else 1)
         seen: dict[str, list[torch.Tensor]] = {}
         for rank in range(size):
-            parts = columns.parts(shape, names, op, rank, size)
+            parts = columns.parts(shape, op, rank, size)
             taken = torch.cat([part.columns for part in parts.values()])
             assert taken.sort().values.tolist() == list(range(width))
             for path, part in parts.items():
@@ -38,16 +39,14 @@ def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) ->
                         range(feature, feature + length)
                     )
         for path, found in seen.items():
-            out = sum(
-                columns.role_width(shape, role) for m in names.ops[op] if m.path == path for role in m.roles
-            )
+            out = sum(shape.role_width(role) for m in names.ops[op] if m.path == path for role in m.roles)
             whole = torch.cat(found) if op in ("linear_qkv", "linear_fc1") else found[0]
             assert whole.sort().values.tolist() == list(range(out))
 
 
 def test_key_value_heads_fewer_than_ranks_lie_irregularly(checkpoints: Made) -> None:
     info = read_backbone_info(checkpoints("llama-one-kv-head"))
-    parts = [columns.parts(info.shape, info.family.names, "linear_qkv", rank, 4) for rank in range(4)]
+    parts = [columns.parts(info.shape, "linear_qkv", rank, 4) for rank in range(4)]
     assert [p["self_attn.k_proj"].columns.numel() for p in parts] == [0, 0, 4, 4]
     assert [p["self_attn.v_proj"].columns.numel() for p in parts] == [0, 0, 0, 8]
 
@@ -58,16 +57,16 @@ def test_the_plan_reads_each_element_once_over_the_ranks(
     name: str, tensor: int, pipeline: int, checkpoints: Made
 ) -> None:
     info = read_backbone_info(checkpoints(name))
-    shape, names = info.shape, info.family.names
+    shape, names = info.shape, info.shape.names
     size = -(-shape.vocab // tensor) * tensor
-    shape = type(shape)(**{**vars(shape), "padded_vocab": size})
-    expected = weights.expected(shape, names)
+    shape = dataclasses.replace(shape, padded_vocab=size)
+    expected = weights.expected(shape)
     count = {source: torch.zeros(dims, dtype=torch.int32) for source, dims in expected.items()}
     for stage in range(pipeline):
         for rank in range(tensor):
             layers = stage_layers(even_split(shape.layers, pipeline))[stage]
-            part = weights.Part(layers, stage == 0, stage == pipeline - 1, rank, tensor)
-            for pieces in weights.plan(shape, names, part).values():
+            shard = weights.Shard(layers, stage == 0, stage == pipeline - 1, rank, tensor)
+            for pieces in weights.plan(shape, shard).values():
                 for piece in pieces:
                     here = count[piece.source].t() if piece.transposed else count[piece.source]
                     rows = slice(piece.start, piece.start + piece.length)

@@ -95,12 +95,15 @@ def test_an_unknown_family_is_told_the_known_ones(copied: Made) -> None:
 
 def test_rope_of_older_configs_means_the_same(copied: Made) -> None:
     path = copied("llama-biases")
-    new = read_shape(path).rope
+    new = read_shape(path).ropes[0]
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
-    assert read_shape(change(path, rope_parameters="absent", rope_theta=theta, rope_scaling=rope)).rope == new
+    assert (
+        read_shape(change(path, rope_parameters="absent", rope_theta=theta, rope_scaling=rope)).ropes[0]
+        == new
+    )
     old = {"type" if k == "rope_type" else k: v for k, v in rope.items()}
-    assert read_shape(change(path, rope_scaling=old)).rope == new
+    assert read_shape(change(path, rope_scaling=old)).ropes[0] == new
     assert new is not None and new.kind == "llama3" and new.theta == 500.0
 
 

@@ -7,9 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.registry import BackboneInfo, family
-from megatron_mux.backbone.shape import BASE_OPS, BackboneShape
+from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
@@ -18,44 +17,18 @@ from megatron_mux.memory.forms.sites import Site, TaskAdapters
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:
     """A small Llama's."""
-    return BackboneShape(
-        family="llama",
-        hidden=hidden,
-        layers=layers,
-        heads=8,
-        kv_heads=4,
-        head_dim=hidden // 8,
-        ffn=2 * hidden,
-        vocab=1000,
-        padded_vocab=1000,
-        max_positions=2048,
-        position_limit=None,
-        position_offset=0,
-        norm="RMSNorm",
-        norm_eps=1e-5,
-        activation="silu",
-        gated=True,
-        tied=True,
-        biases=dict.fromkeys(BASE_OPS, False),
-        qk_norm=False,
-        rope=None,
-        windows=(None,) * layers,
-        scales=(1.0,) * layers,
-        eos_ids=(2,),
-        bos_id=1,
-        pad_id=None,
-        config={"model_type": "llama", "layers": layers, "hidden": hidden},
-    )
+    full = {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 2 * hidden, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "vocab_size": 1000, "max_position_embeddings": 2048, "tie_word_embeddings": True, "eos_token_id": 2,
+        "bos_token_id": 1,
+    }  # fmt: skip
+    return dataclasses.replace(family("llama").shape(full), ropes=(None,) * layers)
 
 
 def info(layers: int = 8, fingerprint: str = "a" * 64) -> BackboneInfo:
     """Of that shape."""
-    found: Family = family("llama")
-    modules = {op: tuple(module.path for module in found.names.ops[op]) for op in BASE_OPS}
-    paths = tuple(
-        f"model.layers.{layer}.{path}" for layer in range(layers) for op in BASE_OPS for path in modules[op]
-    )
-    return BackboneInfo(Path("made-up"), shape(layers), paths, modules, fingerprint, found, {})
+    return BackboneInfo(Path("made-up"), shape(layers), fingerprint, {})
 
 
 def profile(layers: int = 8, **changes: Any) -> Profile:

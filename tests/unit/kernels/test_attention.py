@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_mux.kernels import attention
 from megatron_mux.kernels.attention import segment_attention
-from megatron_mux.layout import Segment
+from megatron_mux.kernels.segment import Segment
 
 HEADS, GROUPS, SIZE = 6, 2, 4
 LENGTHS = (5, 5, 3, 8, 8, 1)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.layout import Segment
+from megatron_mux.kernels.segment import Segment
 
 HEADS, SIZE = 4, 8
 LAYERS = (0, 3)

@@ -1,0 +1,77 @@
+"""The operators of a backbone that adapters attach to, and the Hugging Face modules inside them.
+
+Shared by `backbone` and `adapters`, which do not import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+BASE_OPS: tuple[BaseOpName, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
+"""BaseOps whose output is divided over tensor ranks; the input of the others is."""
+
+
+@dataclass(frozen=True)
+class DefaultTargets:
+    """The modules that a task adapts in a backbone's family when it names none: peft's choice, where peft has one.
+
+    Attributes:
+        lora: For LoRA and methods like it.
+        ia3: For IA3.
+        ia3_feedforward: Those of them whose input IA3 scales.
+        bottleneck: The last projections of attention and MLP (Houlsby et al., 2019).
+    """
+
+    lora: tuple[str, ...] = ("q_proj", "v_proj")
+    ia3: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+    ia3_feedforward: tuple[str, ...] = ("down_proj",)
+    bottleneck: tuple[str, ...] = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ModuleColumns:
+    """The columns of a BaseOp's output on this rank that hold one Hugging Face module.
+
+    Attributes:
+        columns: `[n]` int64, positions in this rank's output of the BaseOp (may be empty).
+        features: `[n]` int64, which output features of the Hugging Face module those columns hold.
+        out_features: Output width of the whole Hugging Face module.
+    """
+
+    columns: Tensor
+    features: Tensor
+    out_features: int
+
+
+@dataclass(frozen=True)
+class BaseOpInfo:
+    """A backbone operator that an adapter may attach to (MuxTune section 3.2), as found on this rank.
+
+    Attributes:
+        layer: Global index of the transformer layer, from 0.
+        name: Which of the four BaseOps.
+        module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`.
+        parallel: How the module is split over tensor ranks.
+        in_features: Full input width.
+        in_start, in_stop: The range of input features this rank holds (all of them when column-parallel).
+        parts: Hugging Face path within the layer (`self_attn.q_proj`) to its columns of the output.
+        hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
+    """
+
+    layer: int
+    name: BaseOpName
+    module: nn.Module
+    parallel: Literal["column", "row"]
+    in_features: int
+    in_start: int
+    in_stop: int
+    parts: Mapping[str, ModuleColumns]
+    hf_prefix: str
