@@ -1,4 +1,4 @@
-"""Time across stages: which action a stage computes when, what travels between stages, and pictures of both.
+"""Pipeline schedules: which action each stage runs when, what stages send each other, and pictures of both.
 
-The room knows nothing of tasks: it runs callables for the actions of a template.
+This package knows nothing of tasks: it calls a callback for each action of a template.
 """

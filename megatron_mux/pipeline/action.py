@@ -1,4 +1,4 @@
-"""An action: what one stage computes in one clock, and when it did."""
+"""Actions: the unit of work of a schedule, one forward or backward pass of one chunk on one stage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FORM = re.compile(r"(\d+)(?:([FB])(\d+)\.(\d+)(?:\.(\d+))?|([NU])(\d+))")
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """What travels through the pipeline as one tensor: a chunk of a micro-batch of a bucket.
+    """One chunk of one micro-batch of a bucket: it travels through the pipeline as one tensor.
 
     Attributes:
-        bucket: Index of the bucket, from 0. Where steps follow each other without a flush it counts on over them:
-            bucket b of B of step k is k B + b.
+        bucket: Index of the bucket, from 0. When several steps run without a flush, the index keeps counting:
+            bucket b (of B) in step k has index k B + b.
         micro_batch: Index of the micro-batch within its bucket, from 0.
         chunk: Index of the chunk within the packs of the micro-batch, from 0: forward in order, backward in reverse.
     """
@@ -36,11 +36,12 @@ class Action:
     chunk 2 (chunk 0 is not written); of the others `<stage><N|U><bucket>`, for instance `0N1`.
 
     Attributes:
-        stage: Pipeline stage, from 0; with virtual stages there are several to a rank. Of `N` and `U`: the rank.
-        kind: `F` forward, `B` backward. `N`: all of a bucket's backward passes are done here: its tasks' losses and
-            the squared norms of their gradients, those of this rank added, go to the rank before. `U`: they have come
-            back from the first rank, whole: clip, let the tasks' optimizers step here, pass them on to the next rank.
-        bucket, micro_batch, chunk: See `Unit`; `N` and `U` are of a whole bucket.
+        stage: Index of the pipeline stage, from 0; a rank with virtual stages has several. For `N` and `U`: the rank.
+        kind: `F` is a forward pass, `B` a backward pass. `N` (norm) runs once all backward passes of a bucket are done
+            on this rank: it adds this rank's losses and squared gradient norms and sends the sums to the previous
+            rank. `U` (update) runs when the totals have come back from the first rank: it clips gradients, steps the
+            tasks' optimizers, and passes the totals on to the next rank.
+        bucket, micro_batch, chunk: See `Unit`. `N` and `U` concern a whole bucket.
     """
 
     stage: int
@@ -57,7 +58,7 @@ class Action:
 
     @property
     def unit(self) -> Unit:
-        """What it computes."""
+        """The unit that this pass computes."""
         return Unit(self.bucket, self.micro_batch, self.chunk)
 
     @classmethod
@@ -85,25 +86,25 @@ class Action:
 
     @property
     def is_pass(self) -> bool:
-        """Whether it computes a unit; else it ends a bucket's step."""
+        """Whether this is a forward or backward pass (not `N` or `U`)."""
         return self.kind in ("F", "B")
 
     @property
     def is_backward(self) -> bool:
-        """Whether what it makes goes to the stage before, else to the next."""
+        """Whether its result goes to the previous stage; otherwise it goes to the next one."""
         return self.kind in ("B", "N")
 
     def before(self, stages: int, ranks: int) -> Action | None:
-        """The action of the same kind that makes what this one needs; None: it needs nothing of another stage.
+        """The action on the neighbouring stage whose result this one needs; None if it needs none.
 
         Args:
             stages: Number of stages.
-            ranks: They are on; `N` and `U` are of a rank, whatever the number of its stages.
+            ranks: Number of ranks. `N` and `U` run once per rank, however many stages it has.
         """
         return self._shifted(1 if self.is_backward else -1, stages, ranks)
 
     def after(self, stages: int, ranks: int) -> Action | None:
-        """The action of the same kind that needs what this one makes; see `before`."""
+        """The action on the neighbouring stage that needs this one's result; see `before`."""
         return self._shifted(-1 if self.is_backward else 1, stages, ranks)
 
     def _shifted(self, by: int, stages: int, ranks: int) -> Action | None:
@@ -113,13 +114,13 @@ class Action:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """When an action ran, or would run.
+    """When an action ran, measured or simulated.
 
     Attributes:
-        action: What ran.
-        start, stop: From when to when in seconds, waiting for a neighbour's tensor left out; of the host's monotonic
-            clock when measured, from zero when simulated.
-        label: What to write on it in a picture.
+        action: The action.
+        start, stop: Seconds, without the time spent waiting for a neighbour's tensor. Measured times are on the host's
+            monotonic clock, simulated ones start from zero.
+        label: Text shown on the action in pictures.
     """
 
     action: Action

@@ -1,6 +1,6 @@
-"""What the pipeline knows of a bucket: how many passes it makes, how long each takes, what it keeps in memory.
+"""The cost of a bucket as the pipeline sees it: number of passes, seconds and bytes of each.
 
-Where costs come from, and which tasks are behind them, is for the rooms above to know.
+The packages above compute these costs and know which tasks a bucket holds.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from megatron_mux.pipeline.action import Action, Unit
 
 @dataclass(frozen=True)
 class BucketCost:
-    """A bucket's micro-batches, all alike (MuxTune section 3.4.1: computation homogeneity).
+    """Costs of a bucket whose micro-batches are all alike (MuxTune section 3.4.1: computation homogeneity).
 
     Attributes:
-        micro_batches: Of one step.
-        forward: `[S]` seconds that a stage takes for a chunk's forward pass.
-        backward: `[S]` seconds for its backward pass.
-        chunks: In how many pieces each micro-batch is computed.
-        memory: `[S]` bytes that a stage keeps of a chunk from its forward to its backward; empty: not counted.
-        working: `[S]` bytes that a stage takes besides while it computes a chunk; empty: not counted.
-        transfer: `[S - 1]` seconds from a stage to the next and, for the gradient, back; empty: none.
-        update: `[S]` seconds that a stage takes for the optimizer steps of the bucket's tasks; empty: none.
+        micro_batches: Number of micro-batches in one step.
+        forward: `[S]` seconds of a chunk's forward pass on each stage.
+        backward: `[S]` seconds of a chunk's backward pass on each stage.
+        chunks: Number of chunks in each micro-batch.
+        memory: `[S]` bytes each stage keeps for a chunk between its forward and backward pass; empty if not counted.
+        working: `[S]` bytes each stage needs in addition while it computes a chunk; empty if not counted.
+        transfer: `[S - 1]` seconds to send a chunk from a stage to the next, or its gradient back; empty if free.
+        update: `[S]` seconds of the optimizer steps of the bucket's tasks on each stage; empty if free.
     """
 
     micro_batches: int
@@ -51,44 +51,44 @@ class BucketCost:
 
     @property
     def stages(self) -> int:
-        """S."""
+        """Number of stages S."""
         return len(self.forward)
 
     @property
     def latency(self) -> float:
-        """Seconds of a micro-batch's forward pass on the first stage: what buckets are sorted by (rule 1)."""
+        """Seconds of a micro-batch's forward pass on the first stage. Buckets are sorted by it (rule 1)."""
         return self.forward[0] * self.chunks
 
     def seconds(self, action: Action) -> float:
-        """How long an action takes."""
+        """Seconds that an action takes."""
         of_kind = {"F": self.forward, "B": self.backward, "U": self.update}.get(action.kind, ())
         return of_kind[action.stage] if of_kind else 0.0
 
     def kept(self, stage: int) -> float:
-        """Bytes that a stage keeps of a chunk."""
+        """Bytes that a stage keeps for a chunk between its forward and backward pass."""
         return self.memory[stage] if self.memory else 0.0
 
     def works_with(self, stage: int) -> float:
-        """Bytes that a stage takes besides while it computes a chunk."""
+        """Bytes that a stage needs in addition while it computes a chunk."""
         return self.working[stage] if self.working else 0.0
 
     def to_next(self, stage: int) -> float:
-        """Seconds between `stage` and the one after it, either way."""
+        """Seconds to send a chunk between `stage` and the next one, in either direction."""
         return self.transfer[stage] if self.transfer else 0.0
 
 
 Sizes = Sequence[Sequence[int]]
-"""For every bucket, in the order in which they enter: the number of chunks of each of its micro-batches. Those of
-several steps that follow each other without a flush stand one after the other."""
+"""The number of chunks of every micro-batch, by bucket, in the order in which buckets enter the pipeline. Buckets of
+several steps that run without a flush are listed one step after the other."""
 
 
 def forward_order(sizes: Sizes) -> list[Unit]:
-    """Forward passes bucket after bucket, micro-batches of a bucket consecutive (rule 2), chunks in order."""
+    """The order of forward passes: bucket by bucket, micro-batches consecutive (rule 2), chunks in order."""
     return list(_units(sizes, reverse=False))
 
 
 def backward_order(sizes: Sizes) -> list[Unit]:
-    """The same for backward passes: the chunks of a micro-batch in reverse, since later ones read earlier ones' KV."""
+    """The order of backward passes: chunks of a micro-batch in reverse, since later ones read earlier ones' KV."""
     return list(_units(sizes, reverse=True))
 
 
@@ -100,5 +100,5 @@ def _units(sizes: Sizes, reverse: bool) -> Iterator[Unit]:
 
 
 def sizes_of(buckets: Sequence[BucketCost]) -> list[list[int]]:
-    """What the orders are made of, where all micro-batches of a bucket are alike."""
+    """The sizes of buckets whose micro-batches all have the same number of chunks."""
     return [[bucket.chunks] * bucket.micro_batches for bucket in buckets]

@@ -1,4 +1,4 @@
-"""Whether a template can be run at all: complete, in order, neighbours of one mind about transfers, never stuck."""
+"""Validation of templates: complete, in order, with matching transfers, and free of deadlock."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from megatron_mux.pipeline.template import Template
 
 
 class TemplateError(ValueError):
-    """A template that cannot be run; its text has the grid with the offending cells marked."""
+    """Raised for a template that cannot run; the message shows the grid with the offending cells marked."""
 
 
 def check(template: Template, sizes: Sizes, stages: int, period: int | None = None, virtual: int = 1) -> None:
-    """Refuse a template that is not one for these buckets.
+    """Check that a template runs these buckets to the end.
 
-    Forward passes alone are a template too, if there is no backward pass at all; passes alone, without the actions
-    that end a bucket's step, if there is none of those at all.
+    A template may consist of forward passes only (evaluation), and may leave out all `N` and `U` actions.
 
     Args:
         template: Actions per rank.
-        sizes: Of the buckets, of all steps.
-        stages: Number of stages, virtual ones included.
-        period: Buckets of a step; None: all of them.
-        virtual: Stages of each rank.
+        sizes: Chunks of the micro-batches of all buckets of all steps.
+        stages: Number of stages, including virtual ones.
+        period: Number of buckets in a step; None if there is only one step.
+        virtual: Number of stages on each rank.
 
     Raises:
-        TemplateError: An action is on another rank than its stage's, is there twice or not at all, breaks the order of
-            a pack's chunks, runs backward before forward, ends a bucket's step before its passes or begins its next
-            before the end, or is sent in another order than it is taken; or some wait for each other for ever.
+        TemplateError: An action is on the wrong rank, is missing or duplicated, breaks the order of a pack's chunks,
+            or runs backward before forward; a bucket's step ends before its passes or its next step starts too early;
+            two neighbours order their transfers differently; or actions wait for each other in a circle.
     """
     if len(template) * virtual != stages:
         raise _refuse(
@@ -53,7 +52,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
 
 
 def marked(template: Template, cells: Collection[Action] = ()) -> str:
-    """The grid: a row per rank, its actions in order; `cells` stand between `>` and `<`."""
+    """The template as a grid with one row per rank; the actions in `cells` are marked as `>action<`."""
     texts = [[f">{a}<" if a in cells else f" {a} " for a in actions] for actions in template]
     width = max((len(text) for row in texts for text in row), default=0)
     return "\n".join(f"rank {i}: {''.join(text.ljust(width) for text in row)}" for i, row in enumerate(texts))
@@ -84,7 +83,7 @@ def _passes(template: Template, stage: int, kind: Kind) -> list[Action]:
 
 
 def _check_passes(template: Template, stage: int, kind: Pass, sizes: Sizes, wanted: Collection[Unit]) -> None:
-    """One stage's passes of one kind: all there, chunks in order, and in the order of the stage before."""
+    """Check one stage's passes of one kind: complete, chunks in order, same order as on the previous stage."""
     passes = _passes(template, stage, kind)
     missing = sorted(set(wanted) - {action.unit for action in passes})
     if missing:
@@ -100,7 +99,7 @@ def _check_passes(template: Template, stage: int, kind: Pass, sizes: Sizes, want
 
 
 def _chunks_out_of_order(passes: Sequence[Action], kind: Pass, sizes: Sizes) -> Iterator[tuple[Action, int]]:
-    """Actions whose chunk is not the next of its micro-batch, with the chunk that should be."""
+    """Yield each action whose chunk is out of order, with the chunk expected in its place."""
     following: dict[tuple[int, int], int] = {}
     for action in passes:
         key = (action.bucket, action.micro_batch)

@@ -1,4 +1,4 @@
-"""Hidden states and their gradients between neighbouring stages, with shapes both sides know beforehand."""
+"""Point-to-point transfers of hidden states and gradients between neighbouring stages, without shape exchange."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 _AHEAD = 2
-"""Receives that are posted before they are needed: a tensor then travels while its receiver computes."""
+"""Number of receives posted ahead of their use, so that a tensor travels while its receiver computes."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an action needs from a neighbouring stage.
+    """A tensor that a neighbouring stage sends.
 
     Attributes:
         action: The action that needs it.
-        shape, dtype: Of the tensor.
+        shape, dtype: Shape and dtype of the tensor.
     """
 
     action: Action
@@ -35,11 +35,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Link:
-    """One way between two neighbours.
+    """One direction between two neighbours.
 
     Attributes:
-        group: The process group of its transfers.
-        tag: Theirs, where a group is shared.
+        group: The process group of the transfers.
+        tag: Tag that tells them apart where several links share a group.
     """
 
     group: dist.ProcessGroup | None
@@ -47,13 +47,13 @@ class Link:
 
 
 class Inbox:
-    """What one neighbour will send: receives are posted in the order of its sends, some ahead of their use.
+    """Receives from one neighbour, posted in the order of its sends and some ahead of their use.
 
     Args:
         peer: Global rank of the neighbour.
-        link: The way from there.
-        device: Where received tensors are allocated.
-        messages: All that it will send, in its order; asked for a message at a time.
+        link: The link from that neighbour.
+        device: Device on which received tensors are allocated.
+        messages: Everything it will send, in its order; consumed one message at a time.
     """
 
     def __init__(self, peer: int, link: Link, device: torch.device, messages: Iterable[Message]) -> None:
@@ -62,23 +62,23 @@ class Inbox:
         self.device = device
         self._coming = iter(messages)
         self._posted: deque[tuple[Action, dist.Work | None, Tensor]] = deque()
-        # With several stages to a rank, what was sent before it is needed.
+        # With several stages per rank, tensors that arrive before they are needed.
         self._early: dict[Action, Tensor] = {}
 
     def post(self) -> None:
-        """Ask for the next messages, so that they may arrive while this stage computes."""
+        """Post the next receives, so that tensors arrive while this stage computes."""
         while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
             work = None
-            if buffer.numel():  # what is empty does not travel: both sides know
+            if buffer.numel():  # empty tensors are not sent: both sides know the shape
                 work = dist.irecv(buffer, self.peer, group=self.link.group, tag=self.link.tag)
             self._posted.append((message.action, work, buffer))
 
     def take(self, action: Action) -> Tensor:
-        """What `action` needs; waits for it.
+        """Wait for the tensor that `action` needs and return it.
 
         Raises:
-            RuntimeError: The neighbour sends no such thing.
+            RuntimeError: The neighbour does not send one.
         """
         while action not in self._early:
             self.post()
@@ -93,19 +93,19 @@ class Inbox:
 
 
 class Communicator:
-    """Point-to-point transfers of one rank of a pipeline: asynchronous both ways.
+    """Asynchronous point-to-point transfers of one rank of a pipeline.
 
-    Ranks form a ring: with several stages to a rank, what leaves the last rank forward goes to the first. Each way
-    between two neighbours is a link of its own, so that on NCCL (which matches operations in issue order within a
-    communicator) no transfer waits behind one that its neighbour issues later.
+    Ranks form a ring: with several stages per rank, hidden states leave the last rank for the first. Each direction
+    between two neighbours has a link of its own. NCCL matches operations in issue order within a communicator, so no
+    transfer waits behind one that the neighbour issues later.
 
     Args:
         previous, following: Global ranks of the neighbours in the ring.
-        from_previous, to_following: Links of hidden states.
-        from_following, to_previous: Links of gradients.
-        device: Where received tensors are allocated.
-        ranks: Of the pipeline: bounds how many sent tensors are kept alive.
-        heartbeat: Hears which action this process is at.
+        from_previous, to_following: Links for hidden states.
+        from_following, to_previous: Links for gradients.
+        device: Device on which received tensors are allocated.
+        ranks: Number of ranks in the pipeline; bounds how many sent tensors are kept alive.
+        heartbeat: Told which action this process is running.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class Communicator:
         self.heartbeat = heartbeat
         self._inward = {False: (previous, from_previous), True: (following, from_following)}
         self._outward = {False: (following, to_following), True: (previous, to_previous)}
-        # A send's tensor must outlive it, and gloo completes a send only when it is waited for. Waiting for a send that
-        # is more than a pipeline's depth old holds nobody up: its receiver has long asked for it, or asks next.
+        # A tensor must stay alive until it is sent, and gloo completes a send only when it is waited for. Waiting for a
+        # send that is more than a pipeline's depth old blocks nobody: its receiver has posted it, or posts it next.
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
         self._most = 2 * (ranks + 1)
         self._least = self._most
 
     @classmethod
     def between_stages(cls, parallel: Parallel) -> Self:
-        """The transfers of this rank. Every rank calls it (NCCL needs groups for its links)."""
+        """Make the links of this rank. Every rank must call it, since NCCL links need process groups."""
         ring = dist.get_process_group_ranks(parallel.pp_group)
         rank, ranks = parallel.pp_rank, parallel.pp_size
         before, after = (rank - 1) % ranks, (rank + 1) % ranks
@@ -150,24 +150,28 @@ class Communicator:
         )
 
     def expect(self, in_flight: int) -> None:
-        """Prepare for a template that has so many units in flight on some rank, or buckets between two of its steps.
+        """Set how many sent tensors are kept alive.
 
-        Neighbours never lag further behind each other than that, so older sends are done and waiting is not waiting.
+        Neighbours never lag behind each other by more than the units in flight, so older sends are complete and
+        waiting for them returns at once.
+
+        Args:
+            in_flight: Units in flight on any rank of the template, plus the buckets between two of its steps.
         """
         self._most = max(self._least, in_flight + 1)
 
     def inbox(self, messages: Iterable[Message], backward: bool) -> Inbox:
-        """Of what the neighbour on one side will send.
+        """The inbox for one neighbour.
 
         Args:
-            messages: In the neighbour's order.
-            backward: From the rank after this one, else from the one before.
+            messages: What it sends, in its order.
+            backward: Whether the neighbour is the next rank (which sends gradients); else it is the previous one.
         """
         peer, link = self._inward[backward]
         return Inbox(peer, link, self.device, messages)
 
     def send(self, tensor: Tensor, backward: bool) -> None:
-        """Hand a tensor to the rank before this one (`backward`) or to the one after it; nothing if it is empty."""
+        """Send a tensor to the previous rank (`backward`) or to the next one; empty tensors are not sent."""
         if not tensor.numel():
             return
         peer, link = self._outward[backward]
@@ -180,16 +184,16 @@ class Communicator:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Wait for every send."""
+        """Wait until every send is complete."""
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
 
 
 def _links(parallel: Parallel, ring: list[int]) -> dict[tuple[bool, int], Link]:
-    """The links of a pipeline by direction (backward?) and the rank they begin at."""
+    """The links of a pipeline, keyed by direction (backward?) and the rank they start from."""
     if parallel.device.type != "cuda" or len(ring) == 1:
-        # gloo tells messages between two ranks apart by their tags.
+        # gloo tells messages between two ranks apart by tag.
         return {
             (backward, rank): Link(parallel.pp_group, int(backward))
             for backward in (False, True)

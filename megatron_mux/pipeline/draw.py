@@ -1,7 +1,7 @@
 """Pictures of schedules: an SVG for people, a Chrome/Perfetto trace for zooming in.
 
-A bucket has one colour in every picture of a run, simulated or measured: colours follow from the labels alone, not from
-what ran first. Labels that share a task share a colour, since a task is in one bucket, and differ by their hatching.
+A bucket has the same colour in every picture of a run, simulated or measured: colours depend on the labels only, not on
+what ran first. Labels with a task in common share a colour, since a task is in one bucket, and differ by hatching.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from xml.sax.saxutils import escape
 from megatron_mux.pipeline.action import Action, TimedAction
 
 Schedules = Sequence[TimedAction] | Mapping[str, Sequence[TimedAction]]
-"""What ran on every stage, on one clock (seconds): one schedule, or several by name, each on a clock of its own."""
+"""Actions of all stages on one clock (seconds): one schedule, or several by name, each on its own clock."""
 
 # Colour-blind safe (Okabe-Ito).
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2", "#999999")
 _FILL = {"F": 1.0, "B": 0.68}
-"""Brightness of a pass, of its colour. Whatever else a stage does is short: a narrow tick, of no colour."""
+"""Brightness of a pass's colour. All other actions are short and drawn as narrow black ticks."""
 _TICK = "#222222"
 _CATEGORY = {"F": "forward", "B": "backward"}
 _LEAST = 1e-9
-"""Seconds that can be drawn."""
+"""Shortest duration in seconds that can be drawn."""
 # Angle of the lines in degrees, and whether others cross them.
 _HATCHES = ((45, False), (135, False), (45, True), (0, False), (90, False), (0, True))
 _ROW, _LEFT, _WIDTH, _RIGHT, _HEAD, _NAME, _LINE = 44, 70, 1080, 100, 34, 22, 18
@@ -37,8 +37,8 @@ class Style:
     """How a label's passes are drawn.
 
     Attributes:
-        colour: Of a forward pass, `#rrggbb`.
-        hatch: 0: none; else which hatching tells it from others of its colour.
+        colour: Colour of a forward pass, `#rrggbb`.
+        hatch: 0 for none, else the index of the hatching that tells it from other labels of the same colour.
     """
 
     colour: str
@@ -50,7 +50,7 @@ class Style:
         return f"url(#{self._pattern_id(shade)})" if self.hatch else shade
 
     def patterns(self) -> Iterator[str]:
-        """The SVG definitions that its paints need."""
+        """The SVG definitions that the paints refer to."""
         if not self.hatch:
             return
         coarser, which = divmod(self.hatch - 1, len(_HATCHES))
@@ -66,27 +66,27 @@ class Style:
             )
 
     def _pattern_id(self, shade: str) -> str:
-        # Says all that the pattern is made of, so that pictures on one page do not take each other's.
+        # The id names everything in the pattern, so that pictures on one page cannot use each other's.
         return f"hatch{self.hatch}-{shade[1:]}"
 
 
 def styles(labels: Iterable[str], order: Sequence[str] = ()) -> dict[str, Style]:
-    """A style for each label, which depends on the set of labels, not on when they turn up.
+    """Choose a style for each label; it depends on the set of labels only, not on their order in time.
 
     Args:
-        labels: As on actions: tasks joined by `+` within a hybrid task and by `|` between those of a bucket.
-        order: Labels that take the first colours, in this order, seen or not: a plan's buckets, say. Others follow in
-            the order of their first task's name.
+        labels: Labels of actions: task names joined by `+` within a hybrid task and by `|` between hybrid tasks.
+        order: Labels that get the first colours, in this order, whether they occur or not (the buckets of a plan).
+            Others follow in the order of their first task's name.
 
     Returns:
-        The style of every label. Of those that share a colour, the one with the most tasks is not hatched.
+        The style of every label. Of labels that share a colour, the one with the most tasks is not hatched.
     """
     everything = sorted({*labels, *order})
     bucket_of: dict[str, frozenset[str]] = {}
     for label in everything:
         together = tasks_of(label).union(*(bucket_of.get(task, frozenset()) for task in tasks_of(label)))
         bucket_of.update(dict.fromkeys(together, together))
-    # What grew later has replaced what its tasks belonged to before: each task is in exactly one of these.
+    # Larger groups have replaced the smaller ones they grew from, so each task is in exactly one group.
     rank = {bucket: len(order) for bucket in bucket_of.values()}
     for i, label in enumerate(order):
         bucket = bucket_of[min(tasks_of(label))]
@@ -96,7 +96,7 @@ def styles(labels: Iterable[str], order: Sequence[str] = ()) -> dict[str, Style]
     for i, bucket in enumerate(buckets):
         own = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
         for place, (size, label) in enumerate(own):
-            # Parts of buckets come last, so that the looks of whole ones do not depend on which parts there are.
+            # Parts of buckets come last, so that they do not change the style of whole buckets.
             of_colour[_COLOURS[i % len(_COLOURS)]].append((place > 0, i, size, label))
     return {
         label: Style(colour, hatch)
@@ -106,7 +106,7 @@ def styles(labels: Iterable[str], order: Sequence[str] = ()) -> dict[str, Style]
 
 
 def tasks_of(label: str) -> frozenset[str]:
-    """The tasks that a label names."""
+    """The task names in a label."""
     return frozenset(part.strip() for part in re.split(r"[+|]", label))
 
 
@@ -116,16 +116,16 @@ def latency(actions: Sequence[TimedAction]) -> float:
 
 
 def stages_of(actions: Iterable[TimedAction]) -> int:
-    """Stages that have an action."""
+    """Number of stages in a schedule."""
     return max((timed.action.stage for timed in actions), default=0) + 1
 
 
 def busy(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
-    """Seconds that each rank computes.
+    """Seconds during which each rank computes.
 
     Args:
         actions: A schedule.
-        ranks: Of the pipeline; 0: as many as stages.
+        ranks: Number of ranks; 0 for one per stage.
     """
     rows = ranks or stages_of(actions)
     found = [0.0] * rows
@@ -135,19 +135,19 @@ def busy(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
 
 
 def bubble(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
-    """Share of the whole latency that each rank idles; see `busy`."""
+    """Share of the latency during which each rank is idle; see `busy`."""
     whole = latency(actions)
     return [1 - seconds / whole if whole else 0.0 for seconds in busy(actions, ranks)]
 
 
 def to_svg(actions: Schedules, title: str, labels: Sequence[str] = (), ranks: int = 0) -> str:
-    """Draw one row per rank, time to the right; several schedules below each other, on one scale.
+    """Draw one row per rank, with time to the right; several schedules below each other on one scale.
 
     Args:
         actions: One schedule, or several by name.
-        title: Written above.
-        labels: Which take the first colours, see `styles`.
-        ranks: Of the pipeline; 0: as many as stages.
+        title: Title of the picture.
+        labels: Labels that get the first colours, see `styles`.
+        ranks: Number of ranks; 0 for one per stage.
 
     Returns:
         The SVG document.
@@ -190,7 +190,7 @@ def _named(actions: Schedules) -> dict[str, Sequence[TimedAction]]:
 
 
 def _styles(schedules: Mapping[str, Sequence[TimedAction]], order: Sequence[str]) -> dict[str, Style]:
-    """Of the passes' labels; ticks have no colour, so that theirs must not change what passes look like."""
+    """Styles of the passes' labels. Ticks have no colour, so their labels must not affect the passes."""
     return styles((t.label for s in schedules.values() for t in s if t.action.kind in _FILL), order)
 
 
@@ -204,7 +204,7 @@ def _rows(
         yield f'<text x="8" y="{y + 24}">{_row_name(row, len(shares), schedule)}</text>'
         yield f'<rect x="{_LEFT}" y="{y + 4}" width="{_WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
         yield f'<text x="{_LEFT + _WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
-    # Ticks lie on top: what they stand for is narrower than they are.
+    # Ticks are drawn on top: the actions are narrower than their ticks.
     for timed in sorted(schedule, key=lambda t: (t.action.kind not in _FILL, t.start)):
         yield _box(timed, top + timed.action.stage % len(shares) * _ROW, begin, span, drawn)
 
@@ -232,7 +232,7 @@ def _box(timed: TimedAction, row: int, begin: float, span: float, drawn: Mapping
 
 
 def _axis(y: int, span: float) -> Iterator[str]:
-    """Round numbers of seconds or milliseconds below the rows."""
+    """The time axis below the rows, with round numbers of seconds or milliseconds."""
     scale, unit = (1.0, "s") if span >= 1 else (1e3, "ms")
     power = 10.0 ** math.floor(math.log10(span / 8))
     step = next((m * power for m in (1, 2, 5) if span / (m * power) <= 8), 10 * power)
@@ -243,7 +243,7 @@ def _axis(y: int, span: float) -> Iterator[str]:
 
 
 def _legend(actions: Sequence[TimedAction], top: int, drawn: Mapping[str, Style]) -> list[str]:
-    """A line for each label that passes have, in the order of colours, and one on shades."""
+    """One line for each label of a pass, in the order of colours, and one that explains shades."""
     seen = {t.label for t in actions if t.action.kind in _FILL}
     lines: list[str] = []
     for label in (label for label in drawn if label in seen):
@@ -261,7 +261,7 @@ def _legend(actions: Sequence[TimedAction], top: int, drawn: Mapping[str, Style]
 
 
 def _text(text: str) -> str:
-    """As XML can hold it."""
+    """Escape text for XML."""
     return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
@@ -275,14 +275,14 @@ def _shade(colour: str, brightness: float) -> str:
 
 
 def to_trace(actions: Schedules, labels: Sequence[str] = (), ranks: int = 0) -> str:
-    """The same as a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
+    """Write a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
 
     Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule.
 
     Args:
         actions: One schedule, or several by name.
-        labels: Which take the first colours, see `styles`; a slice's arguments tell its colour in the SVG.
-        ranks: Of the pipeline; 0: as many as stages.
+        labels: Labels that get the first colours, see `styles`; a slice's arguments name its colour in the SVG.
+        ranks: Number of ranks; 0 for one per stage.
 
     Returns:
         JSON text.
@@ -318,13 +318,13 @@ def to_trace(actions: Schedules, labels: Sequence[str] = (), ranks: int = 0) -> 
 
 
 def from_trace(text: str) -> dict[str, list[TimedAction]]:
-    """Inverse of `to_trace`, but for the clocks, which begin at zero.
+    """Read a trace written by `to_trace`; its clocks start at zero.
 
     Returns:
-        The schedules by name; one that was given without a name has the empty one.
+        The schedules by name; a schedule that was written without a name has the empty name.
 
     Raises:
-        ValueError: `text` is not such a trace: says what is wrong, and where.
+        ValueError: `text` is not such a trace; the message says what is wrong, and where.
     """
     value: Any = json.loads(text)
     events = value.get("traceEvents") if isinstance(value, dict) else None

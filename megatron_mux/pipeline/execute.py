@@ -17,14 +17,14 @@ Timer = Callable[[TimedAction], None]
 
 
 class StageCompute(Protocol):
-    """What a stage can compute; the engine supplies it."""
+    """Callbacks that compute a stage's actions; the engine implements them."""
 
     def shape(self, action: Action) -> tuple[int, ...]:
-        """Shape of what travels between stages for the action: hidden states, their gradient, or statistics."""
+        """Shape of the tensor sent between stages for the action: hidden states, their gradient, or statistics."""
         ...
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        """Hidden states for the next stage, or the scalar loss on the last stage."""
+        """Return hidden states for the next stage, or the scalar loss on the last stage."""
         ...
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
@@ -32,19 +32,23 @@ class StageCompute(Protocol):
         ...
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
-        """Statistics fp64 of a bucket's step over this stage and, `others`, those after it (None on the last)."""
+        """Return fp64 statistics of a bucket's step over this stage and the later ones (`others`; None on the last)."""
         ...
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
-        """Let the bucket's tasks step here, by the statistics of all stages; on the first stage, None, by its own.
+        """Step the optimizers of the bucket's tasks on this stage.
+
+        Args:
+            action: The `U` action.
+            whole: Statistics over all stages; None on the first stage, which has them from `norm`.
 
         Returns:
-            What the next stage is to step by.
+            The statistics, for the next stage.
         """
         ...
 
     def label(self, action: Action) -> str:
-        """What to write on the action in a picture."""
+        """Text shown on the action in pictures."""
         ...
 
 
@@ -57,25 +61,24 @@ def execute(
     timer: Timer | None = None,
     stages: int | None = None,
 ) -> None:
-    """Run one rank's actions in order; tensors are received ahead of their use and sent when they are made.
+    """Run one rank's actions in order. Receives are posted ahead of their use, sends are asynchronous.
 
-    The neighbours' actions say what will be received, and in which order: no shape is exchanged.
+    The neighbours' actions tell what will be received, and in which order, so no shape is exchanged.
 
     Args:
-        template: Actions of all ranks; it has passed `check`. Forwards without a backward are evaluation and keep
-            nothing.
-        rank: Whose actions to run.
-        compute: The rank's work.
-        communicator: Its transfers.
-        dtype: Of hidden states and their gradients.
-        timer: Called with each finished action; on a GPU the device is synchronised around each action then.
-        stages: Number of stages; as many as ranks by default.
+        template: Actions of all ranks, validated by `check`. Forwards without a backward (evaluation) keep nothing.
+        rank: This rank.
+        compute: Computes the actions.
+        communicator: Sends and receives.
+        dtype: Dtype of hidden states and their gradients.
+        timer: Called with each finished action. On a GPU this synchronises the device around each action.
+        stages: Number of stages; by default one per rank.
     """
     _Run(template, rank, compute, communicator, dtype, timer, stages or len(template)).run()
 
 
 class _Run:
-    """One execution; the arguments are those of `execute`."""
+    """State of one call of `execute`; the arguments are the same."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class _Run:
         }
 
     def run(self) -> None:
-        """All actions, then wait for what was sent."""
+        """Run all actions, then wait for outstanding sends."""
         for action in self.actions:
             self.communicator.heartbeat.at(action)
             travels = action.before(self.stages, self.ranks) is not None
@@ -115,17 +118,17 @@ class _Run:
             if self.timer is not None:
                 self.timer(TimedAction(action, start, stop, self.compute.label(action)))
         self.communicator.finish()
-        self.inboxes.clear()  # they know this run: what it holds would wait for the garbage collector
+        self.inboxes.clear()  # breaks a reference cycle that would keep tensors alive until garbage collection
 
     def _messages(self, theirs: Sequence[Action], backward: bool) -> Iterator[Message]:
-        """What a neighbour sends here in one direction, in its order."""
+        """The messages that a neighbour sends to this rank in one direction, in its order."""
         for action in theirs:
             if action.is_backward == backward and (ours := action.after(self.stages, self.ranks)) is not None:
                 dtype = self.dtype if ours.is_pass else torch.float64
                 yield Message(ours, self.compute.shape(ours), dtype)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """What the action makes for the neighbour."""
+        """Compute the action; returns the tensor for the neighbour, if any."""
         if action.kind == "F":
             return self._forward(action, received)
         if action.kind == "B":
@@ -148,8 +151,8 @@ class _Run:
         self.compute.backward(action, output, gradient)
         if hidden is None:
             return None
-        # No adapter between here and the loss, or no memory: the gradient is zero, and the neighbour waits for it. The
-        # hidden states have served; their memory is there for sure.
+        # Without an adapter between here and the loss, or without memory, the gradient is zero, but the neighbour still
+        # waits for it. The hidden states are no longer needed, so their memory can hold it.
         return hidden.detach().zero_() if hidden.grad is None else hidden.grad
 
     def _now(self) -> float:

@@ -1,6 +1,6 @@
-"""One stage of a Megatron model, computed as Megatron-Core's own schedules compute it: callbacks, scaling, timers.
+"""One stage of a Megatron model, computed as Megatron-Core's own schedules do: callbacks, loss scaling, timers.
 
-It works on what a training loop hands to a schedule, so it needs nothing of Megatron-Core itself.
+It uses only what a training loop passes to a schedule and imports nothing from Megatron-Core.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Batches = Iterator[Any] | None
 
 @dataclass(frozen=True)
 class BucketInput:
-    """What a stage needs to know of a bucket.
+    """A bucket as a stage sees it.
 
     Attributes:
-        name: For messages.
-        shape: `[rows, sequences, H]`, what travels between stages for one of its micro-batches.
-        divisor: What the loss of each of its micro-batches is divided by.
-        batches: Where its micro-batches come from, one after the other.
+        name: Name used in messages.
+        shape: `[rows, sequences, H]` of the tensor sent between stages for one micro-batch.
+        divisor: Divisor of each micro-batch's loss.
+        batches: Data iterator of its micro-batches.
     """
 
     name: str
@@ -38,12 +38,12 @@ class BucketInput:
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """How a training loop wants a micro-batch computed.
+    """How the training loop computes a micro-batch.
 
     Attributes:
-        forward_step: `(batches, model)` to the stage's output and a loss function, Megatron's `forward_step_func`.
-        collect_non_loss_data: Keep what the loss function makes of the output with `non_loss_data=True`.
-        tell_first: Let the model know which micro-batch is the first, for what it caches of its weights.
+        forward_step: Megatron's `forward_step_func`: `(batches, model)` to the stage's output and a loss function.
+        collect_non_loss_data: Keep the result of the loss function called with `non_loss_data=True`.
+        tell_first: Tell the model which micro-batch is the first of a step, for its weight caches.
     """
 
     forward_step: Callable[..., tuple[Any, Callable[..., Any] | None]]
@@ -52,10 +52,10 @@ class StepFunctions:
 
 
 def of_wrapped(model: Any, name: str) -> Any:
-    """An attribute of a model or of what it wraps (as `Float16Module` and `DistributedDataParallel` wrap).
+    """An attribute of a model, looked up through its wrappers (`Float16Module`, `DistributedDataParallel`).
 
     Raises:
-        ValueError: None of them has it.
+        ValueError: Neither the model nor a wrapped one has it.
     """
     module = model
     while getattr(module, name, None) is None:
@@ -66,13 +66,14 @@ def of_wrapped(model: Any, name: str) -> Any:
 
 
 class GradientSync:
-    """Data-parallel reduction of gradients: held back until a stage's last backward pass, as Megatron does.
+    """Delays the data-parallel reduction of gradients until a stage's last backward pass, as Megatron does.
 
     Args:
         config: The model's configuration.
-        parameters: What is reduced.
-        is_first_stage: There the last backward pass itself sets the reduction off, even with `grad_sync_func`: the
-            pipeline ends with it. On later stages it runs while the stages before them finish.
+        parameters: Returns the parameters whose gradients are reduced.
+        is_first_stage: On the first stage the last backward pass itself triggers the reduction, even with
+            `grad_sync_func`, since the pipeline ends with it. On later stages the reduction overlaps with the stages
+            before them.
     """
 
     def __init__(self, config: Any, parameters: Callable[[], Any], is_first_stage: bool) -> None:
@@ -84,12 +85,12 @@ class GradientSync:
         self._holding.enter_context((config.no_sync_func or nullcontext)())
 
     def before_last_backward(self) -> None:
-        """Right before the stage's last backward pass."""
+        """Call right before the stage's last backward pass."""
         if self._within_backward:
             self._release()
 
     def finish(self, has_gradients: bool) -> None:
-        """After all passes."""
+        """Call after all passes."""
         if self._held:
             self._release()
             if has_gradients and self._start is not None:
@@ -101,19 +102,19 @@ class GradientSync:
 
 
 class MegatronStage:
-    """A `StageCompute` of one Megatron model chunk.
+    """Implements `StageCompute` for one Megatron model chunk.
 
     Args:
-        model: The chunk, wrapped or not.
-        functions: How the training loop wants it computed.
-        buckets: In the order in which they enter.
-        backwards: Backward passes that the stage will make.
+        model: The model chunk, wrapped or not.
+        functions: How the training loop computes a micro-batch.
+        buckets: Buckets in the order in which they enter.
+        backwards: Number of backward passes that the stage will run.
         is_last_stage: Whether the loss is computed here.
-        sync: Reduction of gradients.
+        sync: Gradient reduction.
 
     Attributes:
-        data: What the loss function reported (or made) of each micro-batch; of the last stage alone.
-        tokens: Sum of the tokens that the loss function counted: an integer on the model's device.
+        data: What the loss function reported for each micro-batch; empty except on the last stage.
+        tokens: Integer tensor on the model's device: the tokens counted by the loss function.
     """
 
     def __init__(
@@ -178,21 +179,21 @@ class MegatronStage:
                 torch.autograd.backward(output, gradient)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
-        """Never asked for: the training loop has an optimizer of its own."""
-        raise RuntimeError(f"{action}: a training loop of Megatron's clips and steps by itself")
+        """Not used: the training loop has an optimizer of its own."""
+        raise RuntimeError(f"{action}: Megatron's training loop clips and steps by itself")
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
-        """Never asked for either."""
-        raise RuntimeError(f"{action}: a training loop of Megatron's clips and steps by itself")
+        """Not used either."""
+        raise RuntimeError(f"{action}: Megatron's training loop clips and steps by itself")
 
     def label(self, action: Action) -> str:
         """The bucket's name."""
         return self.buckets[action.bucket].name
 
     def _finish(self, unit: Unit, output: Any, loss_function: Any, divisor: int) -> Any:
-        """What the loss function makes of the last stage's output, scaled as Megatron scales it.
+        """Apply the loss function to the last stage's output and scale the loss as Megatron does.
 
-        A loss function that also counts tokens gives a sum; it becomes a mean over the micro-batch's tokens here
+        A loss function that also counts tokens returns a sum. It becomes a mean over the micro-batch's tokens here,
         unless the loop divides by all tokens of its batch in the end (`calculate_per_token_loss`).
         """
         if loss_function is None:

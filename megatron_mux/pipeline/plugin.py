@@ -48,7 +48,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "enable_cuda_graph": (None, False),
     "external_cuda_graph": (None, False),
 }
-"""Fields of a model's configuration that ask its schedule for more than is done here, and what they may be."""
+"""Fields of a model's configuration that ask its schedule for something not supported here, with accepted values."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Bucket:
     """Micro-batches of one data source or task, all of one size.
 
     Attributes:
-        name: For messages.
-        micro_batches: Of one call.
-        seq_length: Tokens of each of its sequences.
-        micro_batch_size: Sequences of each of its micro-batches.
-        cost: What its passes take and keep, if it is known; by default in proportion to the operations of a
-            transformer layer (seconds) and to the tokens (memory). Either every bucket has one or none.
+        name: Name used in messages.
+        micro_batches: Number of micro-batches in one call.
+        seq_length: Tokens per sequence.
+        micro_batch_size: Sequences per micro-batch.
+        cost: Seconds and bytes of its passes, if known; by default proportional to the operations of a transformer
+            layer (seconds) and to tokens (memory). Give it for every bucket or for none.
     """
 
     name: str
@@ -84,18 +84,18 @@ class Bucket:
 def multi_bucket(
     buckets: Iterable[Bucket], memory_limit: Sequence[float] | None = None, own_means: bool = False
 ) -> Callable[..., list[Any]]:
-    """Bind buckets: the result has the signature of Megatron-Core's schedule functions.
+    """Bind buckets to a function with the signature of Megatron-Core's schedule functions.
 
     `num_microbatches` of a call must be the sum over the buckets, on every data-parallel rank; `seq_length` and
     `micro_batch_size` of a call do not count. Its `data_iterator` is a list with an iterator for each bucket, or one
     iterator that yields an item for each micro-batch, bucket after bucket in the order given here.
 
     Args:
-        buckets: In any order; they enter the pipeline by descending latency.
-        memory_limit: `[S]` what a stage may keep of micro-batches that wait for their backward pass, in the unit of the
-            costs' memory (tokens, if no costs are given); by default what 1F1B would keep of the largest.
-        own_means: A bucket's loss is the mean over its own micro-batches, as if it were alone (tasks); by default it
-            is the mean over all micro-batches of the call, as in Megatron (sources of one batch).
+        buckets: Buckets in any order; they enter the pipeline by descending latency.
+        memory_limit: `[S]` limit on what a stage keeps for micro-batches that wait for their backward pass, in the unit
+            of the costs' memory (tokens if no costs are given); by default what 1F1B keeps for the largest bucket.
+        own_means: Take a bucket's loss as the mean over its own micro-batches, as if it were alone (for tasks). By
+            default it is the mean over all micro-batches of the call, as in Megatron (for sources of one batch).
     """
     limit = None if memory_limit is None else tuple(memory_limit)
     return partial(
@@ -123,24 +123,24 @@ def forward_backward_multi_bucket(
     memory_limit: tuple[float, ...] | None = None,
     own_means: bool = False,
 ) -> list[Any]:
-    """Forward and backward passes of a step, as Megatron-Core's schedule functions make them.
+    """Run the forward and backward passes of a step, like Megatron-Core's schedule functions.
 
-    Without buckets all micro-batches are one, and the order of passes is that of 1F1B. `config.param_sync_func` is not
-    called, as in Megatron's schedules for one model chunk.
+    Without buckets all micro-batches form one bucket, and the order of passes is that of 1F1B. `config.param_sync_func`
+    is not called, as in Megatron's schedules for one model chunk.
 
     Args:
         forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, forward_only,
             collect_non_loss_data, first_val_step, pg_collection, force_all_reduce: As in Megatron-Core.
-        p2p_communicator: Not used: transfers are made here. Megatron-Core asks for it along with `pg_collection`.
+        p2p_communicator: Not used, since transfers are made here; Megatron-Core requires it with `pg_collection`.
         decoder_seq_length, adjust_tensor_shapes_fn: Must be None.
         buckets, memory_limit, own_means: See `multi_bucket`.
 
     Returns:
-        On the last stage what the loss function reported for each micro-batch, bucket after bucket in the order of
-        `buckets`; elsewhere nothing.
+        On the last stage, what the loss function reported for each micro-batch, by bucket in the order of `buckets`;
+        an empty list on other stages.
 
     Raises:
-        ValueError: Something is asked for that is not done here, or buckets, data and call do not fit each other.
+        ValueError: Something unsupported is requested, or buckets, data and call do not match.
     """
     model = _single(model, "model")
     config = of_wrapped(model, "config")
@@ -172,13 +172,13 @@ def _run(
     template: Template,
     parallel: Parallel,
 ) -> MegatronStage:
-    """This stage's actions."""
+    """Run this stage's actions."""
     backwards = sum(action.kind == "B" for action in template[parallel.pp_rank])
     config = of_wrapped(model, "config")
     sync = GradientSync(config, model.parameters, parallel.is_first_stage)
     stage = MegatronStage(model, functions, buckets, backwards, parallel.is_last_stage, sync)
     communicator = _communicator(parallel)
-    # Forward passes wait for nobody behind them: sends that wait for their receivers keep fewer tensors alive.
+    # In evaluation no stage waits for a later one: keep only a few sent tensors alive.
     communicator.expect(most_in_flight(template) if backwards else parallel.pp_size)
     dtype = config.pipeline_dtype or config.params_dtype
     execute(template, parallel.pp_rank, stage, communicator, dtype)
@@ -225,7 +225,7 @@ def _refuse_mismatch(forward_only: bool, collect_non_loss_data: bool, communicat
 def _given(
     buckets: tuple[Bucket, ...], num_microbatches: int, seq_length: int, micro_batch_size: int
 ) -> tuple[Bucket, ...]:
-    """The buckets that were bound, or one of all the call's micro-batches."""
+    """The bound buckets, or one bucket of all micro-batches of the call."""
     given = buckets or (Bucket("all", num_microbatches, seq_length, micro_batch_size),)
     if sum(bucket.micro_batches for bucket in given) != num_microbatches:
         shares = " + ".join(f"{bucket.micro_batches} ({bucket.name})" for bucket in given)
@@ -240,7 +240,7 @@ def _plan(
     memory_limit: tuple[float, ...] | None,
     forward_only: bool,
 ) -> tuple[list[int], Template]:
-    """In which order the buckets enter, and the template of buckets that enter in this order."""
+    """The order in which the buckets enter, and the template for that order."""
     costs = _costs(buckets, stages, hidden_size)
     order = descending(costs)
     limit = _as_1f1b_keeps(costs) if memory_limit is None else memory_limit
@@ -250,7 +250,7 @@ def _plan(
 def _inputs(
     buckets: Sequence[Bucket], data_iterator: Any, parallel: Parallel, hidden_size: int, divisor: int
 ) -> list[BucketInput]:
-    """What the stage needs of each bucket, in their order; divisor 0: each bucket's own micro-batches."""
+    """The stage's view of each bucket. A divisor of 0 stands for each bucket's own number of micro-batches."""
     return [
         BucketInput(
             bucket.name, _shape(bucket, parallel, hidden_size), divisor or bucket.micro_batches, batches
@@ -260,7 +260,7 @@ def _inputs(
 
 
 def _costs(buckets: Sequence[Bucket], stages: int, hidden_size: int) -> list[BucketCost]:
-    """What the buckets' passes take and keep: as given, or by their operations and tokens."""
+    """Costs of the buckets: as given, or estimated from their operations and tokens."""
     given = [bucket.cost for bucket in buckets if bucket.cost is not None]
     if given and len(given) < len(buckets):
         raise ValueError("give the cost of every bucket or of none: seconds and operations do not compare")
@@ -282,14 +282,14 @@ def _costs(buckets: Sequence[Bucket], stages: int, hidden_size: int) -> list[Buc
 
 
 def _as_1f1b_keeps(costs: Sequence[BucketCost]) -> tuple[float, ...]:
-    """Per stage: as many of the largest micro-batches as there are stages from it to the end."""
+    """For each stage, the memory of the largest micro-batch times the number of stages from it to the end."""
     stages = costs[0].stages
     return tuple((stages - i) * max(cost.kept(i) for cost in costs) for i in range(stages))
 
 
 @lru_cache(maxsize=64)
 def _template(costs: tuple[BucketCost, ...], memory_limit: tuple[float, ...], forward_only: bool) -> Template:
-    """The checked template of buckets in the order in which they enter."""
+    """The validated template of buckets in the order in which they enter."""
     stages = costs[0].stages
     if len(memory_limit) != stages:
         raise ValueError(f"memory_limit is for {len(memory_limit)} stage(s), not for {stages}")
@@ -302,12 +302,12 @@ def _template(costs: tuple[BucketCost, ...], memory_limit: tuple[float, ...], fo
 
 @lru_cache(maxsize=8)
 def _communicator(parallel: Parallel) -> Communicator:
-    """The transfers of a stage: made once, since on GPUs that makes process groups."""
+    """The transfers of a stage, cached because on GPUs they need process groups."""
     return Communicator.between_stages(parallel)
 
 
 def _shape(bucket: Bucket, parallel: Parallel, hidden_size: int) -> tuple[int, int, int]:
-    """`[L, sequences, H]`, with sequence parallelism a tensor rank's part of the rows."""
+    """`[L, sequences, H]`; with sequence parallelism, a tensor rank's part of the rows."""
     parts = parallel.tp_size if parallel.sequence_parallel else 1
     if bucket.seq_length % parts:
         raise ValueError(
@@ -326,5 +326,5 @@ def _batches(data_iterator: Any, buckets: Sequence[Bucket]) -> list[Batches]:
         return list(data_iterator)
     if len(buckets) == 1:
         return [data_iterator]
-    # Buckets enter in another order than they come in: those that come first wait here.
+    # Buckets enter the pipeline in another order than the iterator yields them: read them all now.
     return [iter([next(data_iterator) for _ in range(bucket.micro_batches)]) for bucket in buckets]

@@ -1,10 +1,10 @@
-"""Steps that follow each other without a flush: a bucket's next step begins while other buckets drain.
+"""Rolling steps: a bucket's next step starts while other buckets still drain, without a pipeline flush.
 
-Nothing but a task's own optimizer step orders its micro-batches. Buckets of later steps are counted on (`Unit`), and
-two more kinds of actions end a bucket's step: `N`, right after its last backward pass on a stage, sends squared norms
-along with the gradients to the stage before; `U`, right before the bucket's next forward pass, brings what the first
-stage has summed up along with the hidden states, so that each stage clips by the whole norm and steps. No stage waits
-for anything that the passes around it would not have waited for.
+A task's micro-batches must wait only for its own optimizer step. Two kinds of actions end a bucket's step. `N` runs
+right after the bucket's last backward pass on a rank and sends the squared gradient norms to the previous rank along
+with the gradients. `U` runs right before the bucket's next forward pass: the totals arrive from the first rank along
+with the hidden states, and each rank clips by the whole norm and steps its optimizers. Neither makes a rank wait for
+anything that the passes around it would not wait for anyway.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from megatron_mux.pipeline.template import Template
 
 
 def with_updates(template: Template, sizes: Sizes, period: int, stages: int | None = None) -> Template:
-    """The same passes with the actions that end each bucket's step.
+    """Insert the `N` and `U` actions that end each bucket's step.
 
     Args:
-        template: Passes of one or several steps in which a bucket's forward passes come after the backward passes of
-            its step before.
-        sizes: Of the buckets of all its steps.
-        period: Buckets of a step: bucket `e` is the same tasks' as bucket `e + period`.
-        stages: Number of stages; as many as ranks by default.
+        template: Passes of one or several steps; a bucket's forward passes come after the backward passes of its
+            previous step.
+        sizes: Chunks of the micro-batches of all buckets of all steps.
+        period: Number of buckets in a step: buckets `e` and `e + period` hold the same tasks.
+        stages: Number of stages; by default one per rank.
     """
     each = (len(template) if stages is None else stages) // len(template)
     return tuple(tuple(_ended(actions, rank, each, sizes, period)) for rank, actions in enumerate(template))
 
 
 def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period: int) -> Iterator[Action]:
-    """A rank's actions with `N` as early and `U` as late as can be, both in the order of the buckets.
+    """Insert `N` as early and `U` as late as possible into a rank's actions, both in the order of the buckets.
 
     Args:
-        each: Stages of the rank.
+        each: Number of stages on the rank.
     """
     left = [sum(own) * each for own in sizes]  # backward passes to come
     normed = updated = 0
 
     def norms() -> Iterator[Action]:
-        """Of the buckets that are done here; one without a micro-batch on this pipeline ends with the one before."""
+        """`N` of buckets that are done on this rank. A bucket without a micro-batch here ends with the previous one."""
         nonlocal normed
         while normed < len(sizes) and not left[normed]:
             if updated <= normed - period:
-                return  # its tasks' gradients are still those of the step before
+                return  # the gradients of its previous step are still in use
             yield Action(rank, "N", normed)
             normed += 1
 

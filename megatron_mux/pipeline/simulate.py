@@ -1,8 +1,8 @@
-"""What a template would do: when each action runs, how long ranks idle, how much memory they keep.
+"""Simulate a template: when each action runs, how long ranks idle, how much memory they keep.
 
-The executor's rules: a rank runs its actions in order; a pass waits for its input, which left the neighbouring stage
-when that one's pass was done and travels for the bucket's transfer time, one tensor at a time in each direction. Pure
-arithmetic: no process, no device.
+The simulation follows the executor's rules. A rank runs its actions in order. A pass waits for its input, which leaves
+the neighbouring stage when that stage's pass is done and takes the bucket's transfer time, one tensor at a time in each
+direction. This is arithmetic only: no process and no device is involved.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_mux.pipeline.template import Template
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome.
+    """The result of a simulation.
 
     Attributes:
-        timed: Each rank's actions with their times in seconds.
-        kept: Each rank's memory over time: `(second, bytes)` after every change.
+        timed: Actions of each rank with their times in seconds.
+        kept: Memory of each rank over time, as `(second, bytes)` after every change.
     """
 
     timed: tuple[tuple[TimedAction, ...], ...]
@@ -38,11 +38,11 @@ class Simulation:
         return sum(timed.stop - timed.start for timed in self.timed[rank])
 
     def bubble(self, rank: int) -> float:
-        """Share of the whole latency that a rank idles."""
+        """Share of the latency during which a rank is idle."""
         return 1 - self.busy(rank) / self.latency if self.latency else 0.0
 
     def internal_bubble(self, rank: int) -> float:
-        """Seconds that a rank idles between its first pass and its last."""
+        """Seconds during which a rank is idle between its first and its last pass."""
         passes = [timed for timed in self.timed[rank] if timed.action.is_pass]
         if not passes:
             return 0.0
@@ -50,7 +50,7 @@ class Simulation:
         return last - first - sum(t.stop - t.start for t in self.timed[rank] if first <= t.start < last)
 
     def peak(self, rank: int) -> float:
-        """The most bytes that a rank keeps between forward and backward passes."""
+        """Peak bytes that a rank keeps between forward and backward passes."""
         return max((size for _, size in self.kept[rank]), default=0.0)
 
 
@@ -62,20 +62,20 @@ def simulate(
     sizes: Sizes | None = None,
     vary: Callable[[Action], float] = lambda action: 1.0,
 ) -> Simulation:
-    """Run a template on paper.
+    """Simulate a template.
 
     Args:
         template: Actions per rank. Stage `s` is on rank `s % ranks`.
-        buckets: Costs of the buckets of a step, by the index that actions name.
-        labels: What to write on each bucket's actions; by default its index.
-        memory_limit: Bytes that each rank may keep; None: no limit.
-        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
-            several steps, one after the other.
-        vary: How many times as long as it costs an action really takes.
+        buckets: Costs of the buckets of one step, by the index that actions use.
+        labels: Text on each bucket's actions; by default its index.
+        memory_limit: Bytes that each rank may keep; None for no limit.
+        sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
+            after the other.
+        vary: Factor on the predicted seconds of an action.
 
     Raises:
-        TemplateError: It is not complete, breaks an order, keeps too much, or comes to a deadlock: the offending cell
-            is marked.
+        TemplateError: The template is incomplete, breaks an order, exceeds the memory limit or deadlocks; the
+            offending cell is marked.
     """
     stages = buckets[0].stages if buckets else len(template)
     virtual = max(1, stages // max(1, len(template)))
@@ -85,7 +85,7 @@ def simulate(
     links: dict[tuple[int, int], float] = {}
     timed: list[list[TimedAction]] = [[] for _ in template]
     waiting = list(range(len(template)))
-    while waiting:  # it comes to an end: `check` has seen to that
+    while waiting:  # terminates: `check` has excluded deadlocks
         for rank in waiting:
             actions, mine = template[rank], timed[rank]
             while len(mine) < len(actions):
@@ -113,7 +113,7 @@ def _arrival(
     done: dict[Action, float],
     links: dict[tuple[int, int], float],
 ) -> float | None:
-    """When an action's input is there; None if what makes it has not run yet."""
+    """The time at which an action's input arrives; None if it has not been computed yet."""
     before = action.before(stages, ranks)
     if before is None:
         return 0.0
@@ -124,9 +124,9 @@ def _arrival(
         return sent
     link = (before.stage, action.stage)
     if not action.is_pass:
-        # A few numbers, along with the pass beside them.
+        # A few numbers: they travel with the pass next to them.
         return max(sent, links.get(link, 0.0))
-    # One tensor at a time in each direction of a link; they leave in the order in which they are taken.
+    # A link carries one tensor at a time in each direction, in the order in which they are received.
     cost = buckets[action.bucket % len(buckets)]
     arrival = max(sent, links.get(link, 0.0)) + cost.to_next(min(link))
     links[link] = arrival
@@ -134,7 +134,7 @@ def _arrival(
 
 
 def _kept(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> tuple[tuple[float, float], ...]:
-    """Memory after every change: taken when a forward starts, given back when its backward stops."""
+    """Memory after every change: allocated when a forward starts, freed when its backward stops."""
     size, found = 0.0, []
     for timed in actions:
         bytes_ = buckets[timed.action.bucket % len(buckets)].kept(timed.action.stage)

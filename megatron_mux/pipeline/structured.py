@@ -1,9 +1,9 @@
 """The structured multi-bucket 1F1B template (MuxTune section 3.4.1 and appendix A).
 
-Buckets enter in descending order of their first stage's latency, micro-batches of a bucket consecutively; a stage that
-is free takes its `lead`, then runs a backward pass if one is ready, else launches the next forward pass, as eagerly as
-its memory allows. The order that comes out of this on predicted costs is written down as a template: nothing is decided
-while it runs.
+Buckets enter in descending order of their latency on the first stage, the micro-batches of a bucket consecutively. A
+free stage first builds up its `lead`, then runs a backward pass if one is ready, and otherwise launches the next
+forward pass, as eagerly as its memory allows. The order that results from predicted costs is the template: nothing is
+decided while it runs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from megatron_mux.pipeline.bucket import BucketCost, Sizes, backward_order, forw
 from megatron_mux.pipeline.template import Template
 
 _TOLERANCE = 1e-9
-"""What two sums of the same seconds in another order may differ by, relative to the longest pass."""
+"""Rounding tolerance when times are compared, relative to the longest pass."""
 
 
 def lead(behind: int) -> int:
-    """Units that a stage launches before it looks for a backward pass, by the number of stages behind it.
+    """Number of units a stage launches before it looks for a backward pass.
 
-    Twice what fills the stages behind it if each pass takes what it is predicted to take: none does. 1F1B keeps just
-    that in flight, and each pass that takes longer than usual makes all stages wait for what is never made up: see
-    "passes that take longer or shorter than predicted" in `benchmarks/results/schedules.md`.
+    This is twice what fills the later stages when every pass takes exactly its predicted time. 1F1B keeps only that
+    many in flight, so every pass that takes longer delays all stages, and the delay is never made up: see "passes that
+    take longer or shorter than predicted" in `benchmarks/results/schedules.md`.
+
+    Args:
+        behind: Number of stages after this one.
     """
     return 1 + 2 * behind
 
 
 def descending(buckets: Sequence[BucketCost]) -> list[int]:
-    """Indices of the buckets in the order in which they should enter (rule 1)."""
+    """Indices of the buckets in the order in which they should enter the pipeline (rule 1)."""
     return sorted(range(len(buckets)), key=lambda i: (-buckets[i].latency, i))
 
 
@@ -56,14 +59,14 @@ def schedule(
 
     Args:
         buckets: In the order in which they enter; see `descending`.
-        memory_limit: Bytes that each rank may keep between forward and backward passes; None: no limit.
-        sizes: The micro-batches that a step really has, if they are not as many or not cut as the costs say; of
-            several steps, one after the other: a bucket's step begins when its step before is done on the first stage.
-        virtual: Stages of each rank: stage `s` is on rank `s % ranks`.
+        memory_limit: Bytes that each rank may keep between forward and backward passes; None for no limit.
+        sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
+            after the other. A bucket's step starts when its previous step is done on the first stage.
+        virtual: Number of stages on each rank; stage `s` is on rank `s % ranks`.
 
     Returns:
-        One list of actions per rank, and seconds. Every stage runs forwards and backwards in one order, and the last
-        stage always has a backward to run after a forward: free of deadlock.
+        One list of actions per rank, and the latency. All stages run forwards in one order and backwards in one order,
+        and the last stage always has a backward to run after a forward, so there is no deadlock.
 
     Raises:
         ValueError: A single micro-batch does not fit in a rank's memory, or costs are for different numbers of stages.
@@ -81,7 +84,7 @@ def schedule(
 
 
 def _kept(bucket: BucketCost, rank: int, ranks: int) -> float:
-    """Bytes that a rank keeps of a chunk, all its stages together."""
+    """Bytes that a rank keeps for a chunk, on all its stages together."""
     return sum(bucket.kept(stage) for stage in range(rank, bucket.stages, ranks))
 
 
@@ -98,7 +101,7 @@ def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) 
 
 @dataclass
 class _Stage:
-    """How many passes a stage has begun, and when the inputs of its next ones are there."""
+    """Counts of the passes a stage has started, and arrival times of the inputs of its next passes."""
 
     forwards: int = 0
     backwards: int = 0
@@ -108,7 +111,7 @@ class _Stage:
 
 @dataclass
 class _Rank:
-    """What a rank keeps, the stages it has not launched a unit on yet included; until when it is busy."""
+    """State of a rank: bytes kept (including those reserved for its later stages) and when it becomes free."""
 
     kept: float = 0.0
     free_at: float = 0.0
@@ -116,7 +119,7 @@ class _Rank:
 
 
 class _Scheduler:
-    """Greedy list scheduling in the order of simulated time. Of several stages, a rank serves the oldest unit's."""
+    """Greedy list scheduling in simulated time. A rank with several stages serves the oldest unit first."""
 
     def __init__(
         self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None, virtual: int
@@ -129,7 +132,7 @@ class _Scheduler:
         self.limit = memory_limit
         self.forward, self.backward = forward_order(sizes), backward_order(sizes)
         self.position = {unit: i for i, unit in enumerate(self.forward)}
-        # Backward passes that the first stage has done once a bucket, and all before it, are done.
+        # Number of backward passes on the first stage once a bucket, and all buckets before it, are done.
         self.ends = list(accumulate(sum(own) for own in sizes))
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
         self.tolerance = _TOLERANCE * longest
@@ -139,7 +142,7 @@ class _Scheduler:
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(self.ranks)]
 
     def run(self) -> tuple[Template, float]:
-        """Until no rank has anything left to do."""
+        """Schedule until no rank has anything left to do."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if self.busy[rank].free_at <= now + self.tolerance:
@@ -150,7 +153,7 @@ class _Scheduler:
         return template, max(rank.free_at for rank in self.busy)
 
     def _next(self, rank: int, now: float) -> Action | None:
-        """What a rank that is free should do: what gives it a lead, else a backward pass, else any forward pass."""
+        """The next action of a free rank: a forward that builds its lead, else a backward, else any forward."""
         own = range(rank, self.last + 1, self.ranks)
         for number in own:
             stage = self.stages[number]
@@ -217,12 +220,12 @@ class _Scheduler:
         unit = self.forward[stage.forwards]
         before = unit.bucket - len(self.buckets)
         if number == 0 and before >= 0 and stage.backwards < self.ends[before]:
-            return False  # the same tasks' step before
+            return False  # the previous step of the same tasks is not done
         if self.limit is None or number >= self.ranks:
             return True
         kept = self.busy[number].kept + _kept(self._cost(unit.bucket), number, self.ranks)
         if kept <= self.limit[number] * (1 + _TOLERANCE):
             return True
-        # A micro-batch that is alone here is finished, whatever it keeps: nothing else could make room for it.
+        # A micro-batch that is alone in flight must finish, whatever it keeps: nothing else could free memory for it.
         oldest = self.backward[stage.backwards]
         return (unit.bucket, unit.micro_batch) == (oldest.bucket, oldest.micro_batch)

@@ -17,7 +17,7 @@ Template = tuple[tuple[Action, ...], ...]
 
 
 def plain(micro_batches: Sequence[int], chunks: int = 1) -> list[list[int]]:
-    """Sizes of buckets whose micro-batches are all cut into so many chunks."""
+    """Sizes of buckets whose micro-batches all have the same number of chunks."""
     return [[chunks] * count for count in micro_batches]
 
 
@@ -26,7 +26,7 @@ def gpipe(stages: int, sizes: Sizes) -> Template:
 
     Args:
         stages: Number of stages.
-        sizes: Of the buckets, in the order in which they enter.
+        sizes: Chunks of the micro-batches of each bucket, in the order in which buckets enter.
     """
     return tuple(
         tuple(_forwards(stage, forward_order(sizes)) + _backwards(stage, backward_order(sizes)))
@@ -37,13 +37,13 @@ def gpipe(stages: int, sizes: Sizes) -> Template:
 def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Template:
     """1F1B (Narayanan et al., 2019) over the micro-batches of all buckets in a row, with no flush between buckets.
 
-    A stage launches as many forwards as there are stages behind it, then alternates, then drains. The first backward of
-    a pack waits for the forward of its last chunk.
+    A stage launches one forward for each stage after it, then alternates, then drains. The first backward of a pack
+    waits for the forward of its last chunk.
 
     Args:
         stages: Number of stages.
-        sizes: Of the buckets, in the order in which they enter.
-        period: Buckets of a step, if there are several steps: a bucket's step begins after its step before.
+        sizes: Chunks of the micro-batches of each bucket, in the order in which buckets enter.
+        period: Number of buckets in a step, if there are several steps. A bucket's step starts after its previous one.
     """
     forward, backward = forward_order(sizes), backward_order(sizes)
     # Forwards that must have run before each backward: those of its own pack, and as many as backwards so far.
@@ -67,15 +67,15 @@ def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Templat
 
 
 def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
-    """Interleaved 1F1B (Narayanan et al., 2021): `virtual` stages to a rank, stage `s` on rank `s % ranks`.
+    """Interleaved 1F1B (Narayanan et al., 2021): `virtual` stages per rank, stage `s` on rank `s % ranks`.
 
     Args:
         ranks: Number of ranks.
-        virtual: Stages of each.
-        sizes: Of the buckets; one chunk each, and micro-batches in all a multiple of the ranks.
+        virtual: Number of stages on each rank.
+        sizes: Micro-batches of one chunk each; their total must be a multiple of the number of ranks.
 
     Raises:
-        ValueError: The sizes are not such.
+        ValueError: The sizes do not meet these conditions.
     """
     if virtual == 1:
         return one_f_one_b(ranks, sizes)
@@ -88,18 +88,18 @@ def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
 
 
 def fits_interleaved(ranks: int, sizes: Sizes) -> bool:
-    """Whether `interleaved` knows an order for these buckets."""
+    """Whether `interleaved` can schedule these buckets."""
     units = forward_order(sizes)
     return not len(units) % ranks and not any(unit.chunk for unit in units)
 
 
 def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
-    """Forward passes alone (evaluation): as many micro-batches at a time as there are ranks, stage after stage.
+    """Forward passes only (evaluation), in groups of as many micro-batches as there are ranks.
 
     Args:
         ranks: Number of ranks.
-        micro_batches: How many.
-        virtual: Stages of each rank.
+        micro_batches: Number of micro-batches.
+        virtual: Number of stages on each rank.
     """
     units = forward_order(plain([micro_batches]))
     groups = [units[i : i + ranks] for i in range(0, len(units), ranks)]
@@ -115,9 +115,9 @@ def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
 
 
 def most_in_flight(template: Template) -> int:
-    """The most units that any stage has launched and not yet taken back.
+    """The largest number of units that any rank has in flight between forward and backward.
 
-    Neighbours never lag further behind each other than this, so a tensor sent so many sends ago has been taken.
+    Neighbours never lag further behind each other than this, so a tensor sent that many sends ago has been received.
     """
     most = 0
     for actions in template:
@@ -150,7 +150,7 @@ def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> 
 def _alternate(
     stage: int, forward: Sequence[Unit], backward: Sequence[Unit], needed: Sequence[int]
 ) -> list[Action]:
-    """Backwards in order, before each as many forwards as it needs to have run."""
+    """Backward passes in order, each preceded by the forward passes that must run before it."""
     actions: list[Action] = []
     launched = 0
     for unit, count in zip(backward, needed, strict=True):
