@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
             from megatron_mux.runtime import shutdown  # imports torch: seconds
-            from megatron_mux.training import run
+            from megatron_mux.training.run import run
 
             at_the_end.callback(shutdown)
             run(arguments)

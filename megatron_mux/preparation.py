@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
-from megatron_mux.admission import first_tasks
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
@@ -29,6 +28,7 @@ from megatron_mux.liveness import Liveness
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.admission import first_tasks
 
 Progress = Callable[[str], None]
 

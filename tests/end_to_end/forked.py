@@ -185,7 +185,7 @@ def _serve() -> None:
     import peft  # noqa: F401
     import transformers  # noqa: F401
 
-    import megatron_mux.training  # noqa: F401
+    import megatron_mux.training.run  # noqa: F401
 
     for line in sys.stdin:
         if line.startswith("wait "):

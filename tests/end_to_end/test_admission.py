@@ -8,13 +8,13 @@ from random import Random
 
 import torch
 
-from megatron_mux.admission import Admission
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.desk import Desk, Mesh, Premises
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.admission import Admission
 from tests.budget import Budget, failing, on_the_host
 from tests.end_to_end.conftest import BackboneOf
 from tests.end_to_end.families import FAMILIES, lora

@@ -64,7 +64,7 @@ def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
             task["adapter"] = {**task["adapter"], "target_modules": ["no_such_module"]}
         (staged / f"{name}.yaml").write_text(json.dumps({"tasks": [task]}))
     tasks = workplace.write_tasks("one.yaml", {"lora": TASKS["lora"]})
-    # Turns of one step each: else a task joins after those that are under way.
+    # Bursts of one step each: else a task joins after those that are under way.
     flags: list[str | Path] = ["--no-mux-rolling", "--mux-watch", watched, "--save", workplace.root / "run"]
     arguments = workplace.arguments(*flags, tasks=tasks)
     return _python("-c", DRIVER, watched, staged, *arguments)

@@ -1,99 +1,30 @@
-"""The loop: compose backbone, tasks and engine; step; evaluate, save and report; until every task is done."""
+"""The loop: step the engine; evaluate, save and report what is due; until every task is done."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
-from megatron_mux.backbone.model import load_stages
-from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
+from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave
-from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, StepResult
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.members import Members
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.preparation import prepare, prepare_planning, watched, with_saved
 from megatron_mux.report import Reporter, cut_metrics
-from megatron_mux.runtime import Parallel, initialize
-from megatron_mux.tasks import load_task_file
-from megatron_mux.turns import Turns
-from megatron_mux.watch import WatchedDirectory
+from megatron_mux.runtime import Parallel
+from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.task_registry import TaskRegistry
+from megatron_mux.training.watched_directory import WatchedDirectory
 
 _IDLE_SECONDS = 0.5
-
-
-def run(arguments: MuxArguments) -> None:
-    """Fine-tune the tasks that `arguments` name.
-
-    It joins the world of processes; leaving it (`runtime.shutdown`) is for the caller, who first tells what was wrong.
-
-    Raises:
-        UserError: The input is wrong: everything that can be checked is, before a weight is read.
-    """
-    leader = os.environ.get("RANK", "0") == "0"
-    save, resume = arguments.save, arguments.load
-    if save is not None and save != resume:
-        checkpoint.refuse_used(save)
-    specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
-    info = read_backbone_info(arguments.backbone)
-    arguments.check_shape(info.shape)
-    info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
-    tokenizer = load_tokenizer(arguments.backbone)
-    reporter = Reporter(
-        save,
-        arguments.tensorboard_dir,
-        arguments.log_interval,
-        not arguments.mux_no_progress,
-        silent=not leader,
-    )
-    try:
-        manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
-        if resume is not None and manifest is None:
-            reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        specs = with_saved(specs, manifest)
-        resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
-        tasks = prepare(specs, info, tokenizer, reporter.say, resumed)
-        parallel = initialize(
-            arguments.tensor_model_parallel_size,
-            arguments.pipeline_model_parallel_size,
-            arguments.sequence_parallel,
-            arguments.seed,
-            timeout_minutes=arguments.distributed_timeout_minutes,
-        )
-        arguments.check_device(parallel.device.type)
-        with watched(parallel, arguments, reporter.release) as parallel:
-            planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
-            reporter.say(f"reading the backbone {arguments.backbone}")
-            parallel.heartbeat.at("reading the backbone", long=True)
-            stages = load_stages(
-                arguments.backbone,
-                parallel,
-                arguments.dtype,
-                arguments.recompute_granularity or "none",
-                planning.split,
-                arguments.mux_backbone_weights,
-            )
-            engine = Engine(stages, parallel, planning)
-            loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
-            loop.members.register(tasks)
-            with _stop_on_signals(loop):
-                loop.run()
-        reporter.close()
-    finally:
-        reporter.release()
 
 
 @dataclass
@@ -105,7 +36,7 @@ class Loop:
         engine: Trains.
         parallel: Where this rank stands.
         reporter: Tells.
-        members: The tasks; made from the backbone and its tokenizer, for those that join later.
+        registry: The tasks of the run.
         manifest: The save to continue from, if any.
         stopping: Set by a signal: leave after the step.
     """
@@ -118,16 +49,16 @@ class Loop:
     tokenizer: InitVar[Any]
     manifest: Manifest | None = None
     stopping: bool = False
-    members: Members = field(init=False)
-    _turns: Turns = field(init=False)
+    registry: TaskRegistry = field(init=False)
+    _step_loop: StepLoop = field(init=False)
     _plan: Plan | None = None
 
     def __post_init__(self, info: BackboneInfo, tokenizer: Any) -> None:
         continued = self.arguments.load if self.manifest is not None else None
-        self.members = Members(
+        self.registry = TaskRegistry(
             self.engine, self.parallel, self.reporter, info, tokenizer, self._evaluate, self._save, continued
         )
-        self._turns = Turns(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
+        self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
             return
@@ -135,7 +66,7 @@ class Loop:
             cut_metrics(directory, self.manifest)
         if self.manifest is None:
             return
-        self.members.continue_from(self.manifest, directory, self.arguments.save)
+        self.registry.continue_from(self.manifest, directory, self.arguments.save)
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
         before, now = self.manifest.plan, self.engine
         split = tuple(before.get("split", ()))
@@ -153,10 +84,10 @@ class Loop:
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
-                stop_when_done = self.members.follow(watched)
-            self.members.admit()
+                stop_when_done = self.registry.follow(watched)
+            self.registry.admit()
             if not self.engine.active:
-                if self.members.waiting:
+                if self.registry.waiting:
                     continue  # whoever had its turn was refused
                 if stop_when_done:
                     break
@@ -166,16 +97,16 @@ class Loop:
         else:
             saved = "nothing" if self.arguments.save is None else "where every task stands"
             self.reporter.say(f"stopping: {saved} is saved")
-        if self._turns.steps or self.manifest is None:
+        if self._step_loop.steps or self.manifest is None:
             self._save()
             self._draw()
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def _advance(self) -> None:
         """Take steps until something is due, then do it."""
-        steps = self._turns.take(self.engine.steps, self._due())
+        steps = self._step_loop.run_burst(self.engine.steps, self._due())
         self.parallel.heartbeat.at("reporting")
-        if self._turns.is_time_to_draw:
+        if self._step_loop.is_time_to_draw:
             self._draw()
         self._plan = self.engine.last_plan or self._plan
         while self.engine.planning.news:
@@ -184,7 +115,7 @@ class Loop:
         for results in steps:
             for name, result in results.items():
                 self._note(name, result)
-                self.reporter.step(name, result, self._turns.seconds)
+                self.reporter.step(name, result, self._step_loop.seconds)
             last |= results
         # Every task's turn, whatever is due already.
         due = [self._after(name, result) for name, result in last.items()]
@@ -216,7 +147,7 @@ class Loop:
         return finished or bool(interval and result.step % interval == 0)
 
     def _note(self, name: str, result: StepResult) -> None:
-        entry = self.members.entries[name]
+        entry = self.registry.entries[name]
         entry.status, entry.reason = result.status, result.reason
         if result.diverged:
             entry.health.good = False
@@ -224,7 +155,7 @@ class Loop:
             entry.note(result.step, result.loss)
 
     def _tell_what_is_kept(self, name: str) -> None:
-        entry = self.members.entries[name]
+        entry = self.registry.entries[name]
         if self.arguments.save is None:
             return
         if entry.checkpoint == entry.good:
@@ -252,7 +183,7 @@ class Loop:
             return
         self.parallel.heartbeat.at("saving")
         states: list[TaskToSave] = []
-        for name, entry in self.members.entries.items():
+        for name, entry in self.registry.entries.items():
             state = TaskToSave(entry)
             if name in self.engine.tasks:
                 step, _, status = self.engine.progress(name)
@@ -290,13 +221,13 @@ class Loop:
 
     def _draw(self) -> None:
         """Leave a picture of the last timed step, on the pipeline of the first data-parallel replica."""
-        stages: list[list[TimedAction]] = [self._turns.timed]
+        stages: list[list[TimedAction]] = [self._step_loop.timed]
         if self.parallel.world_size > 1:
             stages = [[] for _ in range(self.parallel.world_size)]
-            mine = self._turns.timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
+            mine = self._step_loop.timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
             dist.all_gather_object(stages, mine)
         everything = [action for stage in stages for action in stage]
-        first, last = self._turns.pictured
+        first, last = self._step_loop.timed_steps
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
         self.reporter.schedule(everything, title, self.parallel.pp_size)
@@ -305,20 +236,7 @@ class Loop:
         """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
         raise_on_every_rank(self.reporter.problem, self.parallel)
         # Steps are as long as on the slowest rank, and every rank takes equally many.
-        stopping, self._turns.seconds = self.parallel.most([float(self.stopping), self._turns.seconds])
+        stopping, self._step_loop.seconds = self.parallel.most(
+            [float(self.stopping), self._step_loop.seconds]
+        )
         return stopping > 0
-
-
-@contextmanager
-def _stop_on_signals(loop: Loop) -> Iterator[None]:
-    """SIGTERM and SIGINT let the step finish, save and leave: what a preempting scheduler and a person want."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        loop.stopping = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

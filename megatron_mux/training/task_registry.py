@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux import checkpoint
-from megatron_mux.admission import Admission
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import Engine, Task
@@ -18,11 +17,12 @@ from megatron_mux.preparation import joinable, prepare
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
-from megatron_mux.watch import WatchedDirectory
+from megatron_mux.training.admission import Admission
+from megatron_mux.training.watched_directory import WatchedDirectory
 
 
 @dataclass
-class Members:
+class TaskRegistry:
     """Takes tasks in and lets them go.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_mux.watch import STOP, WatchedDirectory
+from megatron_mux.training.watched_directory import STOP, WatchedDirectory
 
 
 def test_files_come_and_go_once(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_mux import members as module
 from megatron_mux.errors import UserError
-from megatron_mux.members import Members
+from megatron_mux.training import task_registry as module
+from megatron_mux.training.task_registry import TaskRegistry
 
 
 class Engine:
@@ -70,26 +70,28 @@ def task(name: str) -> Any:
 
 
 @pytest.fixture
-def members() -> Members:
+def registry() -> TaskRegistry:
     parallel = SimpleNamespace(world_size=1, heartbeat=SimpleNamespace(at=lambda what, long=False: None))
     made: Any = {"engine": Engine(), "parallel": parallel, "reporter": Reporter()}
-    return Members(**made, info=None, tokenizer=None, evaluate=lambda name: None, save=lambda names: None)  # type: ignore[arg-type]
+    return TaskRegistry(
+        **made, info=None, tokenizer=None, evaluate=lambda name: None, save=lambda names: None
+    )  # type: ignore[arg-type]
 
 
 def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
-    members: Members, monkeypatch: pytest.MonkeyPatch
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members.register([task(name) for name in ("a", "b", "waits")])
-    engine: Any = members.engine
-    assert engine.tasks == ["a", "b"] and members.waiting
+    registry.register([task(name) for name in ("a", "b", "waits")])
+    engine: Any = registry.engine
+    assert engine.tasks == ["a", "b"] and registry.waiting
     engine.tasks.clear()  # both have left
     coming = [task("bad"), task("behind")]
     monkeypatch.setattr(module, "load_task_file", lambda path, data_later: [])
     monkeypatch.setattr(module, "joinable", lambda *arguments: None)
     monkeypatch.setattr(module, "prepare", lambda *arguments: coming)
-    members._join(Path("bad.yaml"))
+    registry._join(Path("bad.yaml"))
     assert engine.tasks == ["waits"]
-    assert members.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
+    assert registry.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
     engine.tasks.clear()
-    members.admit()
-    assert engine.tasks == [] and not members.waiting, "nobody of a refused file trains later"
+    registry.admit()
+    assert engine.tasks == [] and not registry.waiting, "nobody of a refused file trains later"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.admission import Admission, first_tasks
 from megatron_mux.errors import UserError
+from megatron_mux.training.admission import Admission, first_tasks
 
 ROOM = 10
 

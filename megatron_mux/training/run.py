@@ -1,0 +1,97 @@
+"""A run: read the input, join the other processes, load the backbone, and train until every task is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from megatron_mux import checkpoint
+from megatron_mux.arguments import MuxArguments
+from megatron_mux.backbone.model import load_stages
+from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.engine import Engine
+from megatron_mux.preparation import prepare, prepare_planning, watched, with_saved
+from megatron_mux.report import Reporter
+from megatron_mux.runtime import initialize
+from megatron_mux.tasks import load_task_file
+from megatron_mux.training.loop import Loop
+
+
+def run(arguments: MuxArguments) -> None:
+    """Fine-tune the tasks that `arguments` name.
+
+    It joins the world of processes; leaving it (`runtime.shutdown`) is for the caller, who first tells what was wrong.
+
+    Raises:
+        UserError: The input is wrong: everything that can be checked is, before a weight is read.
+    """
+    leader = os.environ.get("RANK", "0") == "0"
+    save, resume = arguments.save, arguments.load
+    if save is not None and save != resume:
+        checkpoint.refuse_used(save)
+    specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
+    info = read_backbone_info(arguments.backbone)
+    arguments.check_shape(info.shape)
+    info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    tokenizer = load_tokenizer(arguments.backbone)
+    reporter = Reporter(
+        save,
+        arguments.tensorboard_dir,
+        arguments.log_interval,
+        not arguments.mux_no_progress,
+        silent=not leader,
+    )
+    try:
+        manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
+        if resume is not None and manifest is None:
+            reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        specs = with_saved(specs, manifest)
+        resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
+        tasks = prepare(specs, info, tokenizer, reporter.say, resumed)
+        parallel = initialize(
+            arguments.tensor_model_parallel_size,
+            arguments.pipeline_model_parallel_size,
+            arguments.sequence_parallel,
+            arguments.seed,
+            timeout_minutes=arguments.distributed_timeout_minutes,
+        )
+        arguments.check_device(parallel.device.type)
+        with watched(parallel, arguments, reporter.release) as parallel:
+            planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+            reporter.say(f"reading the backbone {arguments.backbone}")
+            parallel.heartbeat.at("reading the backbone", long=True)
+            stages = load_stages(
+                arguments.backbone,
+                parallel,
+                arguments.dtype,
+                arguments.recompute_granularity or "none",
+                planning.split,
+                arguments.mux_backbone_weights,
+            )
+            engine = Engine(stages, parallel, planning)
+            loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
+            loop.registry.register(tasks)
+            with _stop_on_signals(loop):
+                loop.run()
+        reporter.close()
+    finally:
+        reporter.release()
+
+
+@contextmanager
+def _stop_on_signals(loop: Loop) -> Iterator[None]:
+    """SIGTERM and SIGINT let the step finish, save and leave: what a preempting scheduler and a person want."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        loop.stopping = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
