@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can make and mend, and how processes say it once."""
+"""The exception for mistakes that a user can correct, and how several processes report one mistake once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 _SECONDS_TO_ASK = 10
 _OF_A_CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
-# A connection is lost when its other end leaves, having told why; what comes between is a moment.
+# A process reports its mistake just before it leaves and its connections break.
 _SECONDS_TO_BE_TOLD = 3
 
 
 class UserError(Exception):
-    """Something in the user's input is wrong: said in words that tell what to change.
+    """Raised when something in the user's input is wrong; the message says what to change.
 
-    Entry points catch it, `tell` it and exit with status 2.
+    Entry points catch it, print it with `tell`, and exit with status 2.
 
     Args:
-        problems: One or more complete sentences, each naming what is wrong, where, and what to do.
+        problems: One or more sentences, each naming what is wrong, where, and what to do.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -32,15 +32,15 @@ class UserError(Exception):
 
 
 class SharedError(UserError):
-    """A `UserError` that every process raises at once, in the same words."""
+    """A `UserError` that every process raises at the same point with the same message."""
 
 
 def exit_status(work: Callable[[], None], program: str) -> int:
-    """Do what a tool is for: 0, or 2 once it is told what was wrong with the input.
+    """Run a tool and return its exit status: 0, or 2 if the input was wrong.
 
     Args:
-        work: Raises a `UserError` for what is wrong.
-        program: Put before every line.
+        work: The tool's work; raises `UserError` for wrong input.
+        program: Program name, printed before every line.
     """
     try:
         work()
@@ -51,21 +51,21 @@ def exit_status(work: Callable[[], None], program: str) -> int:
 
 
 def tell(error: UserError, program: str) -> None:
-    """Print the problems of an error to standard error, one per line: once, however many processes meet it.
+    """Print the problems of an error to standard error, one per line and only once for all processes.
 
-    Under torchrun, the first process that meets the error says it: rank 0 may never meet it (its part of the weights is
-    another one, its disk too), or be ended by the launcher before it does. Without a launcher that can be asked, rank 0
-    speaks for what every process meets alike, and any other rank for what it meets alone.
+    Under torchrun, the first process that finds the error prints it: rank 0 may never find it (it reads other weights,
+    from another disk), or the launcher may end rank 0 first. Without torchrun's store, rank 0 prints errors that all
+    processes find, and any other rank prints those that it finds alone.
 
-    Call it before leaving the world: the others, waiting in a collective, would complain of a lost connection first and
-    have the launcher end this process.
+    Call it before destroying the process group. Otherwise the others, waiting in a collective, report a lost connection
+    first, and the launcher ends this process.
 
     Args:
-        error: What went wrong.
-        program: Put before every line.
+        error: The error.
+        program: Program name, printed before every line.
     """
     rank = os.environ.get("RANK", "0")
-    # Until processes join, they all look at the same things, unless on another machine.
+    # Before they are connected, all processes of a machine read the same input.
     alike = isinstance(error, SharedError) or not (_has_joined() or os.environ.get("GROUP_RANK", "0") != "0")
     first = _is_first(error)
     if first or (first is None and (rank == "0" or not alike)):
@@ -75,13 +75,13 @@ def tell(error: UserError, program: str) -> None:
 
 
 def told_elsewhere(error: RuntimeError) -> bool:
-    """Whether an error is only the echo of a mistake that another process has told, and that made it leave.
+    """Whether an error is a lost connection to a process that left after reporting a mistake.
 
-    Who waits for a process that is gone meets a lost connection, of which nothing is to be learned. Without torchrun's
-    store nobody knows, so that nothing is held back.
+    Such an error adds nothing to the other process's message. Without torchrun's store this cannot be known, and the
+    answer is False.
 
     Args:
-        error: What this process met.
+        error: The error that this process raised.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or not is_of_a_connection(error):
         return False
@@ -100,15 +100,15 @@ def told_elsewhere(error: RuntimeError) -> bool:
 
 
 def is_of_a_connection(error: RuntimeError) -> bool:
-    """Whether an error is one of the connections between processes: lost, or waited on for too long.
+    """Whether an error is a lost connection between processes or a timeout.
 
-    They come as plain `RuntimeError` from gloo: their words tell.
+    gloo raises a plain `RuntimeError` for these, so the message is searched for known words.
     """
     return _OF_A_CONNECTION.search(str(error)) is not None
 
 
 def _has_joined() -> bool:
-    """Whether this process is one of several that are connected."""
+    """Whether this process has joined a process group."""
     if "torch" not in sys.modules:
         return False
     import torch.distributed as dist
@@ -117,7 +117,7 @@ def _has_joined() -> bool:
 
 
 def _is_first(error: UserError) -> bool | None:
-    """Whether no other process has said the same, by the store that torchrun keeps; None where there is none."""
+    """Whether no other process has reported the same error; None without torchrun's store."""
     said = hashlib.sha256(str(error).encode()).hexdigest()
     try:
         store = _launchers_store()
@@ -130,19 +130,19 @@ def _is_first(error: UserError) -> bool | None:
 
 
 def _key(what: str) -> str:
-    """Where the launcher's store keeps something of this attempt: torchrun may start the processes again."""
+    """A key in torchrun's store for this attempt, since torchrun may restart the processes."""
     return f"megatron_mux/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
 
 
 def _launchers_store() -> Any:
-    """The store that torchrun keeps; None where there is none.
+    """torchrun's store; None if there is none.
 
     Raises:
-        KeyError, ValueError, RuntimeError: It cannot be reached.
+        KeyError, ValueError, RuntimeError: The store cannot be reached.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    import torch.distributed as dist  # seconds, if all that is wrong is a flag
+    import torch.distributed as dist  # slow: not worth it for a wrong flag
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=_SECONDS_TO_ASK)

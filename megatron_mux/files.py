@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens while they are written; users' JSON; where caches are."""
+"""Atomic and durable file writes, reading of users' JSON, and the location of caches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_mux.errors import UserError
 
 
 def cache_directory(kind: str) -> Path:
-    """Where what is kept between runs is: `$MEGATRON_MUX_CACHE`, else the user's cache directory.
+    """The directory of a cache: below `$MEGATRON_MUX_CACHE` if set, else below the user's cache directory.
 
     Args:
-        kind: What is kept: a directory of its own.
+        kind: Name of the cache, its subdirectory.
     """
     given = os.environ.get("MEGATRON_MUX_CACHE")
     if given:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        UserError: It is not there, not JSON, or not an object.
+        UserError: The file is missing, is not JSON, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one."""
+    """Write to a temporary file, flush to disk, rename: a reader sees either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
@@ -54,7 +54,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write and flush to disk."""
+    """Write a file and flush it to disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -62,7 +62,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's names to disk: what was created in it or renamed."""
+    """Flush a directory's entries to disk, so that created and renamed files survive a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU_TORCH = ["torch==2.13.0+cpu", "torch==2.13.0", "torch>=2.10"]  # in the order they are tried
+CPU_TORCH = ["torch==2.13.0+cpu", "torch==2.13.0", "torch>=2.11"]  # in the order they are tried
 EXTRAS = "dev"
 DISK_NEEDED = 9 << 30  # bytes: the CUDA build of torch with all it brings, downloads included
 
