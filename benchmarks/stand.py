@@ -119,7 +119,8 @@ def stand_on_stages(
 def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:
     """Tasks as the planner sees them."""
     return {
-        s.name: TaskLoad.of(s, r.lengths, r.label_counts, info) for s, r in zip(specs, records, strict=True)
+        s.name: TaskLoad.of(s, r.lengths, r.label_counts, info.shape)
+        for s, r in zip(specs, records, strict=True)
     }
 
 

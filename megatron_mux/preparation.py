@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
+from megatron_mux.adapters.peft_format import read_adapter
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
@@ -143,13 +143,13 @@ def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, 
             return None
 
     limit = info.shape.position_limit
-    virtual = int(getattr(spec.adapter, "num_virtual_tokens", 0))
+    virtual = spec.adapter.virtual_tokens
     if limit is not None and spec.data.max_length + virtual > limit:
         problems.append(
             f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
             f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
         )
-    attempt(lambda: resolve_targets(spec.adapter, info))
+    attempt(lambda: spec.adapter.modules(info.shape))
     data = attempt(lambda: TaskDataset(spec.data.path, tokenizer, spec.data.max_length))
     evaluation = None
     if spec.eval is not None:
@@ -158,7 +158,7 @@ def _prepare(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, 
     initial = None
     source = spec.adapter.adapter_name_or_path
     if source is not None and not resumed:
-        initial = attempt(lambda: read_adapter(source, spec.adapter, info))
+        initial = attempt(lambda: read_adapter(source, spec.adapter, info.shape))
     if problems:
         raise UserError(*problems)
     for dataset in (data, evaluation):
@@ -193,7 +193,7 @@ def prepare_planning(
     """
     done = {entry.name for entry in manifest.tasks if entry.status != "running"} if manifest else set()
     loads = {
-        task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info)
+        task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info.shape)
         for task in tasks
         if task.spec.name not in done
     }

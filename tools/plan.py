@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
     tasks = prepare(specs, info, load_tokenizer(arguments.backbone), _say)
-    loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info) for t in tasks}
+    loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         tensor, stages, data = (value or 1 for value in given)
         mesh = Mesh(tensor, stages, data)

@@ -1,4 +1,4 @@
-"""The interface of a PEFT method: what it adds at a BaseOp, which parameters it has, how it is saved.
+"""The run-time interface of a PEFT method: its parameters, and what it adds at a BaseOp.
 
 MuxTune section 3.2 divides the PEFT workflow into BaseOp, Adapter, Dispatch and Aggregate. Here an `Adapter` is one
 task's method at one BaseOp and says at which *stages* of that BaseOp it acts; `base_op.AttachedBaseOp` dispatches
@@ -9,24 +9,26 @@ Shapes: n rows of the task, K and N the BaseOp's input and output width on this 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.adapters.targets import Sizes, targets_of
+from megatron_mux.adapters.kind import AdapterTensor
+from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.host import Host
+    from megatron_mux.adapters.host import Host, Site
 
 
 @dataclass(eq=False)
 class AdapterParameter:
-    """A trainable tensor of a task, or the part of it that this rank holds.
+    """A tensor of a task's adapter, or the part of it that this rank holds.
 
     Attributes:
         key: Its exact name in `adapter_model.safetensors`.
@@ -135,29 +137,27 @@ class TaskAdapter(ABC):
 
     Args:
         host: The backbone's stage that it attaches to.
-        spec: The task's `adapter` fields (spellings of peft), and its name and seed.
-        total_steps: Optimizer steps that the task will run.
-        initial: Full tensors to start from, by key, already checked to be `tensor_shapes`; None makes a fresh adapter
-            from the task's seed.
+        task: The task: `name`, `adapter` (its section), `training.seed`.
+        total_steps: Optimizer steps that the task runs for.
+        initial: Full tensors to start from, by key, already checked to be those of `AdapterSpec.tensors`; None makes a
+            fresh adapter from the task's seed.
 
     Attributes:
         parameters: Local parameters, in the order of layers.
+        fixed: Local tensors that are saved with the adapter but not trained.
         at: Index of a BaseOp in `host.base_ops` to the method there.
-        acts_after_steps: Whether `after_step` does anything; the device is waited for before it.
     """
 
-    peft_type: ClassVar[str]
-    acts_after_steps: ClassVar[bool] = False
-
-    def __init__(self, host: Host, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None) -> None:
         self.host = host
-        self.name: str = spec.name
-        self.spec = spec.adapter
-        self.targets = targets_of(spec.adapter, host.shape)
-        self.seed: int = spec.training.seed
+        self.name: str = task.name
+        self.spec = task.adapter
+        self.seed: int = task.training.seed
         self.total_steps = total_steps
         self.initial = initial
+        self.tensors: Mapping[str, AdapterTensor] = self.spec.tensors(host.shape)
         self.parameters: list[AdapterParameter] = []
+        self.fixed: list[AdapterParameter] = []
         self.at: dict[int, Adapter] = {}
         self.build()
         self.initial = None
@@ -165,21 +165,6 @@ class TaskAdapter(ABC):
     @abstractmethod
     def build(self) -> None:
         """Make `parameters` and `at`."""
-
-    @staticmethod
-    @abstractmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the whole adapter with its full shape: what a file must hold to start from it.
-
-        Args:
-            spec: The `adapter` section.
-            paths: The modules it targets, of all layers.
-            sizes: Of the backbone.
-        """
-
-    @abstractmethod
-    def config_dict(self) -> dict[str, Any]:
-        """The content of `adapter_config.json`; the same on every rank."""
 
     def penalty(self, step: int) -> Tensor | float:
         """Add the gradients of a regulariser, once per optimizer step, after gradients were summed over ranks.
@@ -193,7 +178,7 @@ class TaskAdapter(ABC):
         return 0.0
 
     def after_step(self, step: int) -> None:
-        """Called after each optimizer step, on every rank, where `acts_after_steps`.
+        """Called after each optimizer step, on every rank, if `AdapterSpec.acts_after_steps`; the device is idle then.
 
         Args:
             step: Optimizer steps done, this one included.
@@ -209,7 +194,32 @@ class TaskAdapter(ABC):
     def parameter(
         self,
         key: str,
-        shape: tuple[int, ...],
+        init: Callable[[Tensor, torch.Generator], Any],
+        site: Site,
+        *,
+        partial: bool = False,
+        decay: bool = True,
+    ) -> nn.Parameter:
+        """Make a parameter of a module, divided over tensor ranks as `AdapterSpec.tensors` says.
+
+        Args:
+            key: Name in `adapter_model.safetensors`.
+            init: Fills the full fp32 tensor in place; used without initial tensors. Its generator depends on the
+                task's seed and the key alone.
+            site: The module.
+            partial: Of a parameter that every tensor rank holds: whether its local gradient is a part of the gradient.
+            decay: Whether weight decay applies.
+        """
+        dim = self.tensors[key].dim
+        if dim is None:
+            owner = self.host.first_tensor_rank
+            return self.make(key, init, partial=partial, owner=owner, decay=decay).value
+        index = site.part.features if dim == 0 else site.inputs
+        return self.make(key, init, dim=dim, index=index, decay=decay).value
+
+    def make(
+        self,
+        key: str,
         init: Callable[[Tensor, torch.Generator], Any],
         *,
         dim: int | None = None,
@@ -217,26 +227,46 @@ class TaskAdapter(ABC):
         partial: bool = False,
         owner: bool = True,
         decay: bool = True,
-    ) -> nn.Parameter:
-        """Make a parameter and note it in `parameters`.
+    ) -> AdapterParameter:
+        """Make the local part of a tensor and note it in `parameters`, or in `fixed` if it is not trained.
 
         Args:
             key: Name in `adapter_model.safetensors`.
-            shape: Of the full tensor.
-            init: Fills the full fp32 tensor in place; used without initial tensors. Its generator depends on the
-                task's seed and the key alone.
+            init: As for `parameter`.
             dim, index, partial, owner, decay: See `AdapterParameter`.
         """
-        record = AdapterParameter(key, nn.Parameter(torch.empty(0)), shape, dim, index, partial, owner, decay)
+        tensor = self.tensors[key]
+        value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
+        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, decay)
         if self.initial is None:
-            full = torch.empty(shape, dtype=torch.float32)
+            full = torch.empty(tensor.shape, dtype=torch.float32)
             init(full, self.host.generator(self.seed, key))
         else:
             full = self.initial[key]
         local = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype)
-        record.value = nn.Parameter(local.contiguous())
-        self.parameters.append(record)
-        return record.value
+        record.value = nn.Parameter(local.contiguous(), requires_grad=tensor.trained)
+        (self.parameters if tensor.trained else self.fixed).append(record)
+        return record
+
+    def input_mask(
+        self, name: str, path: str, features: tuple[int, int], probability: float, batch: MicroBatch
+    ) -> Tensor | None:
+        """`[n, K]` bool of the entries of a module's input that dropout keeps in this step, None without dropout.
+
+        Args:
+            name: Of the dropout: masks of different names differ.
+            path: The module.
+            features: The range of input features that this rank holds.
+            probability: Of an entry to be dropped.
+            batch: Tells the rows' sequences and tokens, and the task's step.
+        """
+        if not probability or not batch.training:
+            return None
+        start, stop = batch.task_rows[self.name]
+        key = key_of(self.seed, batch.task_steps[self.name], name, path)
+        return keep_mask(
+            key, batch.sequence_ids[start:stop], batch.token_index[start:stop], features, probability
+        )
 
 
 def tensor_key(path: str, suffix: str) -> str:
@@ -244,16 +274,11 @@ def tensor_key(path: str, suffix: str) -> str:
     return f"base_model.model.{path}.{suffix}"
 
 
-KINDS: dict[str, type[TaskAdapter]] = {}
+def zeros(full: Tensor, generator: torch.Generator) -> None:
+    """Initialise with zeros."""
+    full.zero_()
 
 
-def register(kind: type[TaskAdapter]) -> type[TaskAdapter]:
-    """Class decorator: make a method known under its `peft_type`.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if kind.peft_type in KINDS:
-        raise ValueError(f"two adapter kinds are called {kind.peft_type}: {KINDS[kind.peft_type]} and {kind}")
-    KINDS[kind.peft_type] = kind
-    return kind
+def uniform(full: Tensor, generator: torch.Generator) -> None:
+    """Initialise a matrix as `torch.nn.Linear` does."""
+    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
+from megatron_mux.adapters.modules import Shape
 from megatron_mux.adapters.peft_format import check_tensors
-from megatron_mux.adapters.targets import Sizes
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
@@ -36,7 +35,7 @@ class AdapterSet:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Sizes
+        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Shape
     ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
         self._ops = [AttachedBaseOp(info, parallel) for info in self.host.base_ops]
@@ -59,10 +58,10 @@ class AdapterSet:
         if spec.name in self._tasks:
             raise UserError(f"task {spec.name!r} has an adapter already: give the new task another name")
         if initial is not None:
-            problems = check_tensors(initial, spec.adapter, self.host.module_paths(), self.host.shape)
+            problems = check_tensors(initial, spec.adapter, self.host.shape)
             if problems:
                 raise UserError(*(f"task {spec.name!r}: the adapter to start from {p}" for p in problems))
-        adapter = KINDS[spec.adapter.peft_type](self.host, spec, total_steps, initial)
+        adapter: TaskAdapter = spec.adapter.attach(self.host, spec, total_steps, initial)
         for op, at in adapter.at.items():
             self._ops[op].add(spec.name, at)
         self._tasks[spec.name] = adapter

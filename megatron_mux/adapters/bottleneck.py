@@ -7,18 +7,104 @@ sequence parallelism (the gradient is partial then).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter, register, tensor_key
-from megatron_mux.adapters.configs import own_config
-from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import Sizes, check_bottleneck, match_targets
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key, uniform, zeros
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
+from megatron_mux.adapters.modules import Module, Shape, short_names
+from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.base_ops import COLUMN_PARALLEL
+from megatron_mux.errors import UserError
+from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets
+
+_WEIGHTS = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
+
+
+class BottleneckSpec(AdapterSpec):
+    """Bottleneck adapter (Houlsby et al.): `y + scaling * up(non_linearity(down(y)))` after a module."""
+
+    peft_type: Literal["BOTTLENECK"]
+    """The method."""
+    bottleneck_size: int = Field(default=64, ge=1, le=LARGEST_SIZE)
+    """Width between the two projections."""
+    non_linearity: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    """What stands between the two projections."""
+    scaling: Number = 1.0
+    """Factor of the adapter's output."""
+    target_modules: Targets = None
+    """Modules that get an adapter: ends of an attention or MLP sublayer; None: all of these."""
+
+    in_peft: ClassVar[bool] = False
+    decisive: ClassVar[frozenset[str]] = frozenset({"bottleneck_size", "non_linearity", "scaling"})
+    refused: ClassVar[Mapping[str, Refused]] = COMMON_FIELDS
+
+    def default_targets(self, shape: Shape) -> list[str]:
+        """Every sublayer's last projection, as in the paper."""
+        return list(shape.default_targets.bottleneck)
+
+    def check_modules(self, modules: Sequence[Module], shape: Shape) -> None:
+        """Refuse targets other than the ends of sublayers.
+
+        A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and
+        is a head's query, key or value, where no published method puts one.
+
+        Raises:
+            UserError: Names those targets.
+        """
+        wrong = short_names(module.path for module in modules if module.op in COLUMN_PARALLEL)
+        if wrong:
+            raise UserError(
+                "target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not "
+                f"{', '.join(wrong)}: choose from {', '.join(shape.sublayer_outputs)}"
+            )
+
+    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.tensors`: a bottleneck sees the whole output, so nothing is divided."""
+        found: dict[str, AdapterTensor] = {}
+        for module in self.modules(shape):
+            width, inner = module.out_features, self.bottleneck_size
+            shapes = ((inner, width), (inner,), (width, inner), (width,))
+            for name, size in zip(_WEIGHTS, shapes, strict=True):
+                found[tensor_key(module.path, name)] = AdapterTensor(size, module.layer)
+        return found
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """See `AdapterSpec.config`."""
+        fields = {name: getattr(self, name) for name in ("bottleneck_size", "non_linearity", "scaling")}
+        return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
+
+    def attach(
+        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
+    ) -> TaskAdapter:
+        """See `AdapterSpec.attach`."""
+        return Bottleneck(host, task, total_steps, initial)
+
+
+class Bottleneck(TaskAdapter):
+    """Bottleneck adapters of one task."""
+
+    spec: BottleneckSpec
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
+            self.at[op] = self._after(sites[0])
+
+    def _after(self, site: Site) -> _After:
+        partial = self.host.parallel.sequence_parallel
+        down, down_bias, up, up_bias = (
+            self.parameter(tensor_key(site.path, name), init, site, partial=partial, decay="bias" not in name)
+            for name, init in zip(_WEIGHTS, (uniform, zeros, zeros, zeros), strict=True)
+        )
+        return _After(self.spec, (down, down_bias), (up, up_bias))
+
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -28,13 +114,16 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class BottleneckAdapter(Adapter):
+class _After(Adapter):
     """The bottleneck of one task after one BaseOp."""
 
     stages = frozenset({"after"})
 
     def __init__(
-        self, spec: Any, down: tuple[nn.Parameter, nn.Parameter], up: tuple[nn.Parameter, nn.Parameter]
+        self,
+        spec: BottleneckSpec,
+        down: tuple[nn.Parameter, nn.Parameter],
+        up: tuple[nn.Parameter, nn.Parameter],
     ):
         self.activation = _ACTIVATIONS[spec.non_linearity]
         self.scaling: float = spec.scaling
@@ -48,61 +137,4 @@ class BottleneckAdapter(Adapter):
         return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
 
 
-@register
-class Bottleneck(TaskAdapter):
-    """Bottleneck adapters of one task."""
-
-    peft_type = "BOTTLENECK"
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        check_bottleneck(match_targets(self.targets, self.host.module_paths()), self.host.shape)
-        for op, sites in self.host.sites(self.targets):
-            self.at[op] = self._adapter(sites[0])
-
-    @staticmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """See `TaskAdapter.tensor_shapes`."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            width, size = sizes.hidden, spec.bottleneck_size
-            shapes[tensor_key(path, "adapter_down.weight")] = (size, width)
-            shapes[tensor_key(path, "adapter_down.bias")] = (size,)
-            shapes[tensor_key(path, "adapter_up.weight")] = (width, size)
-            shapes[tensor_key(path, "adapter_up.bias")] = (width,)
-        return shapes
-
-    def config_dict(self) -> dict[str, Any]:
-        """See `TaskAdapter.config_dict`."""
-        fields = {name: getattr(self.spec, name) for name in ("bottleneck_size", "non_linearity", "scaling")}
-        return own_config(self.peft_type, fields, self.targets, self.host.module_paths())
-
-    def _adapter(self, site: Site) -> BottleneckAdapter:
-        width, size = site.part.out_features, self.spec.bottleneck_size
-
-        def make(
-            suffix: str, shape: tuple[int, ...], init: Callable[[Tensor, torch.Generator], Any]
-        ) -> nn.Parameter:
-            return self.parameter(
-                tensor_key(site.path, suffix),
-                shape,
-                init,
-                partial=self.host.parallel.sequence_parallel,
-                owner=self.host.first_tensor_rank,
-                decay=len(shape) > 1,
-            )
-
-        down = (
-            make("adapter_down.weight", (size, width), _uniform),
-            make("adapter_down.bias", (size,), _zeros),
-        )
-        up = make("adapter_up.weight", (width, size), _zeros), make("adapter_up.bias", (width,), _zeros)
-        return BottleneckAdapter(self.spec, down, up)
-
-
-def _uniform(full: Tensor, generator: torch.Generator) -> None:
-    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-
-
-def _zeros(full: Tensor, generator: torch.Generator) -> None:
-    full.zero_()
+KIND = BottleneckSpec

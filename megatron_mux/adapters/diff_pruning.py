@@ -15,25 +15,22 @@ Both are divided over tensor ranks as the weight is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.adapters.adapter import (
-    Adapter,
-    AdapterParameter,
-    TaskAdapter,
-    register,
-    tensor_key,
-)
-from megatron_mux.adapters.configs import own_config
-from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import Sizes
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter, tensor_key, zeros
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
+from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.peft_config import stored_config, stored_targets
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.layout import MicroBatch
+from megatron_mux.section import Number, Refused, Targets
 
 STRETCH = (-1.5, 1.5)
 INITIAL_LOG_ALPHA = 5.0
@@ -73,6 +70,49 @@ def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     return stretched.clamp_(0.0, 1.0), slope
 
 
+class DiffPruningSpec(AdapterSpec):
+    """Diff pruning (Guo et al.): a sparse difference to a module's weight, its mask learned with it."""
+
+    peft_type: Literal["DIFF_PRUNING"]
+    """The method."""
+    sparsity: Number = Field(default=0.995, ge=0, lt=1)
+    """Share of the difference that is zero at the end."""
+    l0_weight: Number = Field(default=1.25e-7, ge=0)
+    """Weight of the expected number of non-zeros in the objective."""
+    target_modules: Targets = None
+    """Modules that get a difference; None: the ones peft would choose for LoRA."""
+
+    in_peft: ClassVar[bool] = False
+    acts_after_steps: ClassVar[bool] = True
+    free_with_weights: ClassVar[frozenset[str]] = frozenset({"l0_weight", "sparsity"})
+    refused: ClassVar[Mapping[str, Refused]] = COMMON_FIELDS
+
+    def default_targets(self, shape: Shape) -> list[str]:
+        """See `AdapterSpec.default_targets`."""
+        return list(shape.default_targets.lora)
+
+    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.tensors`: divided as the weight is."""
+        return {
+            tensor_key(module.path, f"diff.{name}"): AdapterTensor(
+                (module.out_features, module.in_features), module.layer, 0 if module.column_parallel else 1
+            )
+            for module in self.modules(shape)
+            for name in ("weight", "log_alpha")
+        }
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """See `AdapterSpec.config`."""
+        fields = {"sparsity": self.sparsity, "l0_weight": self.l0_weight}
+        return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
+
+    def attach(
+        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
+    ) -> TaskAdapter:
+        """See `AdapterSpec.attach`."""
+        return DiffPruning(host, task, total_steps, initial)
+
+
 class _Difference:
     """The difference of one module."""
 
@@ -88,7 +128,7 @@ class _Difference:
         self.inputs = site.inputs.to(device)
 
 
-class DiffPruningAdapter(Adapter):
+class _Differences(Adapter):
     """The differences of one task at one BaseOp."""
 
     stages = frozenset({"product"})
@@ -144,34 +184,18 @@ def _mask_of(
     return gate(log_alpha, noise)
 
 
-@register
 class DiffPruning(TaskAdapter):
     """Diff pruning of one task."""
 
-    peft_type = "DIFF_PRUNING"
-    acts_after_steps = True
+    spec: DiffPruningSpec
 
     def build(self) -> None:
         """See `TaskAdapter.build`."""
         self.differences: list[_Difference] = []
-        for op, sites in self.host.sites(self.targets):
+        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
             made = [self._difference(site) for site in sites]
             self.differences += made
-            self.at[op] = DiffPruningAdapter(self, made)
-
-    @staticmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """See `TaskAdapter.tensor_shapes`."""
-        return {
-            tensor_key(path, f"diff.{name}"): sizes.module_shape(path)
-            for path in paths
-            for name in ("weight", "log_alpha")
-        }
-
-    def config_dict(self) -> dict[str, Any]:
-        """See `TaskAdapter.config_dict`."""
-        fields = {"sparsity": self.spec.sparsity, "l0_weight": self.spec.l0_weight}
-        return own_config(self.peft_type, fields, self.targets, self.host.module_paths())
+            self.at[op] = _Differences(self, made)
 
     @torch.no_grad()
     def penalty(self, step: int) -> Tensor | float:
@@ -214,12 +238,8 @@ class DiffPruning(TaskAdapter):
                 difference.mask = mask.to(device=self.host.device, dtype=torch.bool)
 
     def _difference(self, site: Site) -> _Difference:
-        shape = (site.part.out_features, site.info.in_features)
-        dim, index = (0, site.part.features) if site.column_parallel else (1, site.inputs)
-        self.parameter(tensor_key(site.path, "diff.weight"), shape, _zeros, dim=dim, index=index)
-        self.parameter(
-            tensor_key(site.path, "diff.log_alpha"), shape, _open, dim=dim, index=index, decay=False
-        )
+        self.parameter(tensor_key(site.path, "diff.weight"), zeros, site)
+        self.parameter(tensor_key(site.path, "diff.log_alpha"), _open, site, decay=False)
         weight, log_alpha = self.parameters[-2:]
         return _Difference(site, weight, log_alpha)
 
@@ -236,9 +256,8 @@ class DiffPruning(TaskAdapter):
         difference.mask = record.slice_of(kept.view(record.full_shape))
 
 
-def _zeros(full: Tensor, generator: torch.Generator) -> None:
-    full.zero_()
-
-
 def _open(full: Tensor, generator: torch.Generator) -> None:
     full.fill_(INITIAL_LOG_ALPHA)
+
+
+KIND = DiffPruningSpec

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.targets import Sizes, match_targets
+from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.base_ops import BaseOpInfo, ModuleColumns
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.runtime import Parallel
@@ -64,7 +64,7 @@ class Host:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Sizes
+        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Shape
     ) -> None:
         self.base_ops = list(base_ops)
         self.parallel = parallel
@@ -83,23 +83,9 @@ class Host:
         """Global indices of the layers of this stage, ascending."""
         return sorted({info.layer for info in self.base_ops})
 
-    def module_paths(self) -> list[str]:
-        """Hugging Face paths of the modules of all layers, those of other stages included (layers are alike)."""
-        infos = [i for i in self.base_ops if i.layer == self.base_ops[0].layer] if self.base_ops else []
-        return [
-            f"{_layer_prefix(info, layer)}.{path}"
-            for layer in range(self.shape.layers)
-            for info in infos
-            for path in info.parts
-        ]
-
-    def sites(self, targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
-        """The targeted modules of this stage, BaseOp by BaseOp.
-
-        Raises:
-            UserError: A target names no module of the backbone.
-        """
-        wanted = set(match_targets(targets, self.module_paths()))
+    def sites(self, modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
+        """Those of the modules that are on this stage, BaseOp by BaseOp."""
+        wanted = {module.path for module in modules}
         for op, info in enumerate(self.base_ops):
             found = [
                 Site(op, info, f"{info.hf_prefix}.{path}", part)
@@ -128,10 +114,3 @@ class Host:
             # Each element comes from one rank, the others add zero: exact.
             dist.all_reduce(full, group=self.parallel.tp_group)
         return full
-
-
-def _layer_prefix(info: BaseOpInfo, layer: int) -> str:
-    stem, _, number = info.hf_prefix.rpartition(".")
-    if number != str(info.layer):
-        raise ValueError(f"layer {info.layer} lies at {info.hf_prefix}: its path must end in its index")
-    return f"{stem}.{layer}"

@@ -7,22 +7,123 @@ the task's rows, since other modules in the same BaseOp (q beside k, say) read t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter, register, tensor_key
-from megatron_mux.adapters.configs import ia3_config
-from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import (
-    Sizes,
-    feedforward_of,
-    match_feedforward,
-)
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor
+from megatron_mux.adapters.modules import Module, Shape
+from megatron_mux.adapters.peft_config import stored_config, stored_targets
 from megatron_mux.layout import MicroBatch
+from megatron_mux.section import Modules, Refused, Targets, problem
+
+
+class IA3Spec(AdapterSpec):
+    """IA3 (`peft.IA3Config`): learned scales of outputs, or of inputs for feed-forward modules."""
+
+    peft_type: Literal["IA3"]
+    """The method."""
+    target_modules: Targets = None
+    """Modules that get a scale; None: the ones peft would choose for the backbone's family."""
+    feedforward_modules: Modules = None
+    """Those of `target_modules` whose input is scaled rather than their output; may be empty; None: peft's choice."""
+
+    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_ia3_weights": (True, False)}
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **TUNER_FIELDS,
+        "init_ia3_weights": Refused("only true (peft's default) is done: leave it out", (True,)),
+    }
+
+    @model_validator(mode="after")
+    def _feedforward_modules_are_targets(self) -> IA3Spec:
+        if isinstance(self.target_modules, list) and isinstance(self.feedforward_modules, list):
+            others = [name for name in self.feedforward_modules if name not in self.target_modules]
+            if others:
+                raise problem(f"feedforward_modules must be among target_modules: {', '.join(others)} is not")
+        return self
+
+    def default_targets(self, shape: Shape) -> list[str]:
+        """See `AdapterSpec.default_targets`."""
+        return list(shape.default_targets.ia3)
+
+    def scales_input(self, modules: Sequence[Module], shape: Shape) -> list[Module]:
+        """Those of the targeted modules whose input is scaled: peft asks if a path ends in a name, dot or not."""
+        names = self._feedforward(shape)
+        if isinstance(names, str):
+            return [module for module in modules if re.fullmatch(names, module.path)]
+        return [module for module in modules if any(module.path.endswith(name) for name in names)]
+
+    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.tensors`."""
+        modules = self.modules(shape)
+        inputs = set(self.scales_input(modules, shape))
+        return {_key(module.path): _factor(module, module in inputs) for module in modules}
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """See `AdapterSpec.config`."""
+        names, feedforward = stored_targets(self, shape), self._feedforward(shape)
+        if isinstance(names, str) or isinstance(feedforward, str) or not set(feedforward) <= set(names):
+            # peft wants the one to be a subset of the other, name by name: full paths always are.
+            modules = self.modules(shape)
+            names = [module.path for module in modules]
+            feedforward = [module.path for module in self.scales_input(modules, shape)]
+        return stored_config(
+            self,
+            {
+                "exclude_modules": None,
+                "fan_in_fan_out": shape.transposed,
+                "feedforward_modules": feedforward,
+                "init_ia3_weights": True,
+                "modules_to_save": None,
+                "target_modules": names,
+            },
+        )
+
+    def attach(
+        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
+    ) -> TaskAdapter:
+        """See `AdapterSpec.attach`."""
+        return IA3(host, task, total_steps, initial)
+
+    def _feedforward(self, shape: Shape) -> str | list[str]:
+        given = self.feedforward_modules
+        return list(shape.default_targets.ia3_feedforward) if given is None else given
+
+
+def _factor(module: Module, scales_input: bool) -> AdapterTensor:
+    """Divided if tensor ranks divide the side of the module that it scales."""
+    if scales_input:
+        return AdapterTensor((1, module.in_features), module.layer, None if module.column_parallel else 1)
+    return AdapterTensor((module.out_features, 1), module.layer, 0 if module.column_parallel else None)
+
+
+class IA3(TaskAdapter):
+    """IA3 of one task."""
+
+    spec: IA3Spec
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        modules = self.spec.modules(self.host.shape)
+        inputs = {module.path for module in self.spec.scales_input(modules, self.host.shape)}
+        for op, sites in self.host.sites(modules):
+            made = [(site, site.path in inputs, self._factor(site, site.path in inputs)) for site in sites]
+            first, scales_input, factor = made[0]
+            # A row-parallel BaseOp is one module.
+            whole = scales_input and not first.column_parallel
+            self.at[op] = _InputScale(factor) if whole else _OutputScale(made)
+
+    def _factor(self, site: Site, scales_input: bool) -> nn.Parameter:
+        # Every rank scales the reduced output; with sequence parallelism, its own rows of it.
+        partial = scales_input or self.host.parallel.sequence_parallel
+        return self.parameter(_key(site.path), _ones, site, partial=partial)
 
 
 class _InputScale(Adapter):
@@ -69,50 +170,12 @@ class _OutputScale(Adapter):
         return (y * factors).to(y.dtype)
 
 
-@register
-class IA3(TaskAdapter):
-    """IA3 of one task."""
-
-    peft_type = "IA3"
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        self.feedforward = feedforward_of(self.spec, self.host.shape)
-        for op, sites in self.host.sites(self.targets):
-            paths = set(match_feedforward(self.feedforward, [site.path for site in sites]))
-            made = [(site, site.path in paths, self._factor(site, site.path in paths)) for site in sites]
-            first, feedforward, factor = made[0]
-            # A row-parallel BaseOp is one module.
-            input_scaled = feedforward and not first.column_parallel
-            self.at[op] = _InputScale(factor) if input_scaled else _OutputScale(made)
-
-    @staticmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """See `TaskAdapter.tensor_shapes`."""
-        inputs = set(match_feedforward(feedforward_of(spec, sizes), paths))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            width, input_width = sizes.module_shape(path)
-            shapes[tensor_key(path, "ia3_l")] = (1, input_width) if path in inputs else (width, 1)
-        return shapes
-
-    def config_dict(self) -> dict[str, Any]:
-        """See `TaskAdapter.config_dict`."""
-        return ia3_config(self.targets, self.feedforward, self.host.shape, self.host.module_paths())
-
-    def _factor(self, site: Site, feedforward: bool) -> nn.Parameter:
-        key = tensor_key(site.path, "ia3_l")
-        first = self.host.first_tensor_rank
-        shape = (1, site.info.in_features) if feedforward else (site.part.out_features, 1)
-        if feedforward and site.column_parallel:
-            return self.parameter(key, shape, _ones, partial=True, owner=first)
-        if feedforward:
-            return self.parameter(key, shape, _ones, dim=1, index=site.inputs)
-        if site.column_parallel:
-            return self.parameter(key, shape, _ones, dim=0, index=site.part.features)
-        # Every rank scales the reduced output; with sequence parallelism, its own rows of it.
-        return self.parameter(key, shape, _ones, partial=self.host.parallel.sequence_parallel, owner=first)
+def _key(path: str) -> str:
+    return tensor_key(path, "ia3_l")
 
 
 def _ones(full: Tensor, generator: torch.Generator) -> None:
     full.fill_(1.0)
+
+
+KIND = IA3Spec

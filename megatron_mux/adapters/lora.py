@@ -7,24 +7,140 @@ rank; on a row-parallel one A is divided as the input is and B is whole. What is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import (
-    Adapter,
-    LowRankTerm,
-    TaskAdapter,
-    register,
-    tensor_key,
-)
-from megatron_mux.adapters.configs import lora_config
-from megatron_mux.adapters.host import Site
-from megatron_mux.adapters.targets import Sizes
-from megatron_mux.kernels.dropout import keep_mask, key_of
+from megatron_mux.adapters.adapter import Adapter, LowRankTerm, TaskAdapter, tensor_key, uniform, zeros
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor, bookkeeping, not_yet
+from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.peft_config import stored_config, stored_targets
 from megatron_mux.layout import MicroBatch
+from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets, TidyNumber
+
+# Fields of peft's LoraConfig that we leave at their defaults.
+_DEFAULTS: Mapping[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "velora_config": None,
+}
+
+
+class LoraSpec(AdapterSpec):
+    """LoRA (`peft.LoraConfig`)."""
+
+    peft_type: Literal["LORA"]
+    """The method."""
+    r: int = Field(default=8, ge=1, le=LARGEST_SIZE)
+    """Rank."""
+    lora_alpha: TidyNumber = Field(default=8, gt=0)
+    """The update is scaled by `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
+    lora_dropout: Number = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input while training."""
+    use_rslora: bool = False
+    """Scale by the square root of the rank (rank-stabilised LoRA)."""
+    target_modules: Targets = None
+    """Modules that get an adapter; None: the ones peft would choose for the backbone's family."""
+
+    free_with_weights: ClassVar[frozenset[str]] = frozenset({"lora_dropout"})
+    decisive: ClassVar[frozenset[str]] = frozenset({"r", "lora_alpha", "use_rslora"})
+    from_weights: ClassVar[frozenset[str]] = frozenset({"megatron_core", "qalora_group_size"})
+    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "init_lora_weights": (True, False, "gaussian", "orthogonal")
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **TUNER_FIELDS,
+        **not_yet(
+            "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying", "layers_to_transform", "layer_replication",
+            "megatron_config", "trainable_token_indices", "eva_config", "corda_config", "lora_ga_config",
+            "velora_config", "alora_invocation_tokens", "monteclora_config", "use_bdlora", "arrow_config",
+            "kasa_config",
+        ),
+        **not_yet("rank_pattern", "alpha_pattern", "loftq_config", neutral=(None, {})),
+        **not_yet("layers_pattern", "target_parameters", neutral=(None, [])),
+        **not_yet("runtime_config", neutral=(None, {}, {"ephemeral_gpu_offload": False})),
+        **bookkeeping("megatron_core", "qalora_group_size"),
+        "bias": Refused("only none is done: the backbone is frozen, its biases too", ("none",)),
+        "init_lora_weights": Refused("only true (peft's default) is done yet: leave it out", (True,)),
+    }  # fmt: skip
+
+    @property
+    def scale(self) -> float:
+        """Factor of the low-rank product."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def default_targets(self, shape: Shape) -> list[str]:
+        """See `AdapterSpec.default_targets`."""
+        return list(shape.default_targets.lora)
+
+    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.tensors`."""
+        found: dict[str, AdapterTensor] = {}
+        for module in self.modules(shape):
+            column = module.column_parallel
+            down, up = (self.r, module.in_features), (module.out_features, self.r)
+            found[_a(module.path)] = AdapterTensor(down, module.layer, None if column else 1)
+            found[_b(module.path)] = AdapterTensor(up, module.layer, 0 if column else None)
+        return found
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """See `AdapterSpec.config`."""
+        own = {name: getattr(self, name) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora")}
+        own |= {
+            "fan_in_fan_out": shape.transposed,
+            "target_modules": stored_targets(self, shape),
+        }
+        return stored_config(self, {**_DEFAULTS, **own})
+
+    def attach(
+        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
+    ) -> TaskAdapter:
+        """See `AdapterSpec.attach`."""
+        return Lora(host, task, total_steps, initial)
+
+
+class Lora(TaskAdapter):
+    """LoRA of one task."""
+
+    spec: LoraSpec
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
+            self.at[op] = _LoraTerms(self, [self._term(site) for site in sites])
+
+    def _term(self, site: Site) -> _Term:
+        down = self.parameter(_a(site.path), uniform, site, partial=True)
+        up = self.parameter(_b(site.path), zeros, site, partial=True)
+        return _Term(site, down, up)
 
 
 class _Term:
@@ -39,7 +155,7 @@ class _Term:
         self.up = up
 
 
-class LoraAdapter(Adapter):
+class _LoraTerms(Adapter):
     """The LoRA terms of one task at one BaseOp."""
 
     stages = frozenset({"low_rank"})
@@ -50,75 +166,26 @@ class LoraAdapter(Adapter):
 
     def low_rank(self, batch: MicroBatch, rows: tuple[int, int]) -> list[LowRankTerm]:
         """See `Adapter.low_rank`."""
-        probability = self.owner.spec.lora_dropout if batch.training else 0.0
-        scale = self.owner.scale
-        if not probability:
-            return [LowRankTerm(t.down, t.up, t.columns, scale) for t in self.terms]
-        start, stop = rows
-        step = batch.task_steps[self.owner.name]
-        sequences, tokens = batch.sequence_ids[start:stop], batch.token_index[start:stop]
+        owner, probability = self.owner, self.owner.spec.lora_dropout
         return [
             LowRankTerm(
                 t.down,
                 t.up,
                 t.columns,
-                scale,
-                keep_mask(
-                    key_of(self.owner.seed, step, "lora_dropout", t.path),
-                    sequences,
-                    tokens,
-                    t.features,
-                    probability,
-                ),
+                owner.spec.scale,
+                owner.input_mask("lora_dropout", t.path, t.features, probability, batch),
                 1.0 / (1.0 - probability),
             )
             for t in self.terms
         ]
 
 
-@register
-class Lora(TaskAdapter):
-    """LoRA of one task."""
-
-    peft_type = "LORA"
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        rank = self.spec.r
-        self.scale = self.spec.lora_alpha / (math.sqrt(rank) if self.spec.use_rslora else rank)
-        for op, sites in self.host.sites(self.targets):
-            self.at[op] = LoraAdapter(self, [self._term(site, rank) for site in sites])
-
-    @staticmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """See `TaskAdapter.tensor_shapes`."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            width, inputs = sizes.module_shape(path)
-            shapes[tensor_key(path, "lora_A.weight")] = (spec.r, inputs)
-            shapes[tensor_key(path, "lora_B.weight")] = (width, spec.r)
-        return shapes
-
-    def config_dict(self) -> dict[str, Any]:
-        """See `TaskAdapter.config_dict`."""
-        return lora_config(self.spec, self.targets, self.host.shape, self.host.module_paths())
-
-    def _term(self, site: Site, rank: int) -> _Term:
-        first = self.host.first_tensor_rank
-        a_key, b_key = tensor_key(site.path, "lora_A.weight"), tensor_key(site.path, "lora_B.weight")
-        a_shape, b_shape = (rank, site.info.in_features), (site.part.out_features, rank)
-        if site.column_parallel:
-            down = self.parameter(a_key, a_shape, _uniform, partial=True, owner=first)
-            up = self.parameter(b_key, b_shape, _zeros, dim=0, index=site.part.features)
-        else:
-            down = self.parameter(a_key, a_shape, _uniform, dim=1, index=site.inputs)
-            up = self.parameter(b_key, b_shape, _zeros, partial=True, owner=first)
-        return _Term(site, down, up)
+def _a(path: str) -> str:
+    return tensor_key(path, "lora_A.weight")
 
 
-def _uniform(full: Tensor, generator: torch.Generator) -> None:
-    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+def _b(path: str) -> str:
+    return tensor_key(path, "lora_B.weight")
 
 
-def _zeros(full: Tensor, generator: torch.Generator) -> None:
-    full.zero_()
+KIND = LoraSpec

@@ -5,75 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mux.adapters import KINDS
-from megatron_mux.adapters.targets import (
-    Sizes,
-    check_bottleneck,
-    match_targets,
-    targets_of,
-)
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.modules import Shape
 from megatron_mux.errors import UserError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# Fields of a stored config that decide what its tensors mean: a task that starts from it must agree.
-_DECISIVE = (
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "num_virtual_tokens",
-    "bottleneck_size",
-    "non_linearity",
-    "scaling",
-)
 
-
-class Catalogue(Protocol):
-    """What is known of a backbone without its weights."""
-
-    @property
-    def shape(self) -> Sizes:
-        """Its sizes."""
-
-    @property
-    def module_paths(self) -> Sequence[str]:
-        """Hugging Face paths of the modules of all BaseOps of all layers."""
-
-
-def resolve_targets(spec: Any, info: Catalogue) -> list[str]:
-    """The Hugging Face modules that an `adapter` section targets.
-
-    Args:
-        spec: The section.
-        info: The backbone.
-
-    Returns:
-        Full module paths, layer by layer; empty for prefix tuning, which targets none.
-
-    Raises:
-        UserError: A target is not a module of the backbone, or not one that the method can have.
-    """
-    if spec.peft_type == "PREFIX_TUNING":
-        return []
-    paths = match_targets(targets_of(spec, info.shape), info.module_paths)
-    if spec.peft_type == "BOTTLENECK":
-        check_bottleneck(paths, info.shape)
-    return paths
-
-
-def read_adapter(directory: Path | str, spec: Any, info: Catalogue) -> dict[str, Tensor]:
+def read_adapter(directory: Path | str, spec: AdapterSpec, shape: Shape) -> dict[str, Tensor]:
     """The tensors of an adapter that a task starts from, as fp32 on the CPU.
 
     Args:
         directory: Holds `adapter_config.json` and `adapter_model.safetensors`.
         spec: The task's `adapter` section.
-        info: The backbone.
+        shape: Of the backbone.
 
     Raises:
         UserError: A file is missing or unreadable, or the adapter is of another kind, rank, target or backbone.
@@ -84,11 +35,11 @@ def read_adapter(directory: Path | str, spec: Any, info: Catalogue) -> dict[str,
         raise UserError(f"{Path(directory) / CONFIG} is a {kind} adapter, the task asks for {spec.peft_type}")
     problems = [
         f"{Path(directory) / CONFIG} has {name} = {config[name]}, the task {getattr(spec, name)}: make them agree"
-        for name in _DECISIVE
-        if hasattr(spec, name) and name in config and config[name] != getattr(spec, name)
+        for name in sorted(spec.decisive)
+        if name in config and config[name] != getattr(spec, name)
     ]
     if not problems:
-        found = check_tensors(tensors, spec, info.module_paths, info.shape)
+        found = check_tensors(tensors, spec, shape)
         problems = [f"{Path(directory) / WEIGHTS}: {problem}" for problem in found]
     if problems:
         raise UserError(*problems)
@@ -127,20 +78,18 @@ def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]
     return content, {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
 
 
-def check_tensors(tensors: Mapping[str, Tensor], spec: Any, paths: Sequence[str], sizes: Sizes) -> list[str]:
+def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Shape) -> list[str]:
     """What keeps `tensors` from being a whole adapter for a task on a backbone.
 
     Args:
         tensors: Full tensors by key.
         spec: The `adapter` section.
-        paths: All modules of the backbone.
-        sizes: Of the backbone.
+        shape: Of the backbone.
 
     Returns:
         One problem for tensors missing, one for tensors too many, one for wrong shapes; empty if all is well.
     """
-    targets = match_targets(targets_of(spec, sizes), paths)
-    wanted = KINDS[spec.peft_type].tensor_shapes(spec, targets, sizes)
+    wanted = {key: tensor.shape for key, tensor in spec.tensors(shape).items()}
     missing = [key for key in wanted if key not in tensors]
     stray = [key for key in tensors if key not in wanted]
     problems = []

@@ -7,21 +7,112 @@ gradient is partial. Keys are put before the sequence unrotated, as peft's cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter, register
-from megatron_mux.adapters.configs import prefix_config
-from megatron_mux.adapters.targets import Sizes
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.host import Host
+from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor, not_yet
+from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.peft_config import stored_config
 from megatron_mux.layout import MicroBatch
+from megatron_mux.section import LARGEST_SIZE, Refused
 
 _KEY = "prompt_embeddings"
+_FROM_THE_BACKBONE = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
 
 
-class PrefixAdapter(Adapter):
+class PrefixTuningSpec(AdapterSpec):
+    """Prefix tuning (`peft.PrefixTuningConfig`): learned keys and values in front of every sequence."""
+
+    peft_type: Literal["PREFIX_TUNING"]
+    """The method."""
+    num_virtual_tokens: int = Field(ge=1, le=LARGEST_SIZE)
+    """Length of the prefix."""
+
+    decisive: ClassVar[frozenset[str]] = frozenset({"num_virtual_tokens"})
+    from_weights: ClassVar[frozenset[str]] = frozenset({*_FROM_THE_BACKBONE, "encoder_hidden_size"})
+    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_weights": (None, "zero")}
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **COMMON_FIELDS,
+        **not_yet("prefix_projection"),
+        **not_yet("init_weights", neutral=(None,)),
+        **{name: Refused("follows from the backbone: leave it out", (None,)) for name in _FROM_THE_BACKBONE},
+        "encoder_hidden_size": Refused(
+            "belongs to prefix_projection, which is not done: leave it out", (None,)
+        ),
+    }
+
+    @property
+    def virtual_tokens(self) -> int:
+        """See `AdapterSpec.virtual_tokens`."""
+        return self.num_virtual_tokens
+
+    def default_targets(self, shape: Shape) -> list[str]:
+        """The modules that make queries, keys and values."""
+        return list(shape.layer_modules["linear_qkv"])
+
+    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.tensors`."""
+        return {_KEY: AdapterTensor((self.num_virtual_tokens, shape.layers * 2 * _width(shape)), None)}
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """See `AdapterSpec.config`; peft counts key-value heads where it says attention heads."""
+        width = _width(shape)
+        return stored_config(
+            self,
+            {
+                "encoder_hidden_size": width,
+                "init_weights": None,
+                "modules_to_save": None,
+                "num_attention_heads": shape.kv_heads,
+                "num_layers": shape.layers,
+                "num_transformer_submodules": 1,
+                "num_virtual_tokens": self.num_virtual_tokens,
+                "prefix_projection": False,
+                "token_dim": width,
+            },
+        )
+
+    def attach(
+        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
+    ) -> TaskAdapter:
+        """See `AdapterSpec.attach`."""
+        return PrefixTuning(host, task, total_steps, initial)
+
+
+def _width(shape: Shape) -> int:
+    """Of a layer's keys."""
+    return shape.kv_heads * shape.head_dim
+
+
+class PrefixTuning(TaskAdapter):
+    """Prefix tuning of one task."""
+
+    spec: PrefixTuningSpec
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        host, shape = self.host, self.host.shape
+        self.heads = _heads_of_rank(shape.kv_heads, host.parallel.tp_rank, host.parallel.tp_size)
+        layers = host.layers
+        width = 2 * _width(shape)
+        index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in layers])
+        owner = host.first_tensor_rank
+        self.table: nn.Parameter = self.make(
+            _KEY, _normal, dim=1, index=index, partial=True, owner=owner
+        ).value
+        place = {layer: i for i, layer in enumerate(layers)}
+        for op, info in enumerate(host.base_ops):
+            if info.name == "linear_qkv":
+                self.at[op] = _Prefix(self, info.layer, place[info.layer])
+
+
+class _Prefix(Adapter):
     """The prefix of one task in one layer."""
 
     stages = frozenset({"extend"})
@@ -41,38 +132,6 @@ class PrefixAdapter(Adapter):
         batch.prefix.setdefault(self.layer, {})[owner.name] = (pair[:, 0], pair[:, 1])
 
 
-@register
-class PrefixTuning(TaskAdapter):
-    """Prefix tuning of one task."""
-
-    peft_type = "PREFIX_TUNING"
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        host, shape = self.host, self.host.shape
-        self.heads = _heads_of_rank(shape.kv_heads, host.parallel.tp_rank, host.parallel.tp_size)
-        layers = host.layers
-        width = 2 * shape.kv_heads * shape.head_dim
-        index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in layers])
-        full_shape = (self.spec.num_virtual_tokens, shape.layers * width)
-        self.table: nn.Parameter = self.parameter(
-            _KEY, full_shape, _normal, dim=1, index=index, partial=True, owner=host.first_tensor_rank
-        )
-        place = {layer: i for i, layer in enumerate(layers)}
-        for op, info in enumerate(host.base_ops):
-            if info.name == "linear_qkv":
-                self.at[op] = PrefixAdapter(self, info.layer, place[info.layer])
-
-    @staticmethod
-    def tensor_shapes(spec: Any, paths: Sequence[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """See `TaskAdapter.tensor_shapes`."""
-        return {_KEY: (spec.num_virtual_tokens, sizes.layers * 2 * sizes.kv_heads * sizes.head_dim)}
-
-    def config_dict(self) -> dict[str, Any]:
-        """See `TaskAdapter.config_dict`."""
-        return prefix_config(self.spec, self.host.shape)
-
-
 def _heads_of_rank(heads: int, rank: int, size: int) -> tuple[int, int]:
     """First and one past the last key-value head that core attention sees on a tensor rank."""
     if heads >= size:
@@ -83,3 +142,6 @@ def _heads_of_rank(heads: int, rank: int, size: int) -> tuple[int, int]:
 
 def _normal(full: Tensor, generator: torch.Generator) -> None:
     full.normal_(generator=generator)
+
+
+KIND = PrefixTuningSpec

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mux.backbone.registry import read_shape
 from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.roofline import Device, device_of
 from megatron_mux.gpus import known
-from megatron_mux.memory.forms.sites import Configured, TaskAdapters
+from megatron_mux.memory.forms.sites import TaskAdapters
 from megatron_mux.tasks import load_task_file
 
 DEFAULT_DEVICE = "A100"
@@ -37,11 +38,11 @@ class TaskFile:
             UserError: The file or the backbone is not as it must be, or a task's targets are not there.
         """
         specs = load_task_file(tasks, data_later=True)
-        info = Configured.read(config)
+        shape = read_shape(config)
         found, problems = [], []
         for spec in specs:
             try:
-                found.append(TaskAdapters.of(spec, info))
+                found.append(TaskAdapters.of(spec, shape))
             except UserError as error:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:

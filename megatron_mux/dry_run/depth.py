@@ -101,11 +101,11 @@ def _split(run: RunSpec, info: BackboneInfo) -> tuple[int, ...]:
 def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     """Whether a task's adapter acts alike on all layers, each by itself."""
     spec = TaskSpec.model_validate(one.task)
-    load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info)
+    load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info.shape)
     sites = defaultdict(set)
     for site in load.sites:
         sites[site.layer].add((site.op, site.kind, site.size))
-    if load.virtual_tokens or spec.adapter.peft_type == "DIFF_PRUNING":
+    if load.virtual_tokens or spec.adapter.acts_after_steps:
         return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1
 

@@ -70,7 +70,7 @@ def heaviest(spec: TaskSpec, data: Lengths) -> Batch:
 
 def steps_of(specs: Sequence[TaskSpec]) -> int:
     """Number of steps a dry run of these tasks takes."""
-    prune = any(spec.adapter.peft_type == "DIFF_PRUNING" for spec in specs)
+    prune = any(spec.adapter.acts_after_steps for spec in specs)
     return STEPS_THAT_PRUNE if prune else STEPS
 
 

@@ -60,7 +60,9 @@ class _Work:
         self._tensor = run.tensor if run.sequence_parallel else 1
         info = read_info(run.config)
         self._loads = [
-            TaskLoad.of(TaskSpec.model_validate(one.task), np.array(one.lengths), np.array(one.labels), info)
+            TaskLoad.of(
+                TaskSpec.model_validate(one.task), np.array(one.lengths), np.array(one.labels), info.shape
+            )
             for one in run.tasks
         ]
         self._labels = {one.name: one.labels for one in run.tasks}

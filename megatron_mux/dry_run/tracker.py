@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.modules import Module
 from megatron_mux.backbone.model import Backbone, Reading
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.dry_run.recording import Mark
@@ -71,8 +72,8 @@ class StepTracker(Heartbeat):
         """Track the layer on which each adapter is created."""
         find = host.sites
 
-        def sites(targets: str | Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
-            for op, found in find(targets):
+        def sites(modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
+            for op, found in find(modules):
                 self._place.layer = host.base_ops[op].layer
                 yield op, found
             self._place.layer = None

@@ -159,7 +159,7 @@ class BucketFinalizer:
         self._room.surely(lambda: running.optimizer.clip(norm))
         running.optimizer.step(step, self._room.surely(failed.float))
         # What acts on the adapter besides its optimizer has to know.
-        if running.adapter.acts_after_steps and not failed:
+        if running.adapter.spec.acts_after_steps and not failed:
             running.adapter.after_step(step + 1)
 
     def finish(self) -> list[dict[str, StepResult]]:

@@ -188,7 +188,7 @@ class Engine:
         return True
 
     def _load_of(self, task: Task) -> TaskLoad:
-        return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.info)
+        return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.shape)
 
     def _loads(self) -> dict[str, TaskLoad]:
         return {name: self._running[name].load for name in self.active}
@@ -399,4 +399,5 @@ class Engine:
 
     def adapter_config(self, name: str) -> dict[str, Any]:
         """The content of a task's `adapter_config.json`."""
-        return self._running[name].adapter.config_dict()
+        adapter = self._running[name].adapter
+        return adapter.spec.config(adapter.host.shape)  # type: ignore[no-any-return]

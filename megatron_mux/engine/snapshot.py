@@ -22,7 +22,7 @@ class Snapshot:
 
     Attributes:
         step: Optimizer steps done.
-        adapter: Parameters by key, as `adapter_model.safetensors` names them.
+        adapter: Its tensors by key, as `adapter_model.safetensors` names them.
         moments: Optimizer moments by key, then by name (`exp_avg`, `exp_avg_sq`); empty for SGD.
         extra: What the adapter keeps besides parameters (diff pruning's mask), by key.
     """
@@ -48,10 +48,11 @@ def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Pa
         parallel: Where this rank stands.
     """
     moments = optimizer.state()
-    local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in adapter.parameters}
+    tensors = [*adapter.parameters, *adapter.fixed]
+    local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in tensors}
     for key, tensor in adapter.state().items():
         local[key]["extra"] = tensor
-    full = gather(adapter.parameters, local, parallel)
+    full = gather(tensors, local, parallel)
     if full is None:
         return None
     return Snapshot(

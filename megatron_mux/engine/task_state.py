@@ -102,7 +102,7 @@ class TaskState:
     @property
     def position_offset(self) -> int:
         """Virtual tokens in front of every sequence (prefix tuning)."""
-        return int(getattr(self.task.spec.adapter, "num_virtual_tokens", 0))
+        return self.task.spec.adapter.virtual_tokens
 
     @property
     def left(self) -> int:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.adapters import KINDS
-from megatron_mux.adapters.targets import match_targets, targets_of
-from megatron_mux.memory.forms.sites import Catalogue, Site, TaskAdapters
+from megatron_mux.adapters.modules import Shape
+from megatron_mux.memory.forms.sites import Site, TaskAdapters
 from megatron_mux.tasks import TaskSpec
 
 
@@ -48,7 +47,7 @@ class TaskLoad:
         spec: TaskSpec,
         lengths: npt.NDArray[np.int32],
         label_counts: npt.NDArray[np.int32],
-        info: Catalogue,
+        shape: Shape,
     ) -> TaskLoad:
         """Of a validated task.
 
@@ -56,21 +55,19 @@ class TaskLoad:
             spec: The task.
             lengths: `[n]` tokens of each record of its data.
             label_counts: `[n]` labelled tokens of each.
-            info: The backbone.
+            shape: Of the backbone.
         """
         count = min(spec.sequences_per_step, len(lengths))
         chosen = typical(lengths, count)
-        targets = match_targets(targets_of(spec.adapter, info.shape), info.module_paths)
-        shapes = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, info.shape)
         return cls(
             name=spec.name,
             tokens=tuple(int(lengths[i]) for i in chosen),
             labels=tuple(int(label_counts[i]) for i in chosen),
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
-            virtual_tokens=int(getattr(spec.adapter, "num_virtual_tokens", 0)),
-            adapter=TaskAdapters.of(spec, info),
-            tensors=len(shapes),
+            virtual_tokens=spec.adapter.virtual_tokens,
+            adapter=TaskAdapters.of(spec, shape),
+            tensors=sum(tensor.trained for tensor in spec.adapter.tensors(shape).values()),
             longest=int(lengths.max()),
         )
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout, runtime
-from megatron_mux.adapters import KINDS
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
@@ -292,7 +291,7 @@ class Probes:
         info = self.ops[op]  # type: ignore[index]
         host = Host([info], self.backbone.parallel, self.dtype, self.backbone.shape)
         specs = [_spec(f"probe-{i}", kind, size, info) for i in range(tasks)]
-        adapters = [KINDS[spec.adapter.peft_type](host, spec, 10, None) for spec in specs]
+        adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]
         attached = AttachedBaseOp(info, self.backbone.parallel)
         # Not through `add`: the module itself stays as it is.

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_mux.errors import UserError
-from megatron_mux.tasks.section import BASE_DIRECTORY, plain, shown
+from megatron_mux.section import BASE_DIRECTORY, plain, shown
 from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec
 from megatron_mux.tasks.start import with_stored_config
 from megatron_mux.tasks.wording import did_you_mean, sentences

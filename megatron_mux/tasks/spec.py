@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Field
 
-from megatron_mux.tasks.adapters import AdapterSpec
-from megatron_mux.tasks.section import Section, problem, shown
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.section import Section, problem, shown
 from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
 
 # Names become directories in --save DIR, where the run keeps these of its own.
@@ -34,12 +35,19 @@ def _name(value: Any) -> Any:
     return value
 
 
+if TYPE_CHECKING:
+    AnyAdapter = AdapterSpec
+else:
+    AnyAdapter = Annotated[Union[tuple(KINDS.values())], Field(discriminator="peft_type")]  # noqa: UP007
+    """The section of any kind; `peft_type` says which."""
+
+
 class TaskSpec(Section):
     """One validated task of `tasks.yaml`."""
 
     name: Annotated[str, BeforeValidator(_name)]
     """Unique in the run; also the task's directory under `--save`."""
-    adapter: AdapterSpec
+    adapter: AnyAdapter
     """PEFT method and its hyper-parameters."""
     data: DataSpec
     """What it learns from."""

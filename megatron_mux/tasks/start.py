@@ -8,18 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.tasks.adapters import ADAPTERS, AdapterBase
-from megatron_mux.tasks.section import plain, shown
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.section import plain, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# How fresh weights would have been drawn, which no longer matters; other values change the backbone itself.
-_HARMLESS_INITIAL: Mapping[str, tuple[Any, ...]] = {
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
-    "init_ia3_weights": (True, False),
-    "init_weights": (None, "zero"),
-}
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -42,7 +37,7 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     if problem:
         return dict(adapter), [f"adapter_name_or_path: {problem}"]
     kind = stored.get("peft_type")
-    model = ADAPTERS.get(kind) if isinstance(kind, str) else None
+    model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
         return dict(adapter), [
             f"adapter_name_or_path: {config} has peft_type {shown(kind)}, which is not done"
@@ -71,12 +66,12 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     return merged, problems
 
 
-def _can_be_left(key: str, value: Any, model: type[AdapterBase]) -> bool:
+def _can_be_left(key: str, value: Any, model: type[AdapterSpec]) -> bool:
     """Whether a stored field that is not one of ours says nothing that matters."""
     if key == "adapter_name_or_path" or key in model.from_weights:
         return True
-    if key in _HARMLESS_INITIAL:
-        return value in _HARMLESS_INITIAL[key]
+    if key in model.initial_values:
+        return value in model.initial_values[key]
     refused = model.refused.get(key)
     # Unknown ones are of a newer peft: without consequence as long as they are off.
     return value in _NOTHING if refused is None else refused.asks_for_nothing(value)

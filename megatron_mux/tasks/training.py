@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_mux.tasks.section import (
+from megatron_mux.section import (
     LARGEST_BATCH,
     LARGEST_COUNT,
     FilePath,

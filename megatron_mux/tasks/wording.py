@@ -12,10 +12,19 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_mux.tasks.adapters import ADAPTERS, PEFT_ONLY
-from megatron_mux.tasks.section import Section, plain, shown
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.section import Section, plain, shown
 from megatron_mux.tasks.spec import TaskSpec
 from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+
+_OF_PEFT = frozenset(
+    """
+    LORA IA3 PREFIX_TUNING PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING ADALORA ADAMSS BOFT ADAPTION_PROMPT BEFT LILY
+    LOHA LOKR OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT GLORA XLORA HRA VBLORA UNILORA CPT MISS RANDLORA ROAD
+    TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT
+    """.split()
+)
+"""All methods of peft, to tell one that we lack from a misspelt one."""
 
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
 
@@ -69,8 +78,8 @@ def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]
             path.append(part)
         elif model is TaskSpec and part == "adapter":
             path.append(part)
-        elif path == ["adapter"] and part in ADAPTERS:
-            model = ADAPTERS[part]
+        elif path == ["adapter"] and part in KINDS:
+            model = KINDS[part]
         elif field is None:
             path.append(plain(str(part)))
             field = model.model_fields.get(str(part))
@@ -103,13 +112,13 @@ def _unknown(key: str, model: type[BaseModel]) -> str:
 
 def _peft_type(task: Mapping[str, Any]) -> str:
     adapter = task.get("adapter")
-    known = ", ".join(ADAPTERS)
+    known = ", ".join(KINDS)
     if not isinstance(adapter, dict) or "peft_type" not in adapter:
         return f"adapter.peft_type: is missing: it must be one of {known}"
     given = adapter["peft_type"]
-    if isinstance(given, str) and given in PEFT_ONLY:
+    if isinstance(given, str) and given in _OF_PEFT:
         return f"adapter.peft_type: {given} is a method of peft that megatron-mux does not do: use one of {known}"
-    near = did_you_mean(given, ADAPTERS) if isinstance(given, str) else ""
+    near = did_you_mean(given, KINDS) if isinstance(given, str) else ""
     return f"adapter.peft_type: must be one of {known}, got {shown(given)}{near}"
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.memory.forms import kept, own
@@ -18,7 +19,7 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass
 from megatron_mux.memory.forms.methods import Method
 from megatron_mux.memory.forms.shards import Stage, stages
-from megatron_mux.memory.forms.sites import Configured, TaskAdapters
+from megatron_mux.memory.forms.sites import TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -95,12 +96,12 @@ def test_adapters_of_every_kind(name: str, path: Path, joined: Callable[..., Par
     backbone, parallel = _loaded(path, joined, method)
     engine = Engine([backbone], parallel)
     engine.register_tasks([case.task for case in cases])
-    info = Configured.read(path)
+    shape = read_shape(path)
     found, wanted = {}, {}
     for case in cases:
         parameters = engine._running[case.name].optimizer.parameters
         found[case.name] = sum(p.value.numel() for p in parameters)
-        wanted[case.name] = TaskAdapters.of(case.task.spec, info).values(backbone.layers, method.tensor)
+        wanted[case.name] = TaskAdapters.of(case.task.spec, shape).values(backbone.layers, method.tensor)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found == wanted or (found, wanted))
     assert everyone == [True] * len(everyone)
@@ -142,7 +143,7 @@ def test_what_a_forward_pass_keeps(
     monkeypatch.setattr(Backbone, "forward", counted)
     engine.step()
     rows, labels, found = passes[0]
-    task = TaskAdapters.of(case.task.spec, Configured.read(path))
+    task = TaskAdapters.of(case.task.spec, read_shape(path))
     _assert_equal(found, _kept(architecture, task, method, backbone, rows, labels), 0.01)
 
 

@@ -99,7 +99,7 @@ def test_a_task_starts_from_what_peft_saved(
         model = peft_solo.wrap(peft_solo.load_model(path_of(family)), section, initial)
         model.save_pretrained(tmp_path / name)  # type: ignore[operator]
         case = make_case(name, section)
-        read = read_adapter(tmp_path / name, case.spec.adapter, backbone.info)
+        read = read_adapter(tmp_path / name, case.spec.adapter, backbone.shape)
         engine = Engine(backbone, parallel)
         engine.register_tasks([Task(case.spec, case.records.as_dataset(), initial=read)])
         try:
@@ -137,7 +137,7 @@ def test_own_kinds_come_back_as_they_were(
                 Task(
                     spec,
                     case.records.as_dataset(),
-                    initial=read_adapter(directory, spec.adapter, backbone.info),
+                    initial=read_adapter(directory, spec.adapter, backbone.shape),
                 )
             ]
         )

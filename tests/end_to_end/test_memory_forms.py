@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.backbone.registry import read_shape
 from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
@@ -17,7 +18,7 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.parts import Parts
-from megatron_mux.memory.forms.sites import Configured, TaskAdapters
+from megatron_mux.memory.forms.sites import TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.tasks import TaskSpec
 from tests.unit.memory.configs import write
@@ -87,8 +88,8 @@ def setting_of(
 def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[int]:
     """Bytes of each stage's tensors at its peak."""
     write(directory, CONFIG)
-    info = Configured.read(directory)
-    adapters = tuple(TaskAdapters.of(spec, info) for spec in specs)
+    shape = read_shape(directory)
+    adapters = tuple(TaskAdapters.of(spec, shape) for spec in specs)
     step = FileStep(tuple(TaskBatch.of(spec) for spec in specs))
     content = step.divided(method.data, method.micro_batches).heaviest[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=adapters))

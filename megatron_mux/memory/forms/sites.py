@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_mux.adapters import KINDS
-from megatron_mux.adapters.targets import (
-    feedforward_of,
-    match_feedforward,
-    match_targets,
-    targets_of,
-)
-from megatron_mux.backbone.registry import read_shape
-from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.adapters.ia3 import IA3Spec
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.tasks import TaskSpec
 
 OPS: tuple[BaseOpName, ...] = BASE_OPS
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
-
-
-class Catalogue(Protocol):
-    """The part of `BackboneInfo` that is needed here."""
-
-    @property
-    def shape(self) -> Any:
-        """Sizes of the backbone."""
-
-    @property
-    def module_paths(self) -> Sequence[str]:
-        """Full paths of all modules within BaseOps, layer by layer."""
-
-    @property
-    def layer_modules(self) -> Mapping[BaseOpName, Sequence[str]]:
-        """For each BaseOp, the paths within a layer of its modules."""
 
 
 @dataclass(frozen=True)
@@ -64,36 +40,23 @@ class Site:
     scales_input: bool = False
 
 
-def sites_of(adapter: Any, targets: Sequence[str], info: Catalogue) -> tuple[Site, ...]:
+def sites_of(adapter: AdapterSpec, shape: Shape) -> tuple[Site, ...]:
     """Where an adapter acts, by layer.
 
     Args:
         adapter: The `adapter` section of a task.
-        targets: Full paths of the modules that it targets.
-        info: The backbone.
+        shape: Of the backbone.
     """
-    per_layer = sum(len(modules) for modules in info.layer_modules.values())
-    wanted = set(targets)
+    at: dict[tuple[int, BaseOpName], list[Module]] = {}
+    for module in adapter.modules(shape):
+        at.setdefault((module.layer, module.op), []).append(module)
     found: list[Site] = []
-    for layer in range(info.shape.layers):
-        paths = info.module_paths[layer * per_layer : (layer + 1) * per_layer]
-        at = 0
-        for op in OPS:
-            own = [path for path in paths[at : at + len(info.layer_modules[op])] if path in wanted]
-            at += len(info.layer_modules[op])
-            if own and (adapter.peft_type != "PREFIX_TUNING" or op == "linear_qkv"):
-                kind = _kind(adapter, len(own))
-                several = len(info.layer_modules[op]) > 1
-                width = sum(info.shape.module_shape(path)[0] for path in own) if several else 0
-                found.append(Site(layer, op, *kind, len(own), width, bool(_scaled(adapter, own, info))))
+    for (layer, op), own in at.items():
+        several = len(shape.layer_modules[op]) > 1
+        width = sum(module.out_features for module in own) if several else 0
+        scaled = isinstance(adapter, IA3Spec) and bool(adapter.scales_input(own, shape))
+        found.append(Site(layer, op, *_kind(adapter, len(own)), len(own), width, scaled))
     return tuple(found)
-
-
-def _scaled(adapter: Any, paths: Sequence[str], info: Catalogue) -> list[str]:
-    """Of some modules, those whose input IA3 multiplies."""
-    if adapter.peft_type != "IA3":
-        return []
-    return match_feedforward(feedforward_of(adapter, info.shape), paths)
 
 
 def _kind(adapter: Any, modules: int) -> tuple[str, int]:
@@ -105,32 +68,6 @@ def _kind(adapter: Any, modules: int) -> tuple[str, int]:
     if kind == "PREFIX_TUNING":
         return kind, adapter.num_virtual_tokens
     return kind, 0
-
-
-@dataclass(frozen=True)
-class Configured:
-    """A `Catalogue` of a config.json alone: no weight has to be there."""
-
-    shape: BackboneShape
-
-    @property
-    def layer_modules(self) -> Mapping[BaseOpName, tuple[str, ...]]:
-        """See `BackboneShape.layer_modules`."""
-        return self.shape.layer_modules
-
-    @property
-    def module_paths(self) -> tuple[str, ...]:
-        """See `BackboneShape.module_paths`."""
-        return self.shape.module_paths
-
-    @classmethod
-    def read(cls, path: Path) -> Configured:
-        """The backbone of a directory's config.json, or of that file by itself.
-
-        Raises:
-            UserError: Its family is not one of ours, or it asks for what is not done.
-        """
-        return cls(read_shape(path))
 
 
 @dataclass(frozen=True)
@@ -152,28 +89,21 @@ class TaskAdapters:
     copied: tuple[float, ...]
 
     @classmethod
-    def of(cls, spec: TaskSpec, info: Catalogue) -> TaskAdapters:
+    def of(cls, spec: TaskSpec, shape: Shape) -> TaskAdapters:
         """Of a validated task on a backbone.
 
         Raises:
             UserError: It targets no module of the backbone.
         """
-        shape = info.shape
-        targets = match_targets(targets_of(spec.adapter, shape), info.module_paths)
         divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
-        tensors = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, shape)
-        place = _places(info)
-        for key, size in tensors.items():
-            path, suffix = _parted(key, place)
-            if path is None:  # a prefix: one tensor for all layers, whole on every tensor rank
-                for layer in range(shape.layers):
-                    copied[layer] += math.prod(size) / shape.layers
-                continue
-            layer, op = place[path]
-            values = divided if _is_divided(suffix, size, op) else copied
-            values[layer] += math.prod(size)
+        for tensor in spec.adapter.tensors(shape).values():
+            size = math.prod(tensor.shape)
+            if tensor.layer is None:
+                copied = [values + size / shape.layers for values in copied]
+            else:
+                (copied if tensor.dim is None else divided)[tensor.layer] += size
         optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
-        return cls(spec.name, optimizer, sites_of(spec.adapter, targets, info), tuple(divided), tuple(copied))
+        return cls(spec.name, optimizer, sites_of(spec.adapter, shape), tuple(divided), tuple(copied))
 
     @property
     def virtual_tokens(self) -> int:
@@ -191,30 +121,3 @@ class TaskAdapters:
     def values(self, layers: range, tensor: int) -> float:
         """How many values one of so many tensor ranks has of these layers."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
-
-
-def _places(info: Catalogue) -> dict[str, tuple[int, BaseOpName]]:
-    """Layer and BaseOp of each module."""
-    own = [(op, path) for op in OPS for path in info.layer_modules[op]]
-    return {path: (i // len(own), own[i % len(own)][0]) for i, path in enumerate(info.module_paths)}
-
-
-def _parted(key: str, place: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The module and the rest of a tensor's name; no module if it belongs to none."""
-    name = key.removeprefix("base_model.model.")
-    path = name
-    while path and path not in place:
-        path = path.rpartition(".")[0]
-    return (path, name[len(path) + 1 :]) if path else (None, name)
-
-
-def _is_divided(suffix: str, shape: Sequence[int], op: BaseOpName) -> bool:
-    """Whether tensor ranks divide a tensor: along the columns of a column-parallel BaseOp, or the inputs of others."""
-    column = op in _COLUMN_PARALLEL
-    if suffix.startswith("adapter_"):
-        return False  # a bottleneck sees the whole output
-    if suffix.startswith("lora_"):
-        return ("lora_B" in suffix) == column
-    if suffix.startswith("ia3"):
-        return (shape[0] != 1) == column
-    return True  # a difference of the weight

@@ -14,9 +14,6 @@ from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Precision
 from megatron_mux.tasks import load_task_file
 
-PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING")
-"""Kinds of a task's adapter that peft has, too."""
-
 _DTYPES: Mapping[str, Precision] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -117,8 +114,9 @@ def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
             f"{len(specs)} ({names}): use --method ours, which is for tasks that train together, or a file of one"
         )
     spec = specs[0]
-    kind, training = spec.adapter.peft_type, spec.training
-    if kind not in PEFT_KINDS:
+    training = spec.training
+    if not spec.adapter.in_peft:
+        kind = spec.adapter.peft_type
         raise UserError(f"--tasks {file}: task {spec.name!r}: peft has no {kind} to trace: use --method ours")
     adapter = spec.adapter.model_dump(exclude_none=True, exclude={"adapter_name_or_path"})
     chosen = replace(

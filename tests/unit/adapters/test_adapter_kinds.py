@@ -227,7 +227,7 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed(parallel: Parallel
     first = adapters.tasks["lora-qv"].parameters[0].value.detach().clone()
     bound = shape.hidden**-0.5
     assert first.abs().max() <= bound and first.abs().max() > 0.7 * bound
-    fields: dict[str, Any] = vars(MIXTURE[0].adapter)
+    fields: dict[str, Any] = MIXTURE[0].adapter.model_dump()
     other, same = task("again", seed=8, **fields), task("same", seed=7, **fields)
     assert not torch.equal(adapters.add(other, 9).parameters[0].value, first)
     assert torch.equal(adapters.add(same, 9).parameters[0].value, first)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.adapters.targets import match_feedforward, match_targets
+from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.columns import in_range, parts
 from megatron_mux.backbone.registry import family
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
@@ -224,11 +224,11 @@ class Reference:
             batch,
             masks or {},
         )
-        paths = list(weights.matrices)
-        targets = getattr(spec.adapter, "target_modules", None)
-        self.targets = set() if targets is None else set(match_targets(targets, paths))
-        inputs = getattr(spec.adapter, "feedforward_modules", [])
-        self.inputs = set(match_feedforward(inputs, sorted(self.targets)))
+        known = weights.shape
+        modules = [] if spec.adapter.peft_type == "PREFIX_TUNING" else spec.adapter.modules(known)
+        self.targets = {module.path for module in modules}
+        scaled = spec.adapter.scales_input(modules, known) if spec.adapter.peft_type == "IA3" else []
+        self.inputs = {module.path for module in scaled}
 
     def forward(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """As `Toy.forward`, for the task's rows alone."""
@@ -321,10 +321,11 @@ def lora(name: str, **fields: Any) -> Any:
 
 def task(name: str, seed: int = 7, **adapter: Any) -> Any:
     """A task of any kind, as far as adapters look at it."""
-    return SimpleNamespace(name=name, adapter=SimpleNamespace(**adapter), training=SimpleNamespace(seed=seed))
+    section = KINDS[adapter["peft_type"]].model_validate(adapter)
+    return SimpleNamespace(name=name, adapter=section, training=SimpleNamespace(seed=seed))
 
 
-def ia3(name: str, targets: list[str], feedforward: list[str]) -> Any:
+def ia3(name: str, targets: list[str], feedforward: list[str] | str) -> Any:
     """An IA3 task."""
     return task(name, peft_type="IA3", target_modules=targets, feedforward_modules=feedforward)
 
@@ -357,14 +358,9 @@ def mixture() -> list[Any]:
 
 def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
     """Random full tensors of a task, none of them zero, fp64."""
-    from megatron_mux.adapters import KINDS
-    from megatron_mux.adapters.targets import targets_of
-
-    paths = list(Weights(shape).matrices)
-    targets = match_targets(targets_of(spec.adapter, shape), paths)
-    wanted = KINDS[spec.adapter.peft_type].tensor_shapes(spec.adapter, targets, shape)
+    wanted = spec.adapter.tensors(shape)
     # Parameters are fp64 here, but fresh values are fp32: keep what a checkpoint could hold.
-    return {key: (noise(spec.name + key, *size) * 0.4).float().double() for key, size in wanted.items()}
+    return {key: (noise(spec.name + key, *one.shape) * 0.4).float().double() for key, one in wanted.items()}
 
 
 def make_batch(

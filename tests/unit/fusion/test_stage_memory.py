@@ -112,7 +112,9 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
         micro_batches=4 if run.mesh.pipeline > 1 else None,
         chunk=None,
     )
-    loads = {c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info) for c in cases}
+    loads = {
+        c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info.shape) for c in cases
+    }
     plan = Planner(premises).fixed("spatial", loads)
     casts = [TaskRecords.of(case.spec, case.records) for case in cases]
     setting = RunSpec(

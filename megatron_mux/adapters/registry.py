@@ -1,0 +1,37 @@
+"""The adapter kinds by `peft_type`: a new one is a file of this room and its name here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import get_args
+
+from megatron_mux.adapters.kind import AdapterSpec
+
+_FILES = (
+    "lora",
+    "ia3",
+    "prefix",
+    "bottleneck",
+    "diff_pruning",
+)
+"""Each is a module of this room with a `KIND`."""
+
+
+def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:
+    """Kinds by the one value that their `peft_type` takes.
+
+    Raises:
+        ValueError: Two kinds take the same.
+    """
+    found: dict[str, type[AdapterSpec]] = {}
+    for kind in kinds:
+        (name,) = get_args(kind.model_fields["peft_type"].annotation)
+        if name in found:
+            raise ValueError(f"two adapter kinds are called {name}: {found[name]} and {kind}")
+        found[name] = kind
+    return found
+
+
+KINDS = by_type(importlib.import_module(f"megatron_mux.adapters.{name}").KIND for name in _FILES)
+"""The sections of all kinds."""

@@ -1,0 +1,130 @@
+"""Which modules a task targets: peft's rules, and words for what matches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import constants
+from transformers.pytorch_utils import Conv1D
+
+from megatron_mux.adapters.bottleneck import BottleneckSpec
+from megatron_mux.adapters.ia3 import IA3Spec
+from megatron_mux.adapters.lora import LoraSpec
+from megatron_mux.adapters.modules import Module, match_targets, modules_of
+from megatron_mux.adapters.registry import by_type
+from megatron_mux.backbone.registry import FAMILIES, read_shape
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.errors import UserError
+from tests.tiny_models import build, config
+
+LLAMA = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+PATHS = [f"model.layers.{i}.{name}" for i in range(12) for name in LLAMA]
+MODULES = [Module(path, 0, "linear_qkv", 1, 1) for path in PATHS]
+ShapeOf = Callable[[str], BackboneShape]
+
+
+def matched(targets: str | list[str]) -> list[str]:
+    return [module.path for module in match_targets(targets, MODULES)]
+
+
+@pytest.fixture(scope="module")
+def shape_of(tmp_path_factory: pytest.TempPathFactory) -> ShapeOf:
+    def read(name: str) -> BackboneShape:
+        where = tmp_path_factory.mktemp(name)
+        config(name).save_pretrained(where)
+        return read_shape(where)
+
+    return lru_cache(read)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj", "v_proj"],
+        ["self_attn.o_proj"],
+        ["1.mlp.up_proj"],
+        ["model.layers.11.self_attn.k_proj"],
+        r".*\.[13]\.mlp\..*_proj",
+    ],
+)
+def test_matches_as_peft_does(targets: str | list[str]) -> None:
+    theirs = LoraConfig(target_modules=targets)
+    assert matched(targets) == [path for path in PATHS if check_target_module_exists(theirs, path)]
+    assert matched(targets)
+
+
+def test_all_linear_is_everything() -> None:
+    assert matched("all-linear") == PATHS == matched("All-Linear")
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "query"], "query", "(", ["proj"], ["lm_head"]])
+def test_unknown_targets_are_refused_with_what_there_is(targets: str | list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        match_targets(targets, MODULES)
+    text = str(error.value)
+    assert "target_modules" in text and (targets == "(" or "q_proj, k_proj, v_proj, o_proj" in text)
+
+
+def test_feedforward_matches_without_a_dot_as_peft_does(shape_of: ShapeOf) -> None:
+    shape = shape_of("gpt2")
+    every = IA3Spec(peft_type="IA3", target_modules=["c_attn", "c_proj"], feedforward_modules=["c_proj"])
+    mlp = IA3Spec(
+        peft_type="IA3", target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]
+    )
+    for spec, count in ((every, 2), (mlp, 1)):
+        scaled = spec.scales_input(spec.modules(shape), shape)
+        assert len(scaled) == count * shape.layers
+        assert all(module.path.endswith("c_proj") for module in scaled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_pefts(family: str, shape_of: ShapeOf) -> None:
+    shape, own = shape_of(family), IA3Spec(peft_type="IA3")
+    maps: Any = (
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+        constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+        constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
+    )
+    lora = LoraSpec(peft_type="LORA")
+    found = (lora.targets(shape), own.targets(shape), own.config(shape)["feedforward_modules"])
+    for names, table in zip(found, maps, strict=True):
+        assert names == table.get(family, names)  # peft knows no defaults for some families
+    for spec in (lora, own, BottleneckSpec(peft_type="BOTTLENECK")):
+        assert spec.modules(shape)
+
+
+def test_bottlenecks_follow_sublayers(shape_of: ShapeOf) -> None:
+    shape = shape_of("llama")
+    BottleneckSpec(peft_type="BOTTLENECK", target_modules=["o_proj", "down_proj"]).modules(shape)
+    with pytest.raises(UserError, match=r"not q_proj, up_proj.*self_attn.o_proj, mlp.down_proj"):
+        BottleneckSpec(peft_type="BOTTLENECK", target_modules=["q_proj", "o_proj", "up_proj"]).modules(shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_module_widths_are_those_of_transformers(family: str, shape_of: ShapeOf) -> None:
+    shape, seen = shape_of(family), dict(build(family).named_modules())
+    for module in modules_of(shape):
+        weight = seen[module.path].weight
+        rows, columns = reversed(weight.shape) if isinstance(seen[module.path], Conv1D) else weight.shape
+        assert (module.out_features, module.in_features) == (rows, columns), module.path
+
+
+def test_the_registry_refuses_two_kinds_of_one_name() -> None:
+    class Again(LoraSpec):
+        """Another LoRA."""
+
+    with pytest.raises(ValueError, match="two adapter kinds are called LORA"):
+        by_type([LoraSpec, IA3Spec, Again])
