@@ -83,6 +83,9 @@ class Backbone:
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
         self.dtype = next(model.parameters()).dtype
+        # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
+        scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
+        self._embedding_scale = scale.to(self.dtype)
         self._rotaries = {
             rope: Rotary(rope, shape.head_dim, self.device)
             for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
@@ -279,6 +282,8 @@ class Backbone:
                 return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
             # Not `embedding.forward`: with sequence parallelism it asks for a CUDA generator, for a dropout of zero.
             words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
+            if self.shape.embedding_scale != 1.0:
+                words = words * self._embedding_scale
             if embedding.reduce_scatter_embeddings:
                 return words  # type: ignore[no-any-return]
             hidden: Tensor = words.transpose(0, 1)

@@ -17,7 +17,15 @@ from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")
+FAMILIES = (
+    "gpt2",
+    "gpt_neo",
+    "llama",
+    "mistral",
+    "opt",
+    "qwen2",
+    "qwen3",
+)
 """Each is a module of `families` with a `FAMILY`."""
 
 

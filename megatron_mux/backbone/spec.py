@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
+from megatron_mux.backbone.modules import Norm, NormThenAdd, SegmentAttention
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.kernels.attention import segment_attention
-from megatron_mux.kernels.pointwise import rms_norm, rotate, swiglu
+from megatron_mux.kernels.pointwise import gated
 from megatron_mux.runtime import Parallel
 
 with runtime.quiet():
@@ -27,107 +26,6 @@ with runtime.quiet():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-class SegmentAttention(nn.Module):
-    """Megatron's core attention, on the segments of the micro-batch being computed.
-
-    Args:
-        shape: The backbone's shape: window and scale of the layer.
-        layer: Global index of the layer. (Megatron's own `layer_number` counts as if all stages were alike.)
-        recompute: Compute attention again in the backward instead of keeping what it needs.
-    """
-
-    def __init__(self, shape: BackboneShape, layer: int, recompute: bool, **_: Any) -> None:
-        super().__init__()
-        self.layer = layer
-        self.window = shape.windows[self.layer]
-        self.scale = shape.scales[self.layer]
-        self.recompute = recompute
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        attention_bias: tuple[Tensor, Tensor] | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Turn queries and keys by their positions, then attend.
-
-        Megatron would compute the cosines anew in each layer; here they are made once a micro-batch and come in by
-        the one argument that Megatron hands to core attention unread.
-
-        Args:
-            query: `[T, 1, heads on this rank, D]`.
-            key: `[T, 1, kv heads on this rank, D]`.
-            value: Likewise.
-            attention_mask: None: segments say it all.
-            attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
-
-        Returns:
-            `[T, 1, heads on this rank x D]`.
-        """
-        batch = layout.active()
-
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if batch.carry is not None:
-                key, value = batch.carry.extend(self.layer, key, value, batch.segments)
-            return segment_attention(
-                query,
-                key,
-                value,
-                batch.segments,
-                scale=self.scale,
-                window=self.window,
-                prefix=batch.prefix.get(self.layer),
-            )
-
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if attention_bias is not None:
-            query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)
-        out: Tensor
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = run(query, key, value)
-        return out.flatten(1).unsqueeze(1)
-
-
-class FrozenRMSNorm(nn.Module):
-    """RMS norm whose weight never takes a gradient."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Norm:
-    """Builds a layer's norm: Transformer Engine's where importable on a GPU, else torch's.
-
-    Not Megatron's wrapper of torch's norms: that refuses sequence parallelism, whose only demand on norms (to sum
-    their weights' gradients over ranks) frozen weights do not make.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
-    ) -> nn.Module:
-        """Megatron calls the class it finds in a spec and takes what comes back for the module."""
-        fused = runtime.fused_norm()
-        if fused is not None:
-            built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)
-            return built
-        return (
-            FrozenRMSNorm(hidden_size, eps)
-            if config.normalization == "RMSNorm"
-            else nn.LayerNorm(hidden_size, eps)
-        )
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -198,8 +96,11 @@ def build(
             share_embeddings_and_output_weights=False,
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
         )
+        if shape.output_norms:
+            add_output_norms(model, shape)
     drop_biases(model, shape)
-    fuse_swiglu(model)
+    if shape.gated:
+        fuse_gate(model, shape.activation)
     return model.eval()
 
 
@@ -211,16 +112,24 @@ def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> 
     return found
 
 
-def fuse_swiglu(model: GPTModel) -> None:
+def add_output_norms(model: GPTModel, shape: BackboneShape) -> None:
+    """Normalise what attention and MLP return before it is added: Megatron's layer has no place for such norms."""
+    for layer in model.decoder.layers:
+        for name in ("self_attn_bda", "mlp_bda"):
+            setattr(layer, name, NormThenAdd(Norm(model.config, shape.hidden, shape.norm_eps)))
+
+
+def fuse_gate(model: GPTModel, activation: str) -> None:
     """Let gated MLPs call one function on both halves, instead of Megatron's several passes over them.
 
     Megatron's MLP hands its whole inner activation to `activation_func` if it is not gated; that it is gated has done
     its work once `linear_fc1` is built with both halves.
     """
-    if model.config.gated_linear_unit and model.config.activation_func is F.silu:
+    function = gated(activation)
+    if function is not None:
         model.config.gated_linear_unit = False
         for layer in model.decoder.layers:
-            layer.mlp.activation_func = swiglu
+            layer.mlp.activation_func = function
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

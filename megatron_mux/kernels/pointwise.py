@@ -7,6 +7,9 @@ Shapes: T tokens, H hidden, F inner width of the MLP, h heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,35 +46,75 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-class _SwiGLU(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Gate:
+    """An activation function of the gate: itself, and its gradient written to `out`."""
+
+    function: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def _gelu(approximate: str) -> _Gate:
+    def backward(grad: Tensor, gate: Tensor, out: Tensor) -> Any:
+        return torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=out)
+
+    return _Gate(partial(F.gelu, approximate=approximate), backward)
+
+
+def _silu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> Any:
+    return torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
+
+
+_GATES = dict.fromkeys(("silu", "swish"), _Gate(F.silu, _silu_backward))
+_GATES |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _gelu("tanh"))
+_GATES["gelu"] = _gelu("none")
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: _Gate) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.kind = kind
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return kind.function(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         back = torch.empty_like(x)
         back_gate, back_up = back.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=back_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=back_gate)
-        return back
+        torch.mul(grad, ctx.kind.function(gate), out=back_up)
+        ctx.kind.backward(grad * up, gate, back_gate)
+        return back, None
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """`[..., 2 F]`, gate before up, to `silu(gate) * up`."""
-    out: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
-    return out
+def gated(activation: str) -> Callable[[Tensor], Tensor] | None:
+    """The function of a gated MLP: `[..., 2 F]`, gate before up, to `activation(gate) * up`, keeping its input only.
+
+    Args:
+        activation: Hugging Face's name of the activation function.
+
+    Returns:
+        The function; None where it is not written out here.
+    """
+    kind = _GATES.get(activation)
+
+    def function(x: Tensor) -> Tensor:
+        out: Tensor = _Gated.apply(x, kind)  # type: ignore[no-untyped-call]
+        return out
+
+    return None if kind is None else function
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    width = 2 * cos.shape[-1]
+    (x1, x2), (out1, out2) = x[..., :width].chunk(2, dim=-1), out[..., :width].chunk(2, dim=-1)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
     return out
 
 
@@ -89,11 +132,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: turn each pair of features (i, i + D/2) by its angle.
+    """Rotary embedding: turn each pair (i, i + W/2) of the first W features by its angle; leave the others.
 
     Args:
         x: `[T, h, D]`.
-        cos: `[T, 1, D / 2]`, in x's dtype.
+        cos: `[T, 1, W / 2]`, in x's dtype, W at most D.
         sin: Likewise.
     """
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]

@@ -42,15 +42,36 @@ WINDOWS_USED = frozenset({"use_sliding_window", "sliding_window", "max_window_la
 IGNORED = frozenset({"attention_dropout"})
 
 
-def shape(full: Mapping[str, Any], names: Names = NAMES) -> BackboneShape:
-    """The shape that these families share, without biases; each file replaces what differs."""
+def used_window(full: Mapping[str, Any]) -> int | None:
+    """The window of configs that say apart whether it is used (Qwen2, Qwen3)."""
+    return read.window(full) if full.get("use_sliding_window") else None
+
+
+def shape(
+    full: Mapping[str, Any],
+    names: Names = NAMES,
+    activation_field: str = "hidden_act",
+    partial_rotary: bool = False,
+) -> BackboneShape:
+    """The shape that these families share, without biases; each file replaces what differs.
+
+    Args:
+        full: The config, defaults filled in.
+        names: Where the family keeps its tensors.
+        activation_field: The field that names the MLP's activation function.
+        partial_rotary: Whether a config may ask to rotate a part of a head's features only.
+
+    Raises:
+        UserError: A field that asks for what is not done.
+    """
     shape = decoder.shape(
         full,
         names,
         ffn=full["intermediate_size"],
-        activation_field="hidden_act",
+        activation_field=activation_field,
         norm="RMSNorm",
         norm_eps=full["rms_norm_eps"],
         biases=decoder.biases(qkv=False, proj=False, mlp=False),
     )
-    return replace(shape, gated=True, position_limit=None, ropes=(read.rope(full),) * shape.layers)
+    ropes = read.ropes_by_layer(full, shape.head_dim, shape.layers, partial_rotary)
+    return replace(shape, gated=True, position_limit=None, ropes=ropes)

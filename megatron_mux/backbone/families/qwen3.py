@@ -22,7 +22,7 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
     return replace(
         shape,
         biases=decoder.biases(qkv=attention, proj=attention, mlp=False),
-        windows=read.windows_by_layer_type(full, shape.layers),
+        windows=read.windows_by_layer_type(full, shape.layers, like.used_window(full)),
     )
 
 

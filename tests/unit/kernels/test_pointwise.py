@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.kernels.pointwise import rms_norm, rotate, swiglu
+from megatron_mux.kernels.pointwise import gated, rms_norm, rotate
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -22,8 +22,12 @@ def test_gradients() -> None:
     weight = random(10).detach()
     cos, sin = random(5, 1, 3).detach().cos(), random(5, 1, 3).detach().sin()
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, weight, 1e-5), random(4, 1, 10))
-    assert torch.autograd.gradcheck(swiglu, random(4, 1, 12))
+    for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
+        function = gated(activation)
+        assert function is not None and torch.autograd.gradcheck(function, random(4, 1, 12))
+    assert gated("relu") is None
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), random(5, 2, 6))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), random(5, 2, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,6 +47,8 @@ def test_rms_norm_agrees_with_torch(dtype: torch.dtype) -> None:
 
 def test_rows_do_not_touch() -> None:
     weight = random(10).detach()
+    swiglu = gated("silu")
+    assert swiglu is not None
     for function, width in ((lambda x: rms_norm(x, weight, 1e-5), 10), (swiglu, 12)):
         clean, bad = random(4, 1, width), random(4, 1, width)
         with torch.no_grad():
