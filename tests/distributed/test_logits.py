@@ -1,4 +1,9 @@
-"""Every family against transformers, at every split: logits, losses, predictions and gradients of packed segments."""
+"""Families divided over ranks against transformers: logits, losses, predictions and gradients of packed segments.
+
+Each model once at 2 x 2, each family also with sequence parallelism, and three unlike ones at the other splits: where
+features lie does not depend on anything else (`tests/unit/backbone/test_columns.py` holds that for all of them).
+Undivided models are in `tests/unit/backbone/test_logits_alone.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import memory_probe, tiny_models
@@ -24,11 +30,20 @@ SPLITS = [
     (1, 2, False),
     (2, 2, False),
     (2, 2, True),
-    (4, 1, False),
-    (1, 4, False),
 ]
 TOLERANCE = 5e-4
 LENGTHS = (7, 12, 12, 3, 21)
+
+UNLIKE = ("llama-one-kv-head", "gpt2", "qwen2")
+CASES = [
+    *((name, (2, 2, False)) for name in tiny_models.NAMES),
+    *((name, (2, 2, True)) for name in FAMILIES),
+    *(
+        (name, split)
+        for name in UNLIKE
+        for split in ((2, 1, False), (1, 2, False), (4, 1, False), (1, 4, False))
+    ),
+]
 
 Joined = Callable[..., Parallel]
 
@@ -82,8 +97,9 @@ def reference(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(logits), torch.stack(losses).sum(), torch.cat(gradients)
 
 
-@pytest.mark.parametrize("name", tiny_models.NAMES)
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}{'-sp' * split[2]}")
+@pytest.mark.parametrize(
+    ("name", "split"), CASES, ids=lambda x: x if isinstance(x, str) else f"{x[0]}x{x[1]}{'-sp' * x[2]}"
+)
 def test_family_agrees_with_transformers(
     name: str, split: tuple[int, int, bool], joined: Joined, checkpoints: Callable[[str], Path], stages: Any
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_mux import layout
 from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -31,7 +32,7 @@ def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1
 
 
 def reference(path: Path, dtype: torch.dtype) -> Any:
-    """transformers' model; in fp64 without the detour of its norms over fp32."""
+    """transformers' model; in fp64 without the detour of its RMS norms over fp32."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -39,8 +40,10 @@ def reference(path: Path, dtype: torch.dtype) -> Any:
     if dtype == torch.float64:
         for name, module in list(model.named_modules()):
             if "RMSNorm" in type(module).__name__:
-                exact = nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon, dtype=dtype)
-                exact.weight = module.weight
+                eps = getattr(module, "variance_epsilon", None) or module.eps
+                exact = nn.RMSNorm(module.weight.shape[0], eps=eps, dtype=dtype)
+                offset = 1.0 if "Gemma" in type(module).__name__ else 0.0  # weights are stored less one
+                exact.weight = nn.Parameter(module.weight.detach() + offset)
                 model.set_submodule(name, exact)
     return model
 
@@ -130,7 +133,7 @@ def test_padding_rows_change_nothing(name: str, checkpoints: Made, parallel: Par
     assert torch.allclose(found[0], found[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "gpt_neo", "opt"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made, parallel: Parallel) -> None:
     from transformers import DynamicCache
 
