@@ -157,10 +157,10 @@ def told(found: Any) -> dict[str, Any]:
 
 def others(case: Any) -> dict[str, int]:
     """What LLMem, DNNMem and Megatron's report say of full fine-tuning; nothing of what they do not know."""
+    from benchmarks.papers.decision import layouts
+    from benchmarks.papers.dnnmem import DNNMem
+    from benchmarks.papers.llmem import LLMem
     from megatron_mux.errors import UserError
-    from megatron_mux.memory.papers.decision import layouts
-    from megatron_mux.memory.papers.dnnmem import DNNMem
-    from megatron_mux.memory.papers.llmem import LLMem
 
     if case.adapter is not None:
         return {}

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_mux.choice.ranking import Ranking, rank
 from megatron_mux.choice.recipes import TaskFile, gpu
-from megatron_mux.memory.estimators import Question
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Recipe, impossible
+from megatron_mux.memory.question import Question
 
 
 @dataclass(frozen=True)

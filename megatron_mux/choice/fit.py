@@ -11,7 +11,7 @@ from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.parts import Parts
-from megatron_mux.memory.papers.decision import largest_batch
+from megatron_mux.memory.largest_batch import largest_batch
 
 SEQUENCES = 64
 """Of a step, at least, where nobody says how many a GPU has at once: what a method does once a step is shared by as

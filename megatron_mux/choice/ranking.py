@@ -23,7 +23,9 @@ from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.instants import Instant
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.papers.decision import OFFLOAD
+
+OFFLOAD = "offload"
+"""What is selected where nothing fits unless host memory takes a part."""
 
 
 @dataclass(frozen=True)

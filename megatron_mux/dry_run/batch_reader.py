@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.dry_run.heaviest_batch import PASS, Batch, densest, heaviest, longest
-from megatron_mux.dry_run.rank_estimate import versions
 from megatron_mux.errors import UserError
-from megatron_mux.memory.store import Store
 from megatron_mux.tasks import TaskSpec
 
 if TYPE_CHECKING:
@@ -25,16 +21,14 @@ class BatchReader:
 
     Args:
         backbone: Directory of config.json and, to read data, of the tokenizer.
-        store: Batches found earlier.
 
     Attributes:
         unread: Tasks whose data could not be read.
     """
 
-    def __init__(self, backbone: Path, store: Store) -> None:
+    def __init__(self, backbone: Path) -> None:
         self.unread: list[str] = []
         self._backbone = backbone
-        self._store = store
         self._tokenizer: Any = None
 
     def of(self, specs: Sequence[TaskSpec]) -> list[tuple[Batch, Batch | None]]:
@@ -70,20 +64,7 @@ class BatchReader:
         if not (files and path.is_file()):
             self.unread += [spec.name] * (spec.name not in self.unread)
             return None
-        about = {
-            "files": [_identity(one) for one in (path, *files)],
-            "max_length": spec.data.max_length,
-            "shuffle": spec.data.shuffle,
-            "training": spec.training.model_dump(mode="json"),
-            "sources": versions()["sources"],
-        }
-        text = self._store.read(about)
-        if text is not None:
-            known = json.loads(text)
-            return Batch(tuple(known["lengths"]), tuple(known["labels"]))
-        batch = self._read(path, spec.data.max_length, choose)
-        self._store.write(about, json.dumps(asdict(batch)))
-        return batch
+        return self._read(path, spec.data.max_length, choose)
 
     def _read(self, path: Path, max_length: int, choose: Callable[[TaskDataset], Batch]) -> Batch:
         # What comes here takes seconds to import.
@@ -97,9 +78,3 @@ class BatchReader:
             return choose(data)
         finally:
             data.close()
-
-
-def _identity(file: Path) -> tuple[str, int, int]:
-    """Identity of a file's present contents."""
-    status = file.stat()
-    return str(file.resolve()), status.st_size, status.st_mtime_ns

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.answers import Answers, Said
-from megatron_mux.memory.estimators import Question
+from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.trace.process import TraceError
@@ -48,7 +48,7 @@ def run(
     question.check()
     # Programs and people are told the same.
     about = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
-    answers = Answers(Store("dry-run-answers"), Namespace(**about))
+    answers = Answers(Store("answers"), Namespace(**about))
     said = None if arguments.plot else answers.read()
     if said is not None:
         return question, json.loads(said.output)

@@ -10,14 +10,9 @@ All blocks belong to one CUDA stream: side streams and NCCL copy between blocks 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.recording import Recording
@@ -25,10 +20,7 @@ from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction, cublas, outside
-from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.insertion import inserted
-
-_PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 @dataclass(frozen=True)
@@ -85,12 +77,6 @@ class RankEstimate:
             "communicators": self.communicators,
         }
 
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Read what `json.dumps(asdict(...))` made."""
-        data = json.loads(text)
-        return cls(**{**data, "interval": tuple(data["interval"])})
-
 
 def prediction(recording: Recording, run: RunSpec, settings: Settings | None = None) -> Prediction:
     """Combine a recording with cuBLAS workspaces and the caching allocator.
@@ -135,35 +121,18 @@ def estimate_rank(
     )
 
 
-def estimate_ranks(
-    parts: Sequence[tuple[RunSpec, int]],
-    memory: int,
-    settings: Settings | None = None,
-    store: Store | None = None,
-) -> list[RankEstimate]:
-    """Estimate ranks, with a dry run of those that are not in the store.
+def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int) -> list[RankEstimate]:
+    """Estimate ranks by dry runs.
 
     Args:
         parts: Pairs of a run and a rank.
         memory: Memory of each GPU in bytes.
-        settings: Allocator options; those of the environment if None.
-        store: Earlier estimates; None disables it.
 
     Raises:
         TraceError: A dry run failed, because of the run or of this machine.
     """
-    known = [None if store is None else _read(store, _key(*part, memory, settings)) for part in parts]
-    missing = [part for part, one in zip(parts, known, strict=True) if one is None]
-    made = iter(zip(dry_runs(missing), missing, strict=True))
-    found = []
-    for one in known:
-        if one is None:
-            recording, (run, rank) = next(made)
-            one = estimate_rank(recording, run, rank, memory, settings)
-            if store is not None:
-                store.write(_key(run, rank, memory, settings), json.dumps(asdict(one)))
-        found.append(one)
-    return found
+    made = zip(dry_runs(parts), parts, strict=True)
+    return [estimate_rank(recording, run, rank, memory) for recording, (run, rank) in made]
 
 
 def worst(ranks: Sequence[RankEstimate]) -> RankEstimate:
@@ -175,23 +144,3 @@ def _recorded(recording: Recording, run: RunSpec, index: int) -> int:
     """Index of a recorded event, from its index in the prediction (which has inserted blocks)."""
     before = sorted(block.before for block in cublas(recording.stream, run.gpu))
     return index - sum(place + more <= index for more, place in enumerate(before))
-
-
-def _read(store: Store, key: Mapping[str, Any]) -> RankEstimate | None:
-    text = store.read(key)
-    return None if text is None else RankEstimate.from_text(text)
-
-
-def _key(run: RunSpec, rank: int, memory: int, settings: Settings | None) -> dict[str, Any]:
-    allocator = asdict(settings or Settings.of_environment())
-    return {"run": run.to_dict(), "rank": rank, "memory": memory, "allocator": allocator, **versions()}
-
-
-@cache
-def versions() -> Mapping[str, str]:
-    """Versions that a dry run depends on: this package's sources, all of which may run, and its libraries."""
-    room = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(room.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return {"sources": digest.hexdigest(), **{name: version(name) for name in _PACKAGES}}

@@ -19,8 +19,7 @@ from megatron_mux.dry_run.workload import Workload
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
 from megatron_mux.gpus import known
-from megatron_mux.memory.estimators import Question
-from megatron_mux.memory.store import Store
+from megatron_mux.memory.question import Question
 from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.tasks import TaskSpec
 
@@ -131,7 +130,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         )
     file = TaskFile.read(question.skeleton.path, arguments.tasks)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
-    batches = BatchReader(directory, Store("batches"))
+    batches = BatchReader(directory)
     work = Workload(
         question.skeleton.raw,
         directory,
@@ -201,7 +200,7 @@ def _method(question: Question, entry: Ranked, work: Workload, say: Say) -> Meth
 def _ranks(question: Question, run: RunSpec, ranks: Sequence[int], name: str, say: Say) -> list[RankEstimate]:
     start = time.perf_counter()
     which = f"rank(s) {', '.join(map(str, ranks))} of {run.world}"
-    say(f"dry run of {name} on {which}: about half a minute, unless cached")
-    found = estimate_ranks([(run, rank) for rank in ranks], question.gpu_memory, store=Store("dry_runs"))
+    say(f"dry run of {name} on {which}: about half a minute")
+    found = estimate_ranks([(run, rank) for rank in ranks], question.gpu_memory)
     say(f"dry run took {time.perf_counter() - start:.1f} s")
     return found

@@ -1,4 +1,4 @@
-"""What was answered before, word for word, as long as nothing that it depends on has changed."""
+"""Keeps answers of a program, word for word, until something they depend on changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ _READ = ("config.json", "adapter_config.json", "tokenizer*", "vocab*", "merges*"
 """Files of a directory that an answer may depend on; a user may well write the answer to another one in it."""
 _LARGE = 1 << 20
 """Bytes of a file beyond which it is not read to tell whether it has changed."""
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Answers:
         self._about = {
             "arguments": {name: _told(value) for name, value in sorted(vars(arguments).items())},
             "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-            "versions": {**versions(), "package": _sources()},
+            "versions": versions(),
             "more": more,
         }
 
@@ -112,12 +110,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
-
-
-@cache
-def _sources() -> str:
-    """A digest of this package's modules."""
-    digest = hashlib.sha256()
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction, outside, prediction
 from megatron_mux.memory.invisible import SMALL_INDEX
-from megatron_mux.memory.papers.decision import MOST_SEQUENCES, largest_batch
+from megatron_mux.memory.largest_batch import MAX_SEQUENCES, largest_batch
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.symbolic import Family, UnlikeError
 from megatron_mux.memory.trace.symbolic import family as varied
@@ -115,7 +115,7 @@ class Batches:
         """The most sequences of which all that is live at once would fit, if nothing were lost to fragments."""
         capacity = memory - outside(int(self._gpus > 1))
         one, two = (self.prediction(self._least + more).stream.live() for more in (0, 1))
-        found = MOST_SEQUENCES
+        found = MAX_SEQUENCES
         for few, more in zip(one, two, strict=True):
             if more > few:
                 found = min(found, (capacity - few) // (more - few))

@@ -1,7 +1,7 @@
-"""What is kept between runs: texts by a key that names everything they depend on.
+"""Keeps texts between runs, under a key that names everything they depend on.
 
-A file has a line that describes its content, a digest among it, and then the content. One that is damaged or of another
-version is as good as none.
+There are three kinds: sizes of models, traced steps, and answers of `tools/estimate_memory.py`. A file has a line that
+describes its content, with a digest, and then the content. A file that is damaged counts as missing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import Any
 
 from megatron_mux.files import cache_directory, write_atomically
 
-_PACKAGES = ("torch", "transformers", "peft")
+_LIBRARIES = ("torch", "transformers", "peft", "megatron-core")
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Store:
     """A directory of texts.
 
     Args:
-        kind: What they are: `traces` for instance.
-        directory: Where; by default the user's cache directory.
+        kind: Kind of text, such as `traces`.
+        directory: Directory; None for the user's cache directory.
     """
 
     def __init__(self, kind: str, directory: Path | None = None) -> None:
         self._directory = cache_directory(kind) if directory is None else directory
 
     def read(self, about: Mapping[str, Any]) -> str | None:
-        """The text that is kept for a key; None if there is none, or its file is damaged."""
+        """The text of a key; None if it is missing or damaged."""
         try:
             head, _, text = self.file(about).read_text(encoding="utf-8").partition("\n")
             found = json.loads(head)
@@ -41,7 +42,7 @@ class Store:
         return text if sound and found.get("about") == _plain(about) else None
 
     def write(self, about: Mapping[str, Any], text: str) -> None:
-        """Keep a text. A directory that cannot be written keeps nothing."""
+        """Keep a text. Nothing is kept if the directory cannot be written."""
         head = json.dumps({"sha256": _digest(text), "about": _plain(about)})
         try:
             write_atomically(self.file(about), f"{head}\n{text}")
@@ -55,24 +56,17 @@ class Store:
 
 @cache
 def versions() -> Mapping[str, str]:
-    """The packages that a traced step depends on, and what of this one does."""
-    found = {"memory": _sources()}
-    for name in _PACKAGES:
+    """Versions of everything that a trace or an answer depends on: this package's sources, and its libraries."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    found = {"sources": digest.hexdigest()[:16]}
+    for name in _LIBRARIES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "none"
     return found
-
-
-def _sources() -> str:
-    """A digest of the modules that make a stream or a model's sizes."""
-    room = Path(__file__).parent
-    files = [
-        *sorted((room / "trace").glob("*.py")),
-        *(room / f"{name}.py" for name in ("stream/events", "stream/extension", "invisible", "tensors")),
-    ]
-    return _digest("".join(file.read_text(encoding="utf-8") for file in files))[:16]
 
 
 def _plain(about: Mapping[str, Any]) -> Any:

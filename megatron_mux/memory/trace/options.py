@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.asked import gpu
+from megatron_mux.memory.method_flags import checked_gpu
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Precision
@@ -57,7 +57,7 @@ class Options:
         Raises:
             UserError: The GPU is not known, or has no such precision, or the optimizer is not traced.
         """
-        found, dtype = gpu(self.device, self.precision).gpu, _DTYPES[self.precision]
+        found, dtype = checked_gpu(self.device, self.precision).gpu, _DTYPES[self.precision]
         if not OPTIMIZERS[self.optimizer].traced:
             raise UserError(
                 f"--optimizer {self.optimizer}: its kernels are bitsandbytes' own, and not traced: use --method ours, "

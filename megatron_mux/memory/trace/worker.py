@@ -27,15 +27,7 @@ def _sizes(config: str) -> str:
     return _skeleton(config).tensors.to_json()
 
 
-def _dnnmem(config: str, **question: Any) -> Mapping[str, Any]:
-    """What DNNMem says of a model, without the layout."""
-    from megatron_mux.memory.estimators import Question, dnnmem
-
-    entry = dnnmem(Question(_skeleton(config), **question))
-    return {key: getattr(entry, key) for key in ("fits", "batch", "largest_batch", "breakdown", "why")}
-
-
-ANSWERS: Mapping[str, Callable[..., Any]] = {"trace": _trace, "sizes": _sizes, "dnnmem": _dnnmem}
+ANSWERS: Mapping[str, Callable[..., Any]] = {"trace": _trace, "sizes": _sizes}
 """What can be asked."""
 
 

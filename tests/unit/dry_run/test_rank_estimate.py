@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from megatron_mux.dry_run import rank_estimate as module
-from megatron_mux.dry_run.rank_estimate import estimate_rank, estimate_ranks, prediction, worst
+from megatron_mux.dry_run.rank_estimate import estimate_rank, prediction, worst
 from megatron_mux.dry_run.recording import STEP, Recording
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory import invisible
 from megatron_mux.memory.sizes import GIB, MIB
-from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
 
 SETTING = RunSpec({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
@@ -57,22 +53,6 @@ def test_whether_it_fits_is_to_the_byte_of_what_is_reserved() -> None:
     assert estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated + 20 * MIB).fits
     assert not estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated - 1).fits
     assert not estimate_rank(recording, SETTING, 0, outside // 2).fits
-
-
-def test_what_is_known_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def fake_dry_runs(parts: list[tuple[RunSpec, int]]) -> list[Recording]:
-        asked.extend(rank for _, rank in parts)
-        return [_recording() for _ in parts]
-
-    monkeypatch.setattr(module, "dry_runs", fake_dry_runs)
-    store = Store("dry_runs", tmp_path)
-    first = estimate_ranks([(SETTING, 0), (SETTING, 2)], GIB, store=store)
-    again = estimate_ranks([(SETTING, 2), (SETTING, 1), (SETTING, 0)], GIB, store=store)
-    assert asked == [0, 2, 1]
-    assert [again[0], again[2]] == [first[1], first[0]]
-    assert not estimate_ranks([(SETTING, 0)], MIB, store=store)[0].fits and asked == [0, 2, 1, 0]
 
 
 def test_the_worst_rank_is_one_that_does_not_fit() -> None:

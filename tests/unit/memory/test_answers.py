@@ -81,5 +81,5 @@ def test_the_environment_and_the_code_count(
         patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         assert ask().read() is None
     assert ask().read() == SAID
-    monkeypatch.setattr(module, "_sources", lambda: "other")
+    monkeypatch.setattr(module, "versions", lambda: {"sources": "other"})
     assert ask().read() is None

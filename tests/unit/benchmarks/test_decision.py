@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.memory.papers.decision import Layout, largest_batch, layouts, select
+from benchmarks.papers.decision import Layout, layouts, select
 
 CDP, ADP, TP, BOTH = layouts(4)
 
@@ -25,25 +25,6 @@ def test_names_and_order() -> None:
 def test_every_layout_takes_all_gpus(gpus: int) -> None:
     found = layouts(gpus)
     assert all(layout.gpus == gpus for layout in found) and len(set(found)) == len(found)
-
-
-@given(st.integers(0, 1000), st.integers(1, 50), st.integers(0, 5000))
-def test_the_largest_batch_is_that_of_counting(fixed: int, each: int, limit: int) -> None:
-    counted = 0
-    while fixed + each * (counted + 1) <= limit:
-        counted += 1
-    assert largest_batch(lambda batch: fixed + each * batch, limit) == counted
-
-
-def test_few_questions_are_asked() -> None:
-    asked: list[int] = []
-
-    def peak(batch: int) -> int:
-        asked.append(batch)
-        return batch
-
-    assert largest_batch(peak, 10**9) == 10**9
-    assert len(asked) < 80
 
 
 @pytest.mark.parametrize(

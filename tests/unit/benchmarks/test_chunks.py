@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.memory.papers.chunks import ChunkSearch, wasted
+from benchmarks.papers.chunks import ChunkSearch, wasted
 
 SMALL = ChunkSearch(least=32, width=64, step=8)
 

@@ -1,11 +1,11 @@
-"""What is checked before an estimator's word is taken."""
+"""What is checked before a traced estimate is given."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_mux.memory.estimators import _check_layers
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder, StreamError
+from megatron_mux.memory.traced_estimate import check_layers
 
 
 def _loading(size: int) -> Stream:
@@ -16,8 +16,8 @@ def _loading(size: int) -> Stream:
 
 
 def test_traced_layers_have_to_make_the_whole_model() -> None:
-    _check_layers(_loading(2_000_000), 2_000_000)
-    _check_layers(_loading(2_400_000), 2_000_000)  # buffers
+    check_layers(_loading(2_000_000), 2_000_000)
+    check_layers(_loading(2_400_000), 2_000_000)  # buffers
     for other in (110_000, 1_990_000, 9_000_000):  # DeepSeek's first layers are dense, the others are not
         with pytest.raises(StreamError, match="its layers differ"):
-            _check_layers(_loading(other), 2_000_000)
+            check_layers(_loading(other), 2_000_000)

@@ -5,12 +5,9 @@ Sections 4 and 5 leave some things open. The readings taken here:
 - Brackets around a quotient by the page size are ceilings: memory is taken in whole pages. Where a term is then
   divided by the number of GPUs, no page is rounded to again.
 - `embed_p` is the token embedding, "large dictionary" and all; position embeddings are among `other_p`.
-- A tied output layer *is* the token embedding: its `lm_p` counts 0 in `m_lm`, for `embed_p` has it. (Table 1 has `lm_p`
-  beside `embed_p`, and the authors' program adds it for tied models too: `count_tied_head` does so. With it no base
-  memory gives all nine choices of Table 3: bloom-3b fits 4TP up to 4.2 GiB of it, while OPT-2.7b prefers 4TP to
-  2DP+2TP from 4.5 GiB on.)
-- An output layer that is not tied counts `lm_p` in fp16, once, in `m_lm`; it is in neither `m_p` nor `m_os`, whose
-  sums are over "the given transformer model".
+- `lm_p` counts in fp16, once, in `m_lm`, tied to the embedding or not: Table 1 has it beside `embed_p`, and the
+  authors' program adds it for tied models, too. It is in neither `m_p` nor `m_os`, whose sums are over "the given
+  transformer model". (No base memory then gives all nine choices of Table 3 at once.)
 - `m_os` counts weights of Embedding and Linear modules, not their biases, which "can use space with other memory
   fragmentation".
 - `e_n` is the number of Embedding modules: 1 where positions are not embedded (BLOOM, CodeGen, LLaMA), else 2.
@@ -20,8 +17,7 @@ Sections 4 and 5 leave some things open. The readings taken here:
   GPT-Neo), else 2.
 - `m_p,16 * tp_n / gpu_n` of DP+TP is taken as printed. It leaves the share `1 - tp_n / gpu_n` of the fp16 parameters,
   which is `1 / tp_n` for 2DP+2TP on four GPUs but for hardly any other combination.
-- Table 3's `4DP` is conventional or advanced data parallelism, whichever scores higher. With the default base memory
-  it is the advanced kind throughout: none of the models fits as a whole.
+- Table 3's `4DP` is conventional or advanced data parallelism, whichever scores higher.
 - Algorithm 1's text is followed: offload if every score is 0 (its last line looks at that of TP only), and a batch
   of 1 must fit (its loops, read to the letter, begin checking at 2).
 """
@@ -32,9 +28,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from benchmarks.papers.chunks import ChunkSearch
+from benchmarks.papers.decision import Layout
 from megatron_mux.errors import UserError
-from megatron_mux.memory.papers.chunks import ChunkSearch
-from megatron_mux.memory.papers.decision import Layout
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.tensors import ModelTensors
 
@@ -54,11 +50,9 @@ LOGITS_BYTES: Mapping[str, int] = {
 class Constants:
     """The paper's constants."""
 
-    base_memory: int = 5120 * MIB
-    """`m_base`: what is in use before parameters are. The paper measures it on the GPU and does not say what it found.
-    This is a round value in the range for which all nine choices of Table 3 come out: above 4840 up to 5489.5 MiB
-    (benchmarks/llmem_tables.py finds it). It is far more than a CUDA context takes: on other GPUs and programs, give
-    what is measured there."""
+    base_memory: int = 512 * MIB
+    """`m_base`: what is in use before parameters are. The paper measures it on the GPU and does not say what it found:
+    this is about what a CUDA context takes. benchmarks/llmem_tables.py tells for which values Table 3 comes out."""
     page: int = 2 * MIB
     """`cu_p`, bytes."""
     half: int = 2
@@ -68,8 +62,6 @@ class Constants:
     logits: Mapping[str, int] = field(default_factory=lambda: dict(LOGITS_BYTES))
     """`B` of `m_lm` by model_type, bytes."""
     chunks: ChunkSearch = field(default_factory=ChunkSearch)
-    count_tied_head: bool = False
-    """Whether an output layer tied to the embedding takes memory of its own."""
 
 
 class LLMem:
@@ -169,8 +161,6 @@ class LLMem:
     @cached_property
     def _head_weights(self) -> int:
         """`lm_p`, bytes."""
-        if self.model.is_tied and not self.constants.count_tied_head:
-            return 0
         return self.model.tensor(self.model.head).count * self.constants.half
 
     def backward_gather(self, batch: int, tensor: int) -> int:

@@ -10,7 +10,6 @@ from megatron_mux.errors import UserError
 from tests.end_to_end.test_plans import tool
 
 TASKS = ["--tasks", "tasks.yaml"]
-BASE = ["--llmem-base-memory", "1GiB"]
 
 
 def parsed(*words: str) -> Namespace:
@@ -23,21 +22,13 @@ def parsed(*words: str) -> Namespace:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--method", "llmem", "--optimizer", "sgd"],
-        ["--method", "llmem", "--optimizer", "adamw_torch_fused"],
-        ["--method", "llmem", "--precision", "fp32"],
-        ["--method", "dnnmem", "--attention", "eager"],
-        ["--method", "dnnmem", "--no-master-weights"],
         ["--method", "ours", "--recompute", "full"],
-        ["--method", "ours", *BASE],
-        ["--method", "trace", *BASE],
         ["--method", "all", "--plan", "p"],
         ["--method", "all", "--backbone-weights", "sharded"],
         [*TASKS, "--optimizer", "sgd"],
         [*TASKS, "--no-master-weights"],
         [*TASKS, "--method", "trace", "--optimizer", "sgd"],
         [*TASKS, "--method", "ours", "--plan", "p"],
-        [*TASKS, *BASE],
         [*TASKS, "--recompute", "full"],
         [*TASKS, "--method", "dry-run", "--attention", "eager"],
         [*TASKS, "--method", "dry-run", "--recompute", "full"],
@@ -56,11 +47,9 @@ def test_what_a_method_does_not_look_at_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--optimizer", "sgd", "--precision", "fp32", "--attention", "eager", "--recompute", "full", *BASE],
+        ["--optimizer", "sgd", "--precision", "fp32", "--attention", "eager", "--recompute", "full"],
         ["--method", "ours", "--no-master-weights", "--optimizer", "sgd"],
         ["--method", "trace", "--recompute", "full"],
-        ["--method", "llmem", *BASE],
-        ["--method", "llmem", "--device", "T4"],  # known, and nobody asks for bf16
         [*TASKS, "--precision", "fp32", "--attention", "eager"],
         [*TASKS, "--method", "trace", "--recompute", "full"],
         [
@@ -75,7 +64,6 @@ def test_what_a_method_does_not_look_at_is_refused(words: list[str]) -> None:
             "sharded",
         ],
         ["--device", "T4", "--precision", "fp16"],
-        ["--method", "guess", "--optimizer", "sgd"],  # refused for its method
     ],
     ids=" ".join,
 )
@@ -83,7 +71,7 @@ def test_what_it_looks_at_is_taken(words: list[str]) -> None:
     parsed(*words)
 
 
-@pytest.mark.parametrize("method", ["all", "ours", "trace", "llmem", "dnnmem"])
+@pytest.mark.parametrize("method", ["all", "ours", "trace", "dry-run"])
 def test_what_is_left_out_has_its_default(method: str) -> None:
     found = parsed("--method", method)
     assert (found.precision, found.optimizer, found.attention) == ("bf16", "adamw_torch_fused", "flash")
@@ -109,7 +97,7 @@ def test_bf16_is_refused_where_a_gpu_has_none(words: list[str], device: str) -> 
         parsed(*words, "--device", device)
 
 
-@pytest.mark.parametrize("method", ["all", "ours", "trace", "llmem", "dnnmem"])
+@pytest.mark.parametrize("method", ["all", "ours", "trace", "dry-run"])
 def test_a_gpu_that_is_not_known_is_refused_by_all(method: str) -> None:
     with pytest.raises(UserError, match="--device bogus: is not known"):
         parsed("--method", method, "--device", "bogus")

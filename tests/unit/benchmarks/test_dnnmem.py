@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.dnnmem import Constants, DNNMem
 from megatron_mux.errors import UserError
-from megatron_mux.memory.papers.dnnmem import Constants, DNNMem
 from megatron_mux.memory.tensors import Skeleton
-from tests.unit.memory.configs import CONFIGS, TABLE_2, write
+from tests.unit.memory.configs import CONFIGS, write
 
 Models = Callable[[str], Skeleton]
 BARE = Constants(context=0, buffer=0)
@@ -89,23 +89,3 @@ def test_terms_of_opt_125m_by_hand(model: Models) -> None:
     rest = found["outputs"] - logits - (12 + 4) * hidden
     masks = 72 * 512 * 512 * (4 + 1)  # who sees whom, in fp32 and as a truth value
     assert 0 < rest - masks < 12 * rows * 8, "token numbers, positions and the like"
-
-
-NEAREST = {
-    "facebook/opt-125m": (72, 0.0019),
-    "facebook/opt-350m": (40, -0.0034),
-    "bigscience/bloom-560m": (11, 0.0108),
-    "Salesforce/codegen-350M-nl": (25, 0.0028),
-}
-"""Table 2 has no batches: the one whose estimate comes nearest, and how far that is from what is published."""
-
-
-@pytest.mark.parametrize("name", TABLE_2)
-def test_table_2_is_approached(model: Models, name: str) -> None:
-    graph, wanted = DNNMem(model(name), 512), TABLE_2[name][1]
-
-    def off(batch: int) -> float:
-        return graph.peak(batch) / 2**20 / wanted - 1
-
-    nearest = min(range(1, 200), key=lambda batch: abs(off(batch)))
-    assert (nearest, off(nearest)) == pytest.approx(NEAREST[name], abs=1e-4)

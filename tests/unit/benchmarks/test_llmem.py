@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.base_range import LENGTH, Choices, published
+from benchmarks.papers.decision import layouts
+from benchmarks.papers.llmem import Constants, LLMem
 from megatron_mux.errors import UserError
-from megatron_mux.memory.papers.decision import layouts
-from megatron_mux.memory.papers.llmem import Constants, LLMem
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.tensors import Skeleton
-from tests.unit.memory.base_range import GPUS, LENGTH, Choices, published
-from tests.unit.memory.configs import CONFIGS, TABLE_2, TABLE_3, write
+from tests.unit.memory.configs import CONFIGS, TABLE_3, write
 
 Models = Callable[[str], Skeleton]
 CDP, ADP, TP, BOTH = layouts(4)
-RANGE_MIB = (4840.0, 5489.5)
-"""What the docstring of `Constants.base_memory` and the benchmark say."""
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +56,12 @@ def test_peaks_by_hand(small: LLMem) -> None:
     assert small.peak(BOTH, 3) == small.peak(ADP, 3) - 2816 // 2 + small.backward_gather(3, 2)
 
 
-def test_a_tied_output_layer_is_the_embedding(model: Models) -> None:
+def test_an_output_layer_counts_whether_it_is_tied_or_not(model: Models) -> None:
     tensors = model("bigscience/bloom-560m").tensors
-    difference = LLMem(tensors, 8, Constants(count_tied_head=True)).head(1) - LLMem(tensors, 8).head(1)
-    assert difference == 250880 * 1024 * 2
+    logits = LLMem(tensors, 8).head(1) - LLMem(tensors, 8).model.tensor(tensors.head).count * 2
+    assert (
+        tensors.is_tied and logits == 3 * 2 * 2 * MIB
+    )  # three times up to 8 x 250880 x 2 bytes, in whole pages
 
 
 def test_positions_and_biases(model: Models) -> None:
@@ -86,23 +86,11 @@ def test_another_family_is_refused(tmp_path: Path) -> None:
         LLMem(Skeleton(write(tmp_path, config)).tensors, 8)
 
 
-def _choices(model: Models, constants: Constants) -> dict[str, Choices]:
-    return {name: Choices(LLMem(model(name).tensors, LENGTH, constants)) for name in TABLE_3}
-
-
-def test_table_3(model: Models) -> None:
-    choices = _choices(model, Constants(base_memory=0))
-    assert {name: choices[name].at(Constants().base_memory) for name in TABLE_3} == TABLE_3
-
-
-def test_the_range_of_the_base_memory(model: Models) -> None:
-    ((low, high),) = published(_choices(model, Constants(base_memory=0)), TABLE_3)
-    assert (low / MIB, high / MIB) == pytest.approx(RANGE_MIB, abs=0.1)
-    assert low <= Constants().base_memory <= high
-
-
-def test_no_base_memory_serves_if_tied_heads_are_counted(model: Models) -> None:
-    assert published(_choices(model, Constants(base_memory=0, count_tied_head=True)), TABLE_3) == []
+def test_table_3_agrees_for_as_many_models_as_is_said(model: Models) -> None:
+    choices = {n: Choices(LLMem(model(n).tensors, LENGTH, Constants(base_memory=0))) for n in TABLE_3}
+    assert published(choices, TABLE_3) == []  # no base memory gives all nine
+    same = [name for name, wanted in TABLE_3.items() if choices[name].at(512 * MIB) == wanted]
+    assert len(same) == 6, same
 
 
 def test_terms_of_opt_125m_by_hand(model: Models) -> None:
@@ -111,26 +99,5 @@ def test_terms_of_opt_125m_by_hand(model: Models) -> None:
     assert found["outputs"] == (2 + 12) * 60 * 512 * 768 * 2
     # Token and position embeddings; q, k, v, o of 2.25 pages each and two products of 9 pages in every layer.
     assert found["optimizer"] == (148 + 7 + 12 * (4 * 3 + 2 * 9)) * 2 * MIB
-    assert found["logits"] == (1473 + 2 * 1470) * 2 * MIB
+    assert found["logits"] == (1473 + 2 * 1470) * 2 * MIB + 50272 * 768 * 2
     assert 0 <= found["parameters"] - 6 * 125_239_296 < 0.02 * 6 * 125_239_296, "what chunks waste"
-
-
-NEAREST = {
-    "facebook/opt-125m": (60, 0.0011),
-    "facebook/opt-350m": (37, -0.0021),
-    "bigscience/bloom-560m": (5, -0.0117),
-    "Salesforce/codegen-350M-nl": (22, 0.0062),
-}
-"""Table 2 has no batches: the one whose estimate comes nearest, and how far that is from what is published."""
-
-
-@pytest.mark.parametrize("name", TABLE_2)
-def test_table_2_is_approached(model: Models, name: str) -> None:
-    forms, wanted = LLMem(model(name).tensors, LENGTH), TABLE_2[name][0]
-
-    def off(batch: int) -> float:
-        return forms.peak(layouts(1)[0], batch) / MIB / wanted - 1
-
-    nearest = min(range(1, 200), key=lambda batch: abs(off(batch)))
-    assert (nearest, off(nearest)) == pytest.approx(NEAREST[name], abs=1e-4)
-    assert GPUS == 4

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from megatron_mux.memory.papers.decision import OFFLOAD, Layout, layouts, select
-from megatron_mux.memory.papers.llmem import LLMem
+from benchmarks.papers.decision import OFFLOAD, Layout, layouts, select
+from benchmarks.papers.llmem import LLMem
 
 LIMIT = 16384 << 20
 GPUS = 4

@@ -1,13 +1,12 @@
-"""Which parallel method to train with: LLMem's Algorithm 1 over any estimate of a method's peak memory."""
+"""Which parallel method to train with: LLMem's Algorithm 1 over estimates of each method's peak memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 OFFLOAD = "offload"
 """What is selected when no method fits: parameters on the GPU, optimizer and its states in host memory."""
-MOST_SEQUENCES = 1 << 40
 _COMMUNICATION_OF_ZERO3 = 1.5
 """ZeRO-3 communicates so many times what plain data parallelism does (section 6)."""
 
@@ -58,27 +57,6 @@ def _combined(gpus: int) -> Iterator[Layout]:
     for tensor in range(2, gpus // 2 + 1):
         if gpus % tensor == 0:
             yield Layout("DP+TP", gpus // tensor, tensor)
-
-
-def largest_batch(peak: Callable[[int], int], limit: int) -> int:
-    """The largest batch whose peak is within the limit; 0 if there is none.
-
-    Args:
-        peak: Bytes at the peak, which more sequences never lower.
-        limit: Bytes.
-    """
-    if peak(1) > limit:
-        return 0
-    low, high = 1, 2
-    while high < MOST_SEQUENCES and peak(high) <= limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if peak(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def select(batches: Sequence[tuple[Layout, int]]) -> Layout | None:

@@ -1,0 +1,165 @@
+"""What `tools/estimate_memory.py` answers: a ranking of methods, a traced step or both; JSON, table, picture."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_mux.choice.answer import Choice
+from megatron_mux.choice.fit import SEQUENCES
+from megatron_mux.choice.ranking import OFFLOAD
+from megatron_mux.choice.recipes import TaskFile
+from megatron_mux.choice.tables import show
+from megatron_mux.errors import UserError
+from megatron_mux.memory.plot import closed, draw, traced
+from megatron_mux.memory.question import Question
+from megatron_mux.memory.sizes import GIB, show_size
+from megatron_mux.memory.traced_estimate import TracedEstimate, traced_estimate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_DRAWN = 6
+"""Methods in a picture."""
+
+
+@dataclass
+class MemoryAnswer:
+    """The answer to a question.
+
+    Attributes:
+        question: What was asked.
+        choice: All methods, ranked by closed forms; None if not asked for or refused.
+        trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
+        refusals: Why a method refused, where another one answers.
+    """
+
+    question: Question
+    choice: Choice | None = None
+    trace: TracedEstimate | None = None
+    refusals: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, question: Question, arguments: Namespace, file: TaskFile | None) -> MemoryAnswer:
+        """Ask the methods that `--method` names.
+
+        Args:
+            question: What is asked.
+            arguments: Parsed arguments of the tool.
+            file: The tasks that train together; None for full fine-tuning, or for one traced task.
+
+        Raises:
+            UserError: No method answers.
+        """
+        question.check()
+        answer = cls(question)
+        if arguments.method in ("ours", "all"):
+            try:
+                answer.choice = Choice.of(question, arguments, file)
+            except UserError as error:
+                if arguments.method == "ours" or file is not None:
+                    raise
+                answer.refusals += error.problems
+        if arguments.method == "trace" or (arguments.method == "all" and file is None):
+            try:
+                answer.trace = traced_estimate(question)
+            except UserError as error:
+                answer.refusals += error.problems
+        if answer.choice is None and answer.trace is None:
+            raise UserError(*answer.refusals)
+        return answer
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        ranked = self.choice.to_json() if self.choice is not None else {}
+        return {
+            "selected": self._selected_by_trace,
+            "selected_kind": "replicated" if self.trace and self.trace.fits else None,
+            "batch_size": self.trace.batch if self.trace and self.trace.fits else 0,
+            **ranked,
+            "methods": [*ranked.get("methods", ()), *([self.trace.to_json()] if self.trace else [])],
+            **about(self.question),
+        }
+
+    @property
+    def _selected_by_trace(self) -> str | None:
+        """A trace knows the whole model on each GPU alone: where that does not fit, one GPU needs host memory."""
+        if self.trace is None:
+            return None
+        if self.trace.fits:
+            return self.trace.name
+        return OFFLOAD if self.question.gpus == 1 else None
+
+    def print(self, console: Console, command: str) -> None:
+        """Print tables.
+
+        Args:
+            console: Output.
+            command: Start of the command line that runs the selected method.
+        """
+        if self.trace is not None:
+            self._print_trace(console, self.trace)
+        if self.choice is None:
+            return
+        show(console, self.choice.ranking, self.choice.impossible, command)
+        if self.question.batch is None and self.choice.file is None:
+            console.print(
+                f"these steps have at least {SEQUENCES} sequences, in as many micro-batches (parts), whose gradients "
+                "add up: with --batch-size there are no more of them than a pipeline needs",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def _print_trace(self, console: Console, found: TracedEstimate) -> None:
+        question, prediction = self.question, found.prediction
+        tensors = question.skeleton.tensors
+        least, most = map(show_size, prediction.interval)
+        lines = [
+            f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.length} tokens",
+            f"trace: {found.name} {'fits' if found.fits else 'does not fit'}; largest batch {found.largest_batch}",
+            f"trace: {show_size(found.peak_process)} with {found.batch} sequence(s) on each GPU",
+            "trace: at that peak "
+            + ", ".join(f"{part} {size / GIB:.2f} GiB" for part, size in prediction.breakdown.items()),
+            f"trace: the peak is {prediction.moment}",
+            f"trace: {least} to {most}: kernels, context and NCCL are uncertain (not measured on a GPU)",
+            f"trace: {show_size(prediction.peak_reserved_expandable)} reserved with expandable segments",
+            f"trace: {question.options.told()}; {prediction.settings.told()}",
+        ]
+        if self.choice is None:
+            lines.append(
+                f"selected: {self._selected_by_trace or 'nothing: a model does not fit on each GPU'}"
+            )
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    def draw(self, file: Any) -> None:
+        """Draw memory over time.
+
+        Args:
+            file: The picture's path.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        panels = []
+        if self.trace is not None:
+            title = f"{self.trace.name}, batch {self.trace.batch}: a traced step"
+            panels.append(traced(self.trace.prediction, title))
+        for ranked in self.choice.ranking.entries[:_DRAWN] if self.choice is not None else ():
+            name = " ".join((ranked.method.name, ranked.method.details)).strip()
+            panels.append(closed(f"{name}\nbatch {ranked.batch}: ours", ranked.instants))
+        question = self.question
+        title = f"{question.skeleton.tensors.model_type}, {question.length} tokens, {question.gpus} GPU(s)"
+        draw(panels, title, question.gpu_memory, file)
+
+
+def about(question: Question) -> dict[str, Any]:
+    """The part of the JSON form that repeats the question."""
+    tensors = question.skeleton.tensors
+    return {
+        "model": {"model_type": tensors.model_type, "parameters": tensors.total, "layers": tensors.layers},
+        "gpus": question.gpus,
+        "gpu_memory_bytes": question.gpu_memory,
+        "sequence_length": question.length,
+    }
