@@ -2,14 +2,17 @@
 
 Three runs of pytest: tests/unit and tests/end_to_end are shared out among workers, one a core (`-n 0`: none), then
 under torchrun four processes for tests/distributed and two for tests/distributed/two. Importing Megatron-Core costs
-seconds a process, so processes are started once for many tests: a test that needs other sizes divides the same
-processes anew.
+seconds a process, so all of them are forked from one that has imported it (`tests/warm.py`), once for many tests: a
+test that needs other sizes divides the same processes anew.
 
-All of them run even when one fails; any failure, and a run that executed no test, makes the status 1.
+All of them run even when one fails; any failure, and a run that executed no test, makes the status 1. At the end stands
+how long the tests of each room took, beside the budgets of CONTRIBUTING.md; in CI a room that takes more than twice its
+budget fails.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,10 +20,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests import budgets, seconds, warm  # noqa: E402
+
 TIME_LIMIT = 30 * 60  # seconds for one run of pytest
 MOST_WORKERS = 4  # each imports Megatron-Core: 1 GiB
 
@@ -38,6 +46,11 @@ class Run:
     folders: tuple[str, ...]
     processes: int = 1
     ignored: str | None = None
+
+    @property
+    def workers(self) -> int:
+        """Tests that run at the same time."""
+        return min(MOST_WORKERS, len(os.sched_getaffinity(0))) if self.processes == 1 else 1
 
     def present(self) -> list[str]:
         """The folders that hold tests of this run."""
@@ -57,17 +70,17 @@ RUNS = (
 )
 
 
-def command_of(run: Run, arguments: list[str], logs: str) -> list[str]:
-    """The command line of a run; `logs` gets what each process of torchrun prints."""
-    pytest = ["-m", "pytest", *run.present()]
+def command_of(run: Run, arguments: list[str], python: str, logs: str) -> list[str]:
+    """The command line of a run, whose processes start by `python`; `logs` gets what each of torchrun's prints."""
+    pytest = ["-m", "pytest", "-p", "tests.seconds", *run.present()]
     if run.ignored:
         pytest.append(f"--ignore={run.ignored}")
     if run.processes == 1:
-        workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-        return [sys.executable, *pytest, f"-n{workers}", "--dist=worksteal", *arguments]
+        workers = [f"--tx={run.workers}*popen//python={python}", "--dist=worksteal"]
+        return [sys.executable, *pytest, *workers, *arguments]
     # A process that waits in a collective cannot be interrupted by a signal: a stuck test ends its process.
     pytest += [*arguments, "-p", "no:cacheprovider", "--override-ini=timeout_method=thread"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [
         f"--nproc-per-node={run.processes}",
         f"--log-dir={logs}",
@@ -83,21 +96,23 @@ def environment() -> dict[str, str]:
     No GPU is in sight: tests that pretend to have one run where there is a real one too (`make gpu-check` has its own).
     """
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
+def execute(run: Run, arguments: list[str], python: str) -> tuple[bool, dict[str, int], dict[str, float]]:
     """Run it, showing what it prints.
 
     Returns:
-        Whether all went well, and the counts of pytest's closing line (`{"passed": 12, ...}`).
+        Whether all went well, the counts of pytest's closing line (`{"passed": 12, ...}`), and each file's share of the
+        run's wall-clock seconds: the seconds of its tests, divided by the tests that run at the same time.
     """
     closing = ""
     with tempfile.TemporaryDirectory() as logs:
+        spent = Path(logs) / "seconds.json"
         process = subprocess.Popen(
-            command_of(run, arguments, logs),
+            command_of(run, arguments, python, logs),
             cwd=ROOT,
-            env=environment(),
+            env={**os.environ, seconds.VARIABLE: str(spent), warm.VARIABLE: python},
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -114,9 +129,11 @@ def execute(run: Run, arguments: list[str]) -> tuple[bool, dict[str, int]]:
         limit.cancel()
         if status and run.processes > 1:
             show_other_ranks(Path(logs))
+        by_file = json.loads(spent.read_text()) if spent.exists() else {}
     words = re.findall(r"(\d+) (\w+)", closing.split(" in ")[0])
     counts = {word.rstrip("s"): int(number) for number, word in words}
-    return status == 0 and counts.get("passed", 0) > 0, counts
+    shares = {file: value / run.workers for file, value in by_file.items()}
+    return status == 0 and counts.get("passed", 0) > 0, counts, shares
 
 
 def show_other_ranks(logs: Path) -> None:
@@ -129,27 +146,33 @@ def show_other_ranks(logs: Path) -> None:
 
 def main() -> int:
     """Run them all; the closing line sums them up."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
+    spent: Counter[str] = Counter()  # seconds
     failed = []
-    for run in RUNS:
-        if not run.present():
-            continue
-        label = f"{' '.join(run.present())}, {run.processes} process{'es' if run.processes > 1 else ''}"
-        print(f"\n##### {label}", flush=True)
-        start = time.monotonic()
-        well, counts = execute(run, sys.argv[1:])
-        for word, number in counts.items():
-            total[word] = total.get(word, 0) + number
-        verdict = "passed" if well else "FAILED"
-        print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
-        if not well:
-            failed.append(label)
+    os.environ.update(environment())
+    with warm.Server() as server:
+        for run in RUNS:
+            if not run.present():
+                continue
+            label = f"{' '.join(run.present())}, {run.processes} process{'es' if run.processes > 1 else ''}"
+            print(f"\n##### {label}", flush=True)
+            start = time.monotonic()
+            well, counts, shares = execute(run, sys.argv[1:], server.python)
+            total.update(counts)
+            spent.update(shares)
+            verdict = "passed" if well else "FAILED"
+            print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
+            if not well:
+                failed.append(label)
+    lines, too_slow = budgets.compare(spent, budgets.read_budgets())
+    print("\n".join(lines))
+    for line in too_slow:
+        print(f"TOO SLOW: {line}")
     for label in failed:
         print(f"FAILED, or ran no test: {label}")
-    broken = max(total.get("failed", 0) + total.get("error", 0), len(failed))
-    passed, skipped = total.get("passed", 0), total.get("skipped", 0)
-    print(f"total: {passed} passed, {broken} failed, {skipped} skipped", flush=True)
-    return 1 if failed or not passed else 0
+    broken = max(total["failed"] + total["error"], len(failed))
+    print(f"total: {total['passed']} passed, {broken} failed, {total['skipped']} skipped", flush=True)
+    return 1 if failed or not total["passed"] or (too_slow and budgets.enforced()) else 0
 
 
 if __name__ == "__main__":

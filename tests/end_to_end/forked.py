@@ -1,7 +1,6 @@
-"""Real runs of `pretrain_mux.py`, each a process of its own, without paying for its imports each time.
+"""Real runs of `pretrain_mux.py`, each a process of its own, that die or meet an error at an exact place if told so.
 
-A server process imports everything once and forks for each run; the child behaves as `python pretrain_mux.py` would.
-It can be told to die or to meet an error at an exact place. The test process itself never forks: it holds a world.
+Imports are paid once: see `tests.warm`. The test process itself never forks: it holds a world.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,23 @@ class Started:
     """A run under way.
 
     Attributes:
-        pid: Its process; the id is its own until `Server.wait`.
+        process: Its process.
         output, errors: Files with what it prints.
         began: When, by the monotonic clock.
     """
 
-    pid: int
+    process: warm.Process
     output: Path
     errors: Path
     began: float
 
+    @property
+    def pid(self) -> int:
+        """Its process id, its own until `Server.wait`."""
+        return self.process.pid
 
-class Server:
+
+class Server(warm.Server):
     """Runs `pretrain_mux.py`; use as a context manager.
 
     Args:
@@ -81,27 +86,6 @@ class Server:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self._runs = 0
-
-    def __enter__(self) -> Server:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.end_to_end.forked"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
 
     def run(
         self,
@@ -148,84 +132,35 @@ class Server:
         request = {
             "arguments": list(arguments),
             "fault": None if fault is None else vars(fault),
-            "output": str(output),
-            "errors": str(errors),
             "largest_file": largest_file,
-            "environment": dict(environment or {}),
         }
-        pid = self._ask(json.dumps(request))
-        return Started(pid, output, errors, time.monotonic())
+        usual = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+        with open(os.devnull) as nothing, open(output, "wb") as out, open(errors, "wb") as err:
+            process = warm.start(
+                self.address,
+                ["-m", "tests.end_to_end.forked", json.dumps(request)],
+                {**inherited, **usual, **(environment or {})},
+                [stream.fileno() for stream in (nothing, out, err)],
+            )
+        return Started(process, output, errors, time.monotonic())
 
     def wait(self, started: Started) -> Run:
         """Wait for the end of a run."""
-        status = self._ask(f"wait {started.pid}")
+        status = started.process.wait()
         seconds = time.monotonic() - started.began
         return Run(status, started.output.read_text(), started.errors.read_text(), seconds)
 
-    def _ask(self, line: str) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return int(self._answer(self._process.stdout))
 
-    @staticmethod
-    def _answer(stream: IO[str]) -> str:
-        line = stream.readline()
-        if not line:
-            raise RuntimeError("the server of forked runs ended unexpectedly")
-        return line
+def _child(request: dict[str, Any]) -> int:
+    """In the fork: run the script."""
+    if request["largest_file"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
+    if request["fault"] is not None:
+        _arm(Fault(**request["fault"]))
+    import pretrain_mux
 
-
-def _serve() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    # Everything that a run imports, so that a fork starts with it.
-    import megatron.core.models.gpt  # noqa: F401
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    import megatron_mux.training.run  # noqa: F401
-
-    for line in sys.stdin:
-        if line.startswith("wait "):
-            _, status = os.waitpid(int(line.split()[1]), 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        request = json.loads(line)
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            _child(request)
-        print(pid, flush=True)
-
-
-def _child(request: dict[str, Any]) -> None:
-    status = 1
-    try:
-        for number, path in ((1, request["output"]), (2, request["errors"])):
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(handle, number)
-            os.close(handle)
-        os.environ.update(request["environment"])
-        if request["largest_file"] is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
-        if request["fault"] is not None:
-            _arm(Fault(**request["fault"]))
-        import pretrain_mux
-
-        try:
-            status = pretrain_mux.main(request["arguments"])
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:  # what the interpreter would print
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    return pretrain_mux.main(request["arguments"])
 
 
 def _arm(fault: Fault) -> None:
@@ -270,4 +205,4 @@ def _arm(fault: Fault) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    sys.exit(_child(json.loads(sys.argv[1])))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.end_to_end.forked import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,8 +23,8 @@ def result_of(command: list[str], directory: Path) -> Any:
     return json.loads((directory / "result.json").read_text())
 
 
-def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
+def test_vs_peft_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
     command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1"]
     command += ["--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
@@ -38,8 +39,8 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path) -> None:
     assert "its short tasks (2)" in (tmp_path / "result.md").read_text()
 
 
-def test_a_pipeline_against_megatron_on_a_tiny_backbone(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
+def test_a_pipeline_against_megatron_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
     command += ["--steps", "2"]
     result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
     for case in result["cases"]:

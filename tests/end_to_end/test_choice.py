@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.forked import Server
 from tests.end_to_end.test_benchmark import result_of
 
 
 @pytest.mark.timeout(300)
-def test_the_chosen_method_is_the_fastest_that_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/choice.py", "--plain", "--layers", "4", "--sequences", "4"]
+def test_the_chosen_method_is_the_fastest_that_runs(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/choice.py", "--plain", "--layers", "4", "--sequences", "4"]
     command += ["--steps", "3", "--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
     print((tmp_path / "result.md").read_text())

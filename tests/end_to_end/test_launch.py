@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.forked import Server
 from tests.end_to_end.ranks import free_port
 from tests.end_to_end.workplace import TASKS, Workplace
 
@@ -47,13 +47,15 @@ STAND_INS = {
 }
 
 
-def environment_of(workplace: Workplace, save: Path, tasks: Path, **more: str | int) -> dict[str, str]:
+def environment_of(
+    server: Server, workplace: Workplace, save: Path, tasks: Path, **more: str | int
+) -> dict[str, str]:
     """What a user sets, and CPUs only, one thread each."""
     own = {
         "BACKBONE": workplace.backbone,
         "TASKS": tasks,
         "SAVE": save,
-        "PYTHON_BIN": sys.executable,
+        "PYTHON_BIN": server.python,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         **more,
@@ -95,10 +97,12 @@ def test_a_script_is_valid_bash(script: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_one_node_trains_and_started_again_finds_everything_done(workplace: Workplace) -> None:
+def test_one_node_trains_and_started_again_finds_everything_done(
+    workplace: Workplace, server: Server
+) -> None:
     save, log = workplace.root / "one-node", workplace.root / "one-node.log"
     tasks = workplace.write_tasks("two-steps.yaml", lora(2))
-    environment = environment_of(workplace, save, tasks, GPUS_PER_NODE=2, PP=2)
+    environment = environment_of(server, workplace, save, tasks, GPUS_PER_NODE=2, PP=2)
     assert start("single_node.sh", environment, log).wait(timeout=120) == 0, log.read_text()
     assert "no checkpoint there yet, starting anew" in log.read_text()
     assert (newest_save(save)[1], steps_of(save)) == (2, [1, 2])
@@ -107,11 +111,18 @@ def test_one_node_trains_and_started_again_finds_everything_done(workplace: Work
     assert steps_of(save) == [1, 2]
 
 
-def test_two_nodes_train_together(workplace: Workplace) -> None:
+def test_two_nodes_train_together(workplace: Workplace, server: Server) -> None:
     save = workplace.root / "two-nodes"
     tasks = workplace.write_tasks("two-steps.yaml", lora(2))
     shared = environment_of(
-        workplace, save, tasks, GPUS_PER_NODE=1, PP=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
+        server,
+        workplace,
+        save,
+        tasks,
+        GPUS_PER_NODE=1,
+        PP=2,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=free_port(),
     )
     logs = [workplace.root / f"node-{rank}.log" for rank in (0, 1)]
     nodes = [start("two_nodes.sh", {**shared, "NODE_RANK": str(rank)}, log) for rank, log in enumerate(logs)]
@@ -120,7 +131,7 @@ def test_two_nodes_train_together(workplace: Workplace) -> None:
     assert (newest_save(save)[1], steps_of(save)) == (2, [1, 2])
 
 
-def slurm_environment(workplace: Workplace, save: Path) -> dict[str, str]:
+def slurm_environment(server: Server, workplace: Workplace, save: Path) -> dict[str, str]:
     """What a job of two nodes finds: Slurm's variables, and commands that only look like Slurm's."""
     commands, log = workplace.root / "bin", workplace.root / "slurm-commands.log"
     commands.mkdir()
@@ -139,7 +150,7 @@ def slurm_environment(workplace: Workplace, save: Path) -> dict[str, str]:
         "TASK_IDS": str(workplace.root / "task-ids"),
         "PATH": f"{commands}:{os.environ['PATH']}",
     }
-    return environment_of(workplace, save, workplace.write_tasks("long.yaml", lora(LONG)), **slurm)
+    return environment_of(server, workplace, save, workplace.write_tasks("long.yaml", lora(LONG)), **slurm)
 
 
 def signalled(
@@ -160,9 +171,10 @@ def signalled(
 
 def test_a_slurm_job_out_of_time_saves_and_is_queued_again_and_one_cancelled_only_saves(
     workplace: Workplace,
+    server: Server,
 ) -> None:
     save, log = workplace.root / "slurm", workplace.root / "slurm.log"
-    environment = slurm_environment(workplace, save)
+    environment = slurm_environment(server, workplace, save)
     commands = workplace.root / "slurm-commands.log"
 
     status = signalled(signal.SIGUSR1, lambda: len(steps_of(save)) >= 5, environment, log)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +40,10 @@ sys.exit(pretrain_mux.main(sys.argv[3:]))
 """
 
 
-def _python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def _python(server: Server, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Python at the repository's root, in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, arguments)],
+        [server.python, *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -53,7 +53,7 @@ def _python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
+def _run(server: Server, workplace: Workplace) -> subprocess.CompletedProcess[str]:
     watched, staged = workplace.root / "watched", workplace.root / "staged"
     watched.mkdir()
     staged.mkdir()
@@ -67,12 +67,12 @@ def _run(workplace: Workplace) -> subprocess.CompletedProcess[str]:
     # Bursts of one step each: else a task joins after those that are under way.
     flags: list[str | Path] = ["--no-mux-rolling", "--mux-watch", watched, "--save", workplace.root / "run"]
     arguments = workplace.arguments(*flags, tasks=tasks)
-    return _python("-c", DRIVER, watched, staged, *arguments)
+    return _python(server, "-c", DRIVER, watched, staged, *arguments)
 
 
-def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
+def test_tasks_join_and_leave_a_running_run(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
-    run = _run(workplace)
+    run = _run(server, workplace)
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
     together = [int(words[1]) for words in lines if words[3] == "joins-task,lora"]
@@ -88,13 +88,15 @@ def test_tasks_join_and_leave_a_running_run(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in metrics if '"loss"' in line] == list(range(1, 15))
 
 
-def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path) -> None:
+def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     same = {
         name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"
     }
     tasks = workplace.write_tasks("same.yaml", same)
-    run = _python("pretrain_mux.py", *workplace.arguments("--save", workplace.root / "run", tasks=tasks))
+    run = _python(
+        server, "pretrain_mux.py", *workplace.arguments("--save", workplace.root / "run", tasks=tasks)
+    )
     assert run.returncode == 0, run.stderr
     for name in same:
         lines = (workplace.root / "run" / name / "metrics.jsonl").read_text().splitlines()
@@ -121,7 +123,7 @@ sys.exit(pretrain_mux.main(sys.argv[2:]))
 """
 
 
-def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> None:
+def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     shared = workplace.root / "pairs.jsonl"
     spoilt = workplace.root / "[spoilt].jsonl"
@@ -129,6 +131,7 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path) -> N
     broken = {**TASKS["diff"], "data": {"path": str(spoilt), "max_length": 16}}
     tasks = workplace.write_tasks("two.yaml", {"broken": broken, "lora": TASKS["lora"]})
     run = _python(
+        server,
         "-c",
         SPOILER,
         str(spoilt),
@@ -168,24 +171,24 @@ sys.exit(pretrain_mux.main(sys.argv[1:]))
 """
 
 
-def _diverge(workplace: Workplace, *flags: str) -> subprocess.CompletedProcess[str]:
+def _diverge(server: Server, workplace: Workplace, *flags: str) -> subprocess.CompletedProcess[str]:
     tasks = workplace.write_tasks("two.yaml", {name: TASKS[name] for name in ("lora", "diff")})
     run = _python(
-        "-c", DIVERGING, *workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks)
+        server, "-c", DIVERGING, *workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks)
     )
     assert run.returncode == 0, run.stderr
     assert "lora stopped: its loss was nan at step 10" in run.stdout
     return run
 
 
-def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path, server: Server) -> None:
     """Its loss explodes at step 5, it is saved at 6 and 8 all the same, and the loss is not a number at step 10.
 
     The loss of step 5 is that of checkpoint-4, of step 3 that of checkpoint-2: the latter is the last good one.
     """
     workplace = furnish(tmp_path)
     directory = workplace.root / "run"
-    run = _diverge(workplace, "--save-interval", "2", "--mux-keep-checkpoints", "1")
+    run = _diverge(server, workplace, "--save-interval", "2", "--mux-keep-checkpoints", "1")
     kept = directory / "lora" / "checkpoint-2"
     assert f"its last good adapter is kept: {kept}" in run.stdout
     assert [path.name for path in (directory / "lora").glob("checkpoint-*")] == [kept.name]
@@ -201,10 +204,12 @@ def test_of_a_task_that_diverges_the_last_good_checkpoint_is_kept(tmp_path: Path
     assert saved == ["checkpoint-10", "checkpoint-12"]
 
 
-def test_of_a_task_that_was_never_saved_good_the_adapter_before_its_last_step_is_kept(tmp_path: Path) -> None:
+def test_of_a_task_that_was_never_saved_good_the_adapter_before_its_last_step_is_kept(
+    tmp_path: Path, server: Server
+) -> None:
     """It is saved at 4 and 8, and steps 5 and 9 tell that neither is good."""
     workplace = furnish(tmp_path)
-    run = _diverge(workplace, "--save-interval", "4")
+    run = _diverge(server, workplace, "--save-interval", "4")
     said = "its adapter before the failing step is kept (no earlier save is known to be good)"
     assert f"lora: {said}: {workplace.root / 'run' / 'lora' / 'checkpoint-9'}" in run.stdout
     final = max((workplace.root / "run" / "manifests").iterdir())
@@ -212,7 +217,9 @@ def test_of_a_task_that_was_never_saved_good_the_adapter_before_its_last_step_is
     assert (left["checkpoint"], left["good"], left["step"]) == ("lora/checkpoint-9", "", 9)
 
 
-def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(tmp_path: Path) -> None:
+def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(
+    tmp_path: Path, server: Server
+) -> None:
     """An ordinary loss and gradient, and a learning rate with which that very step ruins the adapter."""
     workplace = furnish(tmp_path)
     directory = workplace.root / "run"
@@ -220,7 +227,9 @@ def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(tmp_path
     training = {**task["training"], "learning_rate": 1e25, "lr_scheduler_type": "constant", "max_steps": 6}
     tasks = workplace.write_tasks("one.yaml", {"lora": {**task, "training": {**training, "warmup_steps": 0}}})
     run = _python(
-        "pretrain_mux.py", *workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks)
+        server,
+        "pretrain_mux.py",
+        *workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks),
     )
     assert run.returncode == 0, run.stderr
     kept = directory / "lora" / "checkpoint-1"

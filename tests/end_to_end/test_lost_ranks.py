@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.end_to_end.outcome import assert_same_outcome
 from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.workplace import Workplace
 
-TIMEOUT_S = 12.0
+TIMEOUT_S = 6.0  # the least that the flag takes
 SILENCE_S = TIMEOUT_S / 2
 GRACE_S, BUSY = 10.0, 3  # on a busy machine things take longer at times, and training does at others
 
@@ -57,8 +56,8 @@ CASES = {
     "the last stage killed": (1, Fault(FORWARD, 25, "kill before"), 0.0, "is gone: killed"),
     "the first stage killed": (0, Fault(BACKWARD, 25, "kill after"), 0.0, "is gone: killed"),
     "killed while it reads": (1, Fault("megatron_mux.backbone.model:Backbone.load", 1, "kill before"), 0.0, "is gone"),
-    "the last stage stopped": (1, Fault(BACKWARD, 25, "stop"), SILENCE_S, "has not answered for 6 s"),
-    "the first stage stopped": (0, Fault(FORWARD, 25, "stop"), SILENCE_S, "has not answered for 6 s"),
+    "the last stage stopped": (1, Fault(BACKWARD, 25, "stop"), SILENCE_S, "has not answered for 3 s"),
+    "the first stage stopped": (0, Fault(FORWARD, 25, "stop"), SILENCE_S, "has not answered for 3 s"),
     "the last stage stalls": (1, Fault(FORWARD, 25, "stall"), TIMEOUT_S, "has been at '1F"),
     "the first stage stalls while it saves": (
         0, Fault("megatron_mux.checkpoint:save", 3, "stall"), TIMEOUT_S, "has been at 'saving'",
@@ -144,7 +143,7 @@ def processes_of(save: Path) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "timeout", "seconds"), [("killed", 120.0, 0.0), ("stalls", 30.0, 30.0)])
+@pytest.mark.parametrize(("what", "timeout", "seconds"), [("killed", 120.0, 0.0), ("stalls", 12.0, 12.0)])
 def test_under_torchrun(
     what: str,
     timeout: float,
@@ -159,7 +158,7 @@ def test_under_torchrun(
         script = workplace.root / "stalls.py"
         script.write_text(STALLS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [server.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.Popen(
         [*torchrun, str(script), *arguments_of(workplace, save, *TWO_STAGES, timeout=timeout)],
         cwd=ROOT,

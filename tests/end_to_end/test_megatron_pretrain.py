@@ -6,10 +6,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.end_to_end.forked import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "megatron_pretrain.py"
@@ -23,9 +24,9 @@ def run(command: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, check=False, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def losses(schedule: str) -> dict[str, list[float]]:
+def losses(server: Server, schedule: str) -> dict[str, list[float]]:
     """What Megatron's loop prints of each iteration and of each evaluation."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [server.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", str(STEPS), "--eval-interval", "2"]
     done = run(torchrun, *flags, "--schedule", schedule)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -38,16 +39,16 @@ def losses(schedule: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_the_example() -> None:
+def test_the_example(server: Server) -> None:
     """Both schedules learn the same; where Megatron has no loop (0.16.1) it says so."""
     if HAS_LOOP:
-        both_schedules_learn_the_same()
+        both_schedules_learn_the_same(server)
     else:
-        it_says_what_is_missing()
+        it_says_what_is_missing(server)
 
 
-def both_schedules_learn_the_same() -> None:
-    ours, theirs = losses("multi-bucket"), losses("megatron")
+def both_schedules_learn_the_same(server: Server) -> None:
+    ours, theirs = losses(server, "multi-bucket"), losses(server, "megatron")
     assert {kind: len(values) for kind, values in theirs.items()} == {
         "training": STEPS,
         "evaluation": 2,
@@ -58,7 +59,7 @@ def both_schedules_learn_the_same() -> None:
     assert ours["training"][-1] < ours["training"][0]
 
 
-def it_says_what_is_missing() -> None:
-    done = run([sys.executable])
+def it_says_what_is_missing(server: Server) -> None:
+    done = run([server.python])
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("megatron.training is not to be had here")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +46,12 @@ sys.exit(pretrain_mux.main())
 """
 
 
-def _run(script: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(server: Server, script: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The script on two processes; it must end by itself, and fail."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [server.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*torchrun, str(script), *arguments, "--pipeline-model-parallel-size", "2"],
         cwd=ROOT,
@@ -73,26 +73,26 @@ def _said(run: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in run.stderr.splitlines() if line.startswith("pretrain_mux.py: ")]
 
 
-def test_what_one_process_meets_alone_is_said_with_its_rank(tmp_path: Path) -> None:
+def test_what_one_process_meets_alone_is_said_with_its_rank(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     script = tmp_path / "one_bad_disk.py"
     script.write_text(ONE_BAD_DISK)
-    run = _run(script, workplace.arguments())
+    run = _run(server, script, workplace.arguments())
     assert _said(run) == ["pretrain_mux.py: rank 1: model.safetensors cannot be read: Input/output error."]
     assert "rank 0 ends with 2" in run.stdout, "it was not ended by the launcher"
 
 
-def test_a_defect_is_not_taken_for_the_echo_of_a_mistake(tmp_path: Path) -> None:
+def test_a_defect_is_not_taken_for_the_echo_of_a_mistake(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     script = tmp_path / "bug.py"
     script.write_text(BUG)
-    run = _run(script, workplace.arguments())
+    run = _run(server, script, workplace.arguments())
     assert "RuntimeError: a defect of ours" in run.stderr
 
 
-def test_what_every_process_meets_is_said_once(tmp_path: Path) -> None:
+def test_what_every_process_meets_is_said_once(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     task = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "target_modules": ["q_prj"]}}
     tasks = workplace.write_tasks("mistaken.yaml", {"lora": task})
-    (line,) = _said(_run(ROOT / "pretrain_mux.py", workplace.arguments(tasks=tasks)))
+    (line,) = _said(_run(server, ROOT / "pretrain_mux.py", workplace.arguments(tasks=tasks)))
     assert line.startswith("pretrain_mux.py: task 'lora'") and "q_prj" in line
