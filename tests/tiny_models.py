@@ -30,6 +30,21 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA3: dict[str, Any] = {
+    **_LLAMA,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 _GPT2: dict[str, Any] = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
 _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 _NEO: dict[str, Any] = {
@@ -73,6 +88,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "vocab_size": 99},
     ),
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
+    "gemma3_text": ("gemma3_text", _GEMMA3),
+    "gemma3_text-linear-rope": (
+        "gemma3_text",
+        {**_GEMMA3, "rope_parameters": _GEMMA3_ROPES, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gpt2": ("gpt2", {**_GPT2, "vocab_size": 97}),
     "gpt2-scaled": (
         "gpt2",
@@ -99,6 +119,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
+    middle = 0.0 if "gemma" in model.config.model_type else 1.0  # Gemma stores weights of norms less one
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -106,7 +127,9 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.copy_(noise * 0.15)
             else:
-                parameter.copy_(noise * 0.2 + (1.0 if is_norm and parameter_name.endswith("weight") else 0.0))
+                parameter.copy_(
+                    noise * 0.2 + (middle if is_norm and parameter_name.endswith("weight") else 0.0)
+                )
     return model.eval()
 
 

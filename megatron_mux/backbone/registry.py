@@ -18,6 +18,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 
 FAMILIES = (
+    "gemma3_text",
     "gpt2",
     "gpt_neo",
     "llama",

@@ -41,6 +41,7 @@ FAMILIES: dict[str, Targets] = {
     "mistral": _LLAMA_LIKE,
     "qwen2": _LLAMA_LIKE,
     "qwen3": _LLAMA_LIKE,
+    "gemma3_text": _LLAMA_LIKE,
     "gpt2": Targets(
         query_value=["c_attn"],
         others=["attn.c_proj", "c_fc"],

@@ -60,6 +60,12 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("qwen2", "layer_types", ["linear_attention"] * 4, "full_attention"),
         ("qwen2", "sliding_window", -1, "positive"),
         ("qwen2", "use_mrope", True, "false"),
+        ("gemma3_text", "attn_logit_softcapping", 50.0, "null"),
+        ("gemma3_text", "final_logit_softcapping", 30.0, "null"),
+        ("gemma3_text", "use_bidirectional_attention", True, "false"),
+        ("gemma3_text", "query_pre_attn_scalar", 0, "positive"),
+        ("gemma3_text", "sliding_window", None, "sliding_window"),
+        ("gemma3_text", "hidden_activation", "laplace", "gelu_pytorch_tanh"),
         ("gpt2", "add_cross_attention", True, "false"),
         ("gpt2", "activation_function", "snake", "gelu"),
         ("gpt2", "hidden_size", None, "positive"),
@@ -93,6 +99,10 @@ def test_an_unknown_family_is_told_the_known_ones(copied: Made) -> None:
     refused(change(copied("gpt2"), model_type="absent"), "model_type", *FAMILIES)
 
 
+def test_gemmas_with_images_are_told_of_the_text_models(copied: Made) -> None:
+    refused(change(copied("gemma3_text"), model_type="gemma3"), "gemma3", "gemma3_text")
+
+
 def test_rope_of_older_configs_means_the_same(copied: Made) -> None:
     path = copied("llama-biases")
     new = read_shape(path).ropes[0]
@@ -105,6 +115,24 @@ def test_rope_of_older_configs_means_the_same(copied: Made) -> None:
     old = {"type" if k == "rope_type" else k: v for k, v in rope.items()}
     assert read_shape(change(path, rope_scaling=old)).ropes[0] == new
     assert new is not None and new.kind == "llama3" and new.theta == 500.0
+
+
+def test_gemmas_of_older_configs_mean_the_same(copied: Made) -> None:
+    """What the checkpoints on the Hub say: one pattern of layers, two thetas, scaling of the global one."""
+    path = copied("gemma3_text-linear-rope")
+    new = read_shape(path)
+    assert {rope.theta for rope in new.ropes if rope} == {50.0, 1000.0}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 50.0,
+        "rope_scaling": scaling,
+        "sliding_window_pattern": 2,
+    }
+    shape = read_shape(
+        change(path, rope_parameters="absent", layer_types="absent", cache_implementation="hybrid", **old)
+    )
+    assert (shape.ropes, shape.windows) == (new.ropes, new.windows)
 
 
 def test_fields_without_effect_are_let_through(copied: Made) -> None:

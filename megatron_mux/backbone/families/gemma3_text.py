@@ -1,0 +1,63 @@
+"""Gemma 3, its text models: norms around each sublayer, two rotary embeddings, windows on five layers of six.
+
+Weights of norms are stored less one, and embeddings are multiplied by the square root of the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_mux.backbone import config as read
+from megatron_mux.backbone.families import _decoder as decoder
+from megatron_mux.backbone.families import _llama_like as like
+from megatron_mux.backbone.family import Family, Fields
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.base_ops import DefaultTargets
+
+_NAMES = replace(
+    like.NAMES,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    targets=DefaultTargets(),
+)
+
+
+def _shape(full: Mapping[str, Any]) -> BackboneShape:
+    shape = like.shape(full, _NAMES, activation_field="hidden_activation")
+    attention, scale = bool(full.get("attention_bias")), full["query_pre_attn_scalar"]
+    if not scale > 0:
+        read.refuse("query_pre_attn_scalar", scale, "a positive number")
+    return replace(
+        shape,
+        biases=decoder.biases(qkv=attention, proj=attention, mlp=False),
+        norm_offset=1.0,
+        embedding_scale=shape.hidden**0.5,
+        scales=(scale**-0.5,) * shape.layers,
+        windows=read.windows_by_layer_type(full, shape.layers, read.window(full)),
+    )
+
+
+FAMILY = Family(
+    model_type="gemma3_text",
+    fields=Fields(
+        used=(like.USED - {"hidden_act", "partial_rotary_factor"})
+        | frozenset(
+            """
+            attention_bias hidden_activation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window
+            sliding_window_pattern _sliding_window_pattern
+            """.split()
+        ),
+        ignored=like.IGNORED | {"cache_implementation"},
+        fixed={
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+    ),
+    shape=_shape,
+)
