@@ -58,6 +58,18 @@ _NEO: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_PHI3: dict[str, Any] = {
+    **_LLAMA,
+    "pad_token_id": 0,
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+}
 _OPT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -100,6 +112,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neo": ("gpt_neo", _NEO),
     "opt": ("opt", _OPT),
+    "phi3": ("phi3", _PHI3),
+    "phi3-longrope": (
+        "phi3",
+        {**_PHI3, "original_max_position_embeddings": 10, "rope_parameters": _LONGROPE},
+    ),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
 }
 NAMES = tuple(_MODELS)

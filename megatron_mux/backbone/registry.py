@@ -24,6 +24,7 @@ FAMILIES = (
     "llama",
     "mistral",
     "opt",
+    "phi3",
     "qwen2",
     "qwen3",
 )

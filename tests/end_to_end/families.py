@@ -42,6 +42,14 @@ FAMILIES: dict[str, Targets] = {
     "qwen2": _LLAMA_LIKE,
     "qwen3": _LLAMA_LIKE,
     "gemma3_text": _LLAMA_LIKE,
+    "phi3": Targets(
+        query_value=["qkv_proj"],
+        others=["o_proj", "gate_up_proj"],
+        ia3=["qkv_proj", "down_proj"],
+        feedforward=["down_proj"],
+        outputs=["o_proj", "down_proj"],
+        mixed=["gate_up_proj", "qkv_proj", "down_proj"],
+    ),
     "gpt2": Targets(
         query_value=["c_attn"],
         others=["attn.c_proj", "c_fc"],

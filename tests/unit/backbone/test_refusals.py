@@ -32,6 +32,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
 
 
@@ -66,6 +67,9 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("gemma3_text", "query_pre_attn_scalar", 0, "positive"),
         ("gemma3_text", "sliding_window", None, "sliding_window"),
         ("gemma3_text", "hidden_activation", "laplace", "gelu_pytorch_tanh"),
+        ("phi3", "rope_parameters", {**LONGROPE, "short_factor": [1.0, 0.0, 1.0, 1.0]}, "positive"),
+        ("phi3", "rope_parameters", {**LONGROPE, "mrope_section": [1, 2]}, "mrope_section"),
+        ("phi3", "hidden_act", "laplace", "silu"),
         ("gpt2", "add_cross_attention", True, "false"),
         ("gpt2", "activation_function", "snake", "gelu"),
         ("gpt2", "hidden_size", None, "positive"),
@@ -97,6 +101,11 @@ def test_all_problems_of_a_config_at_once(copied: Made) -> None:
 def test_an_unknown_family_is_told_the_known_ones(copied: Made) -> None:
     refused(change(copied("llama"), model_type="mamba"), "mamba", *FAMILIES)
     refused(change(copied("gpt2"), model_type="absent"), "model_type", *FAMILIES)
+
+
+def test_an_odd_number_of_rotated_features(copied: Made) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.625}
+    refused(change(copied("phi3"), rope_parameters=rope), "partial_rotary_factor", "head_dim 8", "even")
 
 
 def test_gemmas_with_images_are_told_of_the_text_models(copied: Made) -> None:
