@@ -157,8 +157,8 @@ def _throughput(
     from workload import Pair
 
     from megatron_mux.engine.batches import tensors
-    from megatron_mux.fusion.desk import Premises
     from megatron_mux.fusion.load import typical
+    from megatron_mux.fusion.planning_context import PlanningContext
     from tests.reference.records import Records
 
     records = []
@@ -166,8 +166,8 @@ def _throughput(
         chosen = typical(own.lengths, spec.sequences_per_step)
         pairs: list[Pair] = [tensors(own[i]) for i in chosen]
         records.append(Records(pairs))
-    premises = Premises(profile, backbone.info, itemsize=backbone.dtype.itemsize)
-    bench = stand(backbone, parallel, premises, specs, records)
+    context = PlanningContext(profile, backbone.info, itemsize=backbone.dtype.itemsize)
+    bench = stand(backbone, parallel, context, specs, records)
     try:
         plan = bench.planner.fixed("spatial", bench.loads)
         (bucket,) = plan.buckets

@@ -25,7 +25,7 @@ from script import add_output, command_line, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.roofline import cpu_name
+from megatron_mux.fusion.device import cpu_name
 from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.sizes import MIB

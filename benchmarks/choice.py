@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 if TYPE_CHECKING:
     from megatron_mux.choice.ranking import Ranked, Ranking
     from megatron_mux.choice.recipes import TaskFile
-    from megatron_mux.fusion.roofline import Device
+    from megatron_mux.fusion.device import Device
     from megatron_mux.memory.forms.architecture import Architecture
     from megatron_mux.memory.forms.methods import Recipe
 
@@ -204,7 +204,7 @@ def _free_port() -> int:
 
 def measured_device(architecture: Architecture) -> Device:
     """This machine as four processes share it: each measures while the others do."""
-    from megatron_mux.fusion.roofline import Device
+    from megatron_mux.fusion.device import Device
 
     found = [one for one in together(_limits, architecture.hidden, architecture.ffn) if one]
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}

@@ -56,7 +56,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from stand import profile_of, random_backbone, stand_on_stages, surroundings
 
     from megatron_mux.backbone.model import Backbone
-    from megatron_mux.fusion.desk import Mesh, Premises
+    from megatron_mux.fusion.mesh import Mesh
+    from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
     one_core_each()
@@ -64,12 +65,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = random_backbone("mid", dtype, parallel.rank)
     backbone = Backbone.load(path, parallel, dtype)
-    premises = Premises(profile_of(backbone), backbone.info, Mesh(pipeline=2), dtype.itemsize, rolling=STEPS)
+    context = PlanningContext(
+        profile_of(backbone), backbone.info, Mesh(pipeline=2), dtype.itemsize, rolling=STEPS
+    )
     result: dict[str, Any] = {**surroundings(backbone, 1), "rounds": arguments.rounds, "points": []}
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
     for tokens in TOKENS[: arguments.points]:
-        specs, records = _tasks(tokens, premises.info.shape.vocab)
-        bench = stand_on_stages(path, parallel, premises, specs, records)
+        specs, records = _tasks(tokens, context.info.shape.vocab)
+        bench = stand_on_stages(path, parallel, context, specs, records)
         plans = {
             "spatial": [bench.planner.fixed("spatial", bench.loads)],
             "temporal": [bench.planner.fixed("temporal", bench.loads)],

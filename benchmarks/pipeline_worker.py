@@ -22,10 +22,11 @@ from workload import RANK, TaskShape, made_up_records
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Task
 from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.desk import ROLLING_STEPS, Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
@@ -46,18 +47,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     info, result = backbone.info, surroundings(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
-    premises = Premises(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
+    context = PlanningContext(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
     cases: list[dict[str, Any]] = []
     for chosen in CASES[: arguments.cases]:
         chosen = {**chosen, "steps": arguments.steps or chosen["steps"]}
         specs, records = _tasks(chosen, info.shape.vocab)
         loads = loads_of(specs, records, info)
-        split = balanced_split(premises, list(loads.values()))
+        split = balanced_split(context.with_tasks(loads))
         stages = load_stages(path, parallel, dtype, split=split)
         follows = Follows()
         engine = MegatronEngine(stages, parallel, follows)
         engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-        planner = Planner(replace(premises, mesh=Mesh(pipeline=2, split=split)))
+        planner = Planner(context.with_split(split))
         sides = _sides(planner, loads, padded=chosen["records"] == "padded")
         bench = _Bench(engine, follows, parallel, sides, chosen["steps"])
         case = {**chosen, **bench.measure(arguments.turns)}
@@ -89,7 +90,7 @@ def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Recor
 
 def _sides(planner: Planner, loads: dict[str, TaskLoad], padded: bool) -> dict[str, list[Plan]]:
     """Plans of each side, taken one after the other."""
-    alone = replace(planner.premises, alignment="max-length") if padded else planner.premises
+    alone = replace(planner.context, alignment="max-length") if padded else planner.context
     accumulation = {name: load.accumulation for name, load in loads.items()}
     fixed = {
         "megatron": [

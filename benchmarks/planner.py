@@ -16,9 +16,10 @@ from script import command_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.grouping import balanced, every_grouping, imbalance
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
 from tests.unit.fusion import backbone
 from tests.unit.fusion.synthetic import Synthetic, synthetic
@@ -57,7 +58,7 @@ def main() -> int:
         print(f"64 tasks on 8 stages, {model.exposed:.0%} communication: searched in {took:.2f} s")
     for seed in range(3):
         loads, mesh = backbone.random_loads(seed, 64), Mesh(pipeline=8)
-        planner = Planner(Premises(backbone.profile(), backbone.info(), mesh))
+        planner = Planner(PlanningContext(backbone.profile(), backbone.info(), mesh))
         start = time.perf_counter()
         planner.plan(loads)
         took = time.perf_counter() - start

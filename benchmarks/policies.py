@@ -76,7 +76,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from stand import QUICKSTART, profile_of, random_backbone, surroundings
 
     from megatron_mux.backbone.model import Backbone
-    from megatron_mux.fusion.desk import Mesh, Premises
+    from megatron_mux.fusion.mesh import Mesh
+    from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
     pipeline = arguments.stages > 1
@@ -93,14 +94,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     backbone = Backbone.load(path, parallel, dtype)
     profile = profile_of(backbone, arguments.measure)
     result: dict[str, Any] = {**surroundings(backbone, threads), "rounds": arguments.rounds}
-    result |= {"costs": profile.said, "stages": arguments.stages, "sets": []}
+    result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
-    premises = Premises(
+    context = PlanningContext(
         profile, backbone.info, Mesh(pipeline=arguments.stages), dtype.itemsize, rolling=rolling
     )
     parallel = initialize(pipeline_parallel=arguments.stages, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(path, parallel, premises, seed, chosen, arguments.rounds)
+        found = _one_set(path, parallel, context, seed, chosen, arguments.rounds)
         result["sets"].append(found)
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
@@ -108,13 +109,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _one_set(
-    path: Path, parallel: Any, premises: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
+    path: Path, parallel: Any, context: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
 ) -> dict[str, Any]:
     from stand import random_tasks, stand_on_stages
 
-    specs, records = random_tasks(*chosen, vocab=premises.info.shape.vocab, seed=seed + 1)
-    bench = stand_on_stages(path, parallel, premises, specs, records)
-    steps = premises.rolling
+    specs, records = random_tasks(*chosen, vocab=context.info.shape.vocab, seed=seed + 1)
+    bench = stand_on_stages(path, parallel, context, specs, records)
+    steps = context.rolling
     try:
         planner, loads = bench.planner, bench.loads
         auto = planner.plan(loads)
@@ -156,7 +157,7 @@ def _one_set(
         "micro_batches": [bucket.micro_batches for bucket in auto.buckets],
         "same_as": same,
         "measured": measured,
-        "predicted": {**auto.alternatives, "auto": auto.predicted_latency_s},
+        "predicted": {**planner.compare(loads).alternatives, "auto": auto.predicted_latency_s},
         "best": best,
         "auto_against_best": ratio,
     }

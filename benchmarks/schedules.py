@@ -1,9 +1,9 @@
-"""The structured template on the simulator: bubbles with and without the paper's premises, and other orders.
+"""The structured template on the simulator: bubbles with and without the paper's context, and other orders.
 
 python benchmarks/schedules.py                                           # 500 random bucket sets: half a minute
 python benchmarks/schedules.py --output benchmarks/results/schedules.json  # the JSON, and the tables as schedules.md
 
-Seconds are made up and nothing is measured: what comes out is the same on every machine. MuxTune's premises (section
+Seconds are made up and nothing is measured: what comes out is the same on every machine. MuxTune's context (section
 3.4.1, appendix A): F = B, equal stages, no transfer time, memory to spare. Each line after the first gives up one.
 """
 
@@ -42,7 +42,7 @@ ROUNDING = 1e-9
 SPREADS = (0.1, 0.2)
 """Deviations of what passes really take from what they are predicted to take."""
 COMPARED = ("the paper's", "memory limited")
-"""Premises under which orders are compared."""
+"""PlanningContext under which orders are compared."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     result = {
         "sets": arguments.sets,
-        "premises": {name: bubbles(name, arguments.sets) for name in PREMISES},
+        "context": {name: bubbles(name, arguments.sets) for name in PREMISES},
         "varied": {str(deviation): varied(deviation, arguments.sets) for deviation in SPREADS},
         "orders": {name: slowdowns(name, arguments.sets) for name in COMPARED},
     }
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# -- with and without the premises
+# -- with and without the context
 
 
 def bubbles(premise: str, count: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def slowdowns(premise: str, count: int) -> dict[str, Any]:
 def markdown(result: Mapping[str, Any]) -> str:
     """The tables."""
     rows: list[Sequence[object]] = []
-    for name, found in result["premises"].items():
+    for name, found in result["context"].items():
         rows.append(
             (
                 name,
@@ -224,7 +224,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         said,
         "",
         *table(
-            "premises | sets with an internal bubble on the last stage | that bubble | bubble of a stage | "
+            "context | sets with an internal bubble on the last stage | that bubble | bubble of a stage | "
             "the least by the bound | latency / bound",
             rows,
         ),
@@ -249,7 +249,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         ]
         lines += [
             "",
-            f"Latency over that of the structured template (descending, eager), premises: {premise}.",
+            f"Latency over that of the structured template (descending, eager), context: {premise}.",
             "",
         ]
         lines += table("order | mean | median | slower in | faster in | sets", compared)

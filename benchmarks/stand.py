@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from workload import TaskShape, made_up_records, write_random_backbone
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.desk import Premises
+from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.measure import Measuring, measure
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.profile import Profile, about_run, load_profile, profile_directory, save_profile
-from megatron_mux.fusion.roofline import cpu_name
+from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
@@ -89,7 +90,7 @@ class Stand:
 def stand(
     backbone: Backbone | Sequence[Backbone],
     parallel: Parallel,
-    premises: Premises,
+    context: PlanningContext,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
 ) -> Stand:
@@ -97,23 +98,23 @@ def stand(
     follows = Follows()
     engine = Engine(backbone, parallel, follows)
     engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-    return Stand(engine, follows, loads_of(specs, records, premises.info), Planner(premises))
+    return Stand(engine, follows, loads_of(specs, records, context.info), Planner(context))
 
 
 def stand_on_stages(
     path: Path,
     parallel: Parallel,
-    premises: Premises,
+    context: PlanningContext,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
 ) -> Stand:
     """The same on this rank's stages, layers divided by what these tasks make them take."""
     if parallel.pp_size > 1:
-        split = balanced_split(premises, list(loads_of(specs, records, premises.info).values()))
-        premises = replace(premises, mesh=replace(premises.mesh, split=split))
-    dtype = {4: torch.float32, 2: torch.bfloat16}[premises.itemsize]
-    stages = load_stages(path, parallel, dtype, split=premises.mesh.split or None)
-    return stand(stages, parallel, premises, specs, records)
+        tasks = loads_of(specs, records, context.info)
+        context = context.with_split(balanced_split(context.with_tasks(tasks)))
+    dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
+    stages = load_stages(path, parallel, dtype, split=context.mesh.split or None)
+    return stand(stages, parallel, context, specs, records)
 
 
 def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:

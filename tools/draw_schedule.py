@@ -114,7 +114,6 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or contradicts itself.
     """
     from megatron_mux.fusion.check import check_plan
-    from megatron_mux.fusion.desk import Mesh
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 
@@ -122,7 +121,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
     if without:
         raise UserError(f"{file}: has no predicted costs of bucket {', '.join(without)}: {_PLAN_IT}")
     try:  # against itself: for which backbone and ranks it is does not matter here
-        check_plan(plan, plan.backbone, Mesh.of(plan), plan.tasks)
+        check_plan(plan, plan.backbone, plan.mesh, plan.tasks)
     except UserError as error:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
     sizes = [bucket.chunks or (1,) * bucket.micro_batches for bucket in plan.buckets] * steps

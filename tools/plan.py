@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from megatron_mux.arguments.values import at_least, chunk_size, path, size
 from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
-    from megatron_mux.fusion.desk import Mesh
     from megatron_mux.fusion.load import TaskLoad
+    from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.plan import Plan
+    from megatron_mux.fusion.planner import Comparison, Planner
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -69,10 +70,10 @@ def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.data.tokenizer import load_tokenizer
-    from megatron_mux.fusion.desk import Mesh
     from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.preparation import prepare
+    from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.tasks import load_task_file
+    from megatron_mux.training.task_setup import open_tasks
 
     given = (arguments.tensor_parallel, arguments.stages, arguments.data_parallel)
     if arguments.gpus is not None and any(value is not None for value in given):
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--virtual-stages: needs --stages of at least 2")
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
-    tasks = prepare(specs, info, load_tokenizer(arguments.backbone), _say)
+    tasks = open_tasks(specs, info, load_tokenizer(arguments.backbone), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         tensor, stages, data = (value or 1 for value in given)
@@ -93,32 +94,34 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         meshes = _meshes(info, arguments.gpus, arguments.virtual_stages)
     found, refused = _plans(arguments, info, loads, meshes)
-    best, seconds = found[0]
+    planner, best, seconds = found[0]
+    start = time.perf_counter()
+    comparison = planner.compare(loads)
+    seconds += time.perf_counter() - start
     if arguments.output is not None:
         _write(arguments.output, best)
-    mesh = Mesh.of(best)
+    plans = [plan for _, plan, _ in found]
     if arguments.json:
-        others = [{**asdict(Mesh.of(p)), "predicted_latency_s": p.predicted_latency_s} for p, _ in found]
-        extra = {"planning_s": seconds, "flags": flags(mesh), "mesh": others}
-        print(json.dumps({**best.to_json(), **extra}))
+        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for p in plans]
+        extra = {"planning_s": seconds, "flags": flags(best.mesh), "mesh": others}
+        print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
-    _print(best, seconds)
+    _print(best, comparison, loads, seconds)
     if arguments.gpus is not None:
-        _print_meshes(found, refused)
-    print(f"run it with: {_command(arguments, mesh)}")
+        _print_meshes(plans, refused)
+    print(f"run it with: {_command(arguments, best.mesh)}")
 
 
 def _plans(
     arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad], meshes: Sequence[Mesh]
-) -> tuple[list[tuple[Plan, float]], dict[Mesh, str]]:
-    """A plan for each mesh on which the tasks fit, the fastest first, with the seconds it took to make."""
+) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
+    """A planner and its plan for each mesh on which the tasks fit, the fastest first, and the seconds planning took."""
     import torch
 
     from megatron_mux.fusion.balance import balanced_split
-    from megatron_mux.fusion.desk import ROLLING_STEPS, Premises
     from megatron_mux.fusion.planner import Planner
-    from megatron_mux.fusion.profile import about_run, load_profile, profile_directory
-    from megatron_mux.fusion.roofline import roofline
+    from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+    from megatron_mux.fusion.profile_store import find_profile
     from megatron_mux.gpus import known
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,46 +130,41 @@ def _plans(
     if kind not in ("cpu", "cuda"):
         known(kind, "cpu", "cuda")
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    chunk = arguments.chunk_size
-    found: list[tuple[Plan, float]] = []
+    found: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
     for mesh in meshes:
-        about = about_run(info.shape, kind, dtype, mesh.tensor, arguments.threads)
-        profile = load_profile(about, arguments.profiles or profile_directory())
-        if profile is None:
-            profile = roofline(info.shape, about, dtype.itemsize, mesh.tensor)
-        premises = Premises(
-            profile,
+        context = PlanningContext(
+            find_profile(info.shape, kind, dtype, mesh.tensor, arguments.threads, arguments.profiles),
             info,
             mesh,
             dtype.itemsize,
             arguments.recompute_granularity or "none",
             arguments.memory_limit,
             arguments.align,
-            chunk,
+            arguments.chunk_size,
             arguments.micro_batches,
             rolling=ROLLING_STEPS,
             residence=arguments.backbone_weights,
+            tasks=loads,
         )
         start = time.perf_counter()
         if mesh.pipeline > 1:
-            split = balanced_split(premises, list(loads.values()), arguments.virtual_stages)
-            premises = replace(premises, mesh=replace(mesh, split=split))
-        planner = Planner(premises)
+            context = context.with_split(balanced_split(context, arguments.virtual_stages))
+        planner = Planner(context)
         try:
-            found.append((planner.plan(loads), time.perf_counter() - start))
+            found.append((planner, planner.plan(loads), time.perf_counter() - start))
         except UserError as error:
             if len(meshes) == 1:
                 raise
             refused[mesh] = error.problems[0]
     if not found:
         raise UserError(*dict.fromkeys(refused.values()))
-    return sorted(found, key=lambda entry: entry[0].predicted_latency_s or 0.0), refused
+    return sorted(found, key=lambda entry: entry[1].predicted_latency_s or 0.0), refused
 
 
 def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
     """Every way to divide the ranks that the backbone allows."""
-    from megatron_mux.fusion.desk import Mesh
+    from megatron_mux.fusion.mesh import Mesh
 
     return [
         Mesh(tensor, pipeline, ranks // (tensor * pipeline))
@@ -222,7 +220,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _print(plan: Plan, seconds: float) -> None:
+def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], seconds: float) -> None:
     """The plan as tables."""
     from rich.console import Console
     from rich.table import Table
@@ -249,7 +247,7 @@ def _print(plan: Plan, seconds: float) -> None:
             shown = [
                 str(b),
                 " + ".join(hybrid.tasks),
-                f"{hybrid.tokens:.0f}",
+                str(sum(loads[name].total for name in hybrid.tasks)),
                 str(len(bucket.chunks)),
                 str(bucket.chunk or "-"),
                 "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
@@ -264,26 +262,25 @@ def _print(plan: Plan, seconds: float) -> None:
     compared.add_column("against this plan", justify="right")
     latency = plan.predicted_latency_s or 0.0
     compared.add_row("this plan", f"{latency:.4g}", "")
-    for name, value in plan.alternatives.items():
+    for name, value in comparison.alternatives.items():
         compared.add_row(
             "zero-padded" if name == "padded" else name,
             "does not fit" if value is None else f"{value:.4g}",
             "" if value is None or not latency else f"{value / latency:.2f}x",
         )
     console.print(compared)
-    shares = plan.padding
-    if shares:
-        console.print(
-            f"tokens that carry no information: {shares['plan']:.1%}; padded within each task "
-            f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
-        )
+    shares = comparison.padding
+    console.print(
+        f"tokens that carry no information: {shares['plan']:.1%}; padded within each task "
+        f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
+    )
     memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
     limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
     console.print(f"predicted memory of each stage: {memory}{limit} GiB")
     console.print(f"by the {plan.costs}; planned in {seconds:.3f} s")
 
 
-def _print_meshes(found: Sequence[tuple[Plan, float]], refused: Mapping[Mesh, str]) -> None:
+def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
     """What else the ranks could be divided into."""
     from rich.console import Console
     from rich.table import Table
@@ -291,10 +288,8 @@ def _print_meshes(found: Sequence[tuple[Plan, float]], refused: Mapping[Mesh, st
     table = Table(title="ways to divide the ranks")
     for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
         table.add_column(column, justify="left" if column == "flags" else "right")
-    from megatron_mux.fusion.desk import Mesh
-
-    for plan, _ in found:
-        mesh = Mesh.of(plan)
+    for plan in plans:
+        mesh = plan.mesh
         table.add_row(
             str(mesh.tensor),
             str(mesh.pipeline),

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.fusion.measure import Measuring, measure
-    from megatron_mux.fusion.profile import about_run, load_profile, profile_directory, save_profile
+    from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
     from megatron_mux.runtime import initialize
 
     info = read_backbone_info(arguments.backbone)

@@ -18,7 +18,7 @@ from megatron_mux.choice.flags import (
 )
 from megatron_mux.choice.speed import Speed, speed
 from megatron_mux.choice.step import FileStep
-from megatron_mux.fusion.roofline import Device
+from megatron_mux.fusion.device import Device
 from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.instants import Instant

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.roofline import Device, device_of
+from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.gpus import known
 from megatron_mux.memory.forms.sites import TaskAdapters
 from megatron_mux.tasks import load_task_file

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_mux.fusion.roofline import Device
+from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.methods import Method, Recipe
 from megatron_mux.memory.forms.shards import Stage, stages

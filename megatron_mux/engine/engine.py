@@ -34,6 +34,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import ROLLING, Plan
+from megatron_mux.fusion.plan_edits import keep_tasks, shrink_bucket
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.check import check
@@ -227,7 +228,7 @@ class Engine:
         )
         sequences, failed = self._fetch(plan.tasks, pad_to, count)
         self.planning.follow(len(sequences) - 1)
-        plan = plan.only(sequences[0])  # without those that failed
+        plan = keep_tasks(plan, sequences[0])  # without those that failed
         self.last_plan = plan if plan.tasks else self.last_plan
         if not plan.tasks:
             return [failed]  # nothing left; or a serial run's next task, whose turn is the next step
@@ -301,7 +302,7 @@ class Engine:
         relieved = plan
         for index in sorted(ends.lacking, reverse=True):  # from behind: the others keep their places
             names = plan.buckets[index].label
-            smaller = relieved.smaller(index, sequences)
+            smaller = shrink_bucket(relieved, index, sequences)
             if smaller is not None:
                 relieved = smaller
                 then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"

@@ -19,6 +19,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, plan_for
+from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
 
 _LEAST_SECONDS = 0.5
 _SECONDS_A_TASK_AND_STAGE = 0.004
@@ -170,7 +171,7 @@ class Planning:
         if frozenset(loads) == frozenset(plan.tasks):
             return plan, self._left
         new = [load for name, load in loads.items() if name not in plan.tasks]
-        for buckets in self._ways_to_take_in(plan.only(loads), new, loads):
+        for buckets in self._ways_to_take_in(keep_tasks(plan, loads), new, loads):
             plan = self.planner.priced(buckets, loads)
             limit = self.planner.memory_limit
             if limit is None or max(plan.memory_bytes, default=math.inf) <= limit:
@@ -185,8 +186,8 @@ class Planning:
         """Plans with newcomers, each taking less memory than the one before: as users asked, the newcomers one sequence
         at a time, everybody so.
         """
-        yield plan.with_tasks(list(loads), max((n.accumulation for n in new), default=1))
-        yield plan.with_tasks(list(loads), max((len(n.tokens) for n in new), default=1))
+        yield add_tasks(plan, list(loads), max((n.accumulation for n in new), default=1))
+        yield add_tasks(plan, list(loads), max((len(n.tokens) for n in new), default=1))
         most = {name: len(load.tokens) for name, load in loads.items()}
         alone = plan_for("temporal", most, self.stages, max(most.values()), None, plan.alignment)
         yield replace(plan, buckets=alone.buckets)

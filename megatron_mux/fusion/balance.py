@@ -1,6 +1,6 @@
-"""Which layers each stage gets: by what they take, not by their number.
+"""Divides layers among stages by the time they take instead of by their number.
 
-The first stage embeds tokens too, and the last computes the loss of the labelled ones, which may cost as much as
+The first stage also embeds tokens, and the last one computes the loss of the labelled ones, which may take as long as
 several layers; layers below the lowest adapter have no backward pass. A pipeline is as fast as its slowest stage.
 """
 
@@ -11,34 +11,34 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megatron_mux.backbone.split import Split, even_split
-from megatron_mux.fusion.desk import Mesh, Premises
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.planning_context import PlanningContext
 
 
-def balanced_split(premises: Premises, loads: Sequence[TaskLoad], virtual: int = 1) -> Split:
-    """The split whose slowest stage is the fastest; of several such, the most even.
+def balanced_split(context: PlanningContext, virtual: int = 1) -> Split:
+    """The split whose slowest stage is the fastest; of several such, the most even one.
 
     Args:
-        premises: What costs come from; the split of its mesh is left alone.
-        loads: The tasks; without any, layers are divided by their number.
-        virtual: Stages of each rank.
+        context: The split of its mesh is ignored; without tasks, stages get equal numbers of layers.
+        virtual: Stages per rank.
     """
-    layers, stages = premises.info.shape.layers, premises.mesh.pipeline * virtual
-    if stages == 1 or not loads:
+    layers, stages = context.info.shape.layers, context.mesh.pipeline * virtual
+    if stages == 1 or not context.tasks:
         return even_split(layers, stages)
-    return least_maximum(layer_seconds(premises, loads), stages)
+    return least_maximum(layer_seconds(context), stages)
 
 
-def layer_seconds(premises: Premises, loads: Sequence[TaskLoad]) -> list[float]:
-    """`[L]` seconds of a step of these tasks in each layer, forward and backward; with the embedding in the first, the
-    loss head in the last.
+def layer_seconds(context: PlanningContext) -> list[float]:
+    """`[L]` seconds of a step of the tasks in each layer, forward and backward.
+
+    The embedding counts with the first layer, the loss head with the last.
     """
-    alone = tuple(range(premises.info.shape.layers))
-    one_each = replace(premises, mesh=Mesh(premises.mesh.tensor, 1, premises.mesh.data, (1,) * len(alone)))
-    costs = one_each.costs(loads)
+    mesh, tasks = context.mesh, context.tasks
+    one_layer_each = Mesh(mesh.tensor, 1, mesh.data, (1,) * context.info.shape.layers)
+    costs = replace(context, mesh=one_layer_each).costs()
     # As many parts as fill the pipeline: small ones have more overhead.
-    parts = max(2 * premises.mesh.pipeline, *(load.accumulation for load in loads))
-    cost = costs.hybrid(tuple(range(len(loads))), parts)
+    parts = max(2 * mesh.pipeline, *(load.accumulation for load in tasks.values()))
+    cost = costs.hybrid(tuple(range(len(tasks))), parts)
     return [forward + backward for forward, backward in zip(cost.forward, cost.backward, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Whether a plan from a file may be run: for this backbone, these ranks and these tasks, complete and in order."""
+"""Reads a plan file, and refuses a plan that is not for this backbone, these ranks and these tasks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import step_template
-from megatron_mux.pipeline.action import Action
-from megatron_mux.pipeline.check import TemplateError, check, marked
-from megatron_mux.pipeline.template import Template
 
 _MOST_UNITS = 100_000
-"""Chunks of a step: many more than any step has."""
+"""Chunks of a step: many more than any real step has."""
 
-ALSO_PRINTED = ("planning_s", "mesh", "flags")
-"""What `tools/plan.py --json` prints beside a plan; a file that holds them is still a plan."""
+ALSO_PRINTED = ("alternatives", "padding", "planning_s", "mesh", "flags")
+"""Entries that `tools/plan.py --json` prints beside the plan; a file with them is still a plan."""
 
 
 def read_plan(path: Path) -> Plan:
     """A plan file.
 
     Raises:
-        UserError: It cannot be read, or is no plan: every wrong entry is named by its place.
+        UserError: The file cannot be read or is not a plan; every wrong entry is named by its place.
     """
     try:
         value: Any = json.loads(path.read_text())
@@ -48,15 +45,18 @@ def check_plan(plan: Plan, backbone: str, mesh: Mesh, tasks: Sequence[str]) -> N
     Args:
         plan: The plan.
         backbone: The backbone's fingerprint.
-        mesh: The ranks there are.
-        tasks: The tasks to be trained.
+        mesh: The ranks of the run.
+        tasks: The tasks to train.
 
     Raises:
-        UserError: With all that is wrong; the offending entry is named by its place, or marked in the grid.
+        UserError: With all problems; each wrong entry is named by its place.
     """
     problems = [*_wrong_place(plan, backbone, mesh), *_wrong_tasks(plan, tasks), *_wrong_buckets(plan)]
-    if not problems:  # else its template is wrong because of them
-        problems += _wrong_template(plan)
+    if not problems:
+        try:
+            step_template(plan, [bucket.chunks for bucket in plan.buckets])
+        except ValueError as error:  # a micro-batch is larger than the plan's own limit
+            problems.append(f"activation_limit: {error}")
     if problems:
         raise UserError(*problems)
 
@@ -93,7 +93,6 @@ def _wrong_tasks(plan: Plan, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _wrong_buckets(plan: Plan) -> Iterator[str]:
-    longest = None
     for b, bucket in enumerate(plan.buckets):
         place = f"buckets[{b}]"
         for name, found, wanted in (
@@ -110,55 +109,7 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
             yield f"{place}.chunks: is for {len(bucket.chunks)} micro-batches, the bucket has {bucket.micro_batches}"
         if bucket.chunk is None and any(count != 1 for count in bucket.chunks):
             yield f"{place}.chunks: its packs are not cut, yet a micro-batch has {max(bucket.chunks)} chunks"
-        latency = bucket.forward[0] * max(bucket.chunks, default=1) if bucket.forward else None
-        if latency is not None and longest is not None and latency > longest * (1 + 1e-9):
-            yield (
-                f"{place}: takes longer on the first stage ({latency:.4g} s) than the bucket before it "
-                f"({longest:.4g} s): buckets enter in descending order"
-            )
-        longest = latency if latency is not None else longest
     if sum(sum(bucket.chunks) for bucket in plan.buckets) > _MOST_UNITS:
         yield f"buckets: have more than {_MOST_UNITS} chunks together"
     if plan.activation_limit and len(plan.activation_limit) != plan.ranks:
         yield f"activation_limit: has {len(plan.activation_limit)} entries for {plan.ranks} rank(s)"
-
-
-def _wrong_template(plan: Plan) -> Iterator[str]:
-    sizes = [bucket.chunks for bucket in plan.buckets]
-    try:
-        made = step_template(plan, sizes)
-    except ValueError as error:  # a micro-batch is larger than the plan's own limit
-        yield f"activation_limit: {error}"
-        return
-    if not plan.template:
-        return
-    if len(plan.template) != plan.ranks:
-        yield f"template: has {len(plan.template)} rows for {plan.ranks} rank(s)"
-        return
-    rows: list[tuple[Action, ...]] = []
-    for s, texts in enumerate(plan.template):
-        actions = []
-        for i, text in enumerate(texts):
-            try:
-                actions.append(Action.parse(text))
-            except ValueError as error:
-                yield f"template[{s}][{i}]: {error}"
-                return
-        rows.append(tuple(actions))
-    template: Template = tuple(rows)
-    try:
-        check(template, sizes, plan.stages, virtual=plan.virtual)
-    except TemplateError as error:
-        yield f"template: {error}"
-        return
-    for s, (ours, theirs) in enumerate(zip(made, template, strict=True)):
-        if len(ours) != len(theirs):
-            yield f"template[{s}]: has {len(theirs)} actions, the plan's buckets make it {len(ours)}"
-            return
-        for i, (wanted, found) in enumerate(zip(ours, theirs, strict=True)):
-            if wanted != found:
-                yield (
-                    f"template[{s}][{i}]: the plan's buckets make it {wanted}, not {found}\n"
-                    f"{marked(template, [found])}"
-                )
-                return

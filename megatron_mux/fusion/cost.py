@@ -22,44 +22,55 @@ class HybridCost:
     """One micro-batch of a hybrid task (equation 3, and the activations of equation 5).
 
     Attributes:
-        forward: `[S]` seconds of a stage's forward pass.
-        backward: `[S]` seconds of its backward pass.
-        exposed: `[S]` seconds of communication in either pass that nothing hides when the hybrid task has a bucket to
-            itself; empty: none. (The paper takes all communication for overlapped.)
-        memory: `[S]` bytes kept between the two; empty: not counted.
-        working: `[S]` bytes that a stage takes besides while it computes the micro-batch; empty: not counted.
+        forward: `[S]` seconds of computation in a stage's forward pass.
+        backward: `[S]` seconds of computation in its backward pass.
+        communication_forward: `[S]` seconds of communication in the forward pass that only the computation of other
+            hybrid tasks in the same clock can hide; empty: none. (The paper takes all communication as hidden.)
+        communication_backward: `[S]` the same in the backward pass.
+        memory: `[S]` bytes kept between the two passes; empty: not counted.
+        working: `[S]` further bytes in use while a stage computes the micro-batch; empty: not counted.
         transfer: `[S - 1]` seconds between stages; empty: none.
-        parts: How many micro-batches there are of it on a pipeline, where sequences are too few for as many as were
-            asked for; 0: as many as were asked for.
+        parts: Number of micro-batches on a pipeline, where the sequences are too few for the number asked for; 0: that
+            number.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    exposed: tuple[float, ...] = ()
+    communication_forward: tuple[float, ...] = ()
+    communication_backward: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
     working: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
     parts: int = 0
 
     def count(self, micro_batches: int) -> int:
-        """How many micro-batches there are if `micro_batches` are asked for."""
+        """Number of micro-batches if `micro_batches` are asked for."""
         return min(micro_batches, self.parts) if self.parts else micro_batches
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its passes have any communication."""
+        return any(self.communication_forward) or any(self.communication_backward)
+
+    def communication(self, stage: int) -> float:
+        """Seconds of communication of both passes on a stage."""
+        return sum(own[stage] for own in (self.communication_forward, self.communication_backward) if own)
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""
-        exposed = self.exposed or (0.0,) * len(self.forward)
-        return tuple(f + b + 2 * e for f, b, e in zip(self.forward, self.backward, exposed, strict=True))
+        passes = zip(self.forward, self.backward, strict=True)
+        return tuple(f + b + self.communication(stage) for stage, (f, b) in enumerate(passes))
 
 
 class CostModel(Protocol):
-    """Tells what hybrid tasks cost."""
+    """Predicts the cost of hybrid tasks."""
 
     def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
         """One of `micro_batches` equal parts of a step of `tasks` together."""
         ...
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
-        """The same of many hybrid tasks: the planner asks for thousands."""
+        """The same for many hybrid tasks: the planner asks for thousands."""
         ...
 
 
@@ -74,19 +85,32 @@ def pipeline_latency(cost: HybridCost, micro_batches: int) -> float:
 
 
 def bucket_cost(costs: Sequence[HybridCost], micro_batches: int) -> BucketCost:
-    """Hybrid tasks interleaved in one clock: their compute adds up, their communication hides behind each other's."""
-    stages = len(costs[0].forward)
+    """Hybrid tasks interleaved in one clock: each one's communication hides behind the computation of the others."""
+    stages = range(len(costs[0].forward))
     working = [cost.working for cost in costs if cost.working]
-    exposed = costs[0].exposed if len(costs) == 1 and costs[0].exposed else (0.0,) * stages
     return BucketCost(
         micro_batches=max(cost.count(micro_batches) for cost in costs),
-        forward=tuple(sum(c.forward[s] for c in costs) + exposed[s] for s in range(stages)),
-        backward=tuple(sum(c.backward[s] for c in costs) + exposed[s] for s in range(stages)),
-        memory=_sum(costs, "memory", stages),
+        forward=tuple(_clock([(c.forward, c.communication_forward) for c in costs], s) for s in stages),
+        backward=tuple(_clock([(c.backward, c.communication_backward) for c in costs], s) for s in stages),
+        memory=_sum(costs, "memory", len(stages)),
         # Computed one after the other.
         working=tuple(map(max, zip(*working, strict=True))) if working else (),
-        transfer=_sum(costs, "transfer", stages - 1),
+        transfer=_sum(costs, "transfer", len(stages) - 1),
     )
+
+
+def _clock(passes: Sequence[tuple[Sequence[float], Sequence[float]]], stage: int) -> float:
+    """Seconds of several hybrid tasks' passes in one clock.
+
+    The stage computes one at a time, the link carries one at a time, and a pass cannot overlap with itself: the longest
+    of these three.
+    """
+    computation = sum(compute[stage] for compute, _ in passes)
+    if not any(messages for _, messages in passes):
+        return computation
+    link = sum(messages[stage] for _, messages in passes if messages)
+    longest = max(compute[stage] + (messages[stage] if messages else 0.0) for compute, messages in passes)
+    return max(computation, link, longest)
 
 
 def _sum(costs: Sequence[HybridCost], name: str, length: int) -> tuple[float, ...]:
@@ -125,8 +149,8 @@ def works_with(buckets: Sequence[BucketCost], rank: int, ranks: int) -> float:
     return max((bucket.works_with(stage) for bucket in buckets for stage in stages), default=0.0)
 
 
-def lower_bound(buckets: Sequence[BucketCost]) -> float:
-    """Seconds that no order of these buckets' micro-batches can beat.
+def lower_bound(buckets: Sequence[BucketCost], steps: int = 1) -> float:
+    """Seconds of a step that no order of these buckets' micro-batches can beat, over so many steps without a flush.
 
     Every stage does its own work; before its first forward some micro-batch has passed the stages before it, and after
     its last backward some micro-batch's gradient has still to go back through them.
@@ -135,7 +159,7 @@ def lower_bound(buckets: Sequence[BucketCost]) -> float:
     best, ahead, behind = 0.0, [0.0] * len(buckets), [0.0] * len(buckets)
     for stage in range(stages):
         work = math.fsum(b.micro_batches * (b.forward[stage] + b.backward[stage]) for b in buckets)
-        best = max(best, min(ahead) + work + min(behind))
+        best = max(best, work + (min(ahead) + min(behind)) / steps)
         if stage < stages - 1:
             ahead = [t + b.forward[stage] + b.to_next(stage) for t, b in zip(ahead, buckets, strict=True)]
             behind = [t + b.backward[stage] + b.to_next(stage) for t, b in zip(behind, buckets, strict=True)]

@@ -1,29 +1,32 @@
 """The plan: which tasks are batched, which are interleaved, in how many micro-batches, cut how. Data, nothing else.
 
-A plan follows from a policy alone (`plan_for`: `spatial` puts all active tasks into one hybrid task, MuxTune's
-batching; `temporal` gives each task a bucket of its own, its interleaving; `serial` is one task at a time) or from the
-planner (`planner.py`, policy `auto`). Either way it is the same on every rank, survives a trip through JSON and prints.
-What a step does with it (`step.py`) follows from the plan and from the step's lengths, which every rank knows.
+A plan is the same on every rank, survives a JSON round trip and prints. It holds what was decided, and the predicted
+costs that the order of passes follows from; the passes of a step (`step.py`) follow from the plan and the lengths of
+the step's sequences, which every rank knows.
+
+A plain policy needs no planner (`plan_for`): `spatial` puts all active tasks into one hybrid task (MuxTune's batching),
+`temporal` gives each task its own bucket (its interleaving), `serial` runs one task at a time. The policy `auto` is the
+planner's (`planner.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
+from megatron_mux.fusion.mesh import Mesh
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
 ROLLING: tuple[Schedule, ...] = ("planned", "1f1b")
 """Schedules whose steps can follow each other without a flush."""
-FORMAT: Literal[4] = 4
+FORMAT: Literal[5] = 5
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -36,13 +39,11 @@ class HybridTask:
 
     Attributes:
         tasks: Their names, in row order.
-        tokens: Of one step, all of them together, as the planner expects.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
-    tokens: _Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Bucket:
 
     Attributes:
         hybrid_tasks: At least one; with several, each is a batch of its own within the clock.
-        micro_batches: In how many micro-batches one step of the bucket is computed on each pipeline.
+        micro_batches: Number of micro-batches in one step of the bucket on each pipeline.
         chunk: Tokens of a chunk; None: packs are not cut.
-        chunks: Of each micro-batch of a step of typical lengths; empty where nobody has looked at lengths.
+        chunks: Number of chunks in each micro-batch of a step of typical lengths; empty without the planner.
         forward, backward: `[S]` predicted seconds of one chunk's passes; empty without the planner.
-        memory: `[S]` predicted bytes kept of one chunk between its passes.
-        transfer: `[S - 1]` predicted seconds between stages.
+        memory: `[S]` predicted bytes kept of one chunk between its passes; empty without the planner.
+        transfer: `[S - 1]` predicted seconds between stages; empty without the planner.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -77,7 +78,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """What is written on its actions in pictures, and on its line in print."""
+        """The text on its actions in pictures, and on its line in print."""
         return " | ".join("+".join(hybrid.tasks) for hybrid in self.hybrid_tasks)
 
 
@@ -86,27 +87,23 @@ class Plan:
     """What every rank computes in one step.
 
     Attributes:
-        policy: Where it comes from.
+        policy: The policy that made it.
         stages: Pipeline stages, virtual ones included.
-        buckets: In the order they enter the pipeline.
-        virtual: Stages of each rank: stage `s` is on rank `s % (stages / virtual)`.
-        split: Layers of each stage; empty: as even as can be.
-        schedule: What its template is: see `fusion.step.step_template`.
-        rolling: Steps between two flushes of the pipeline that predicted seconds are for.
+        buckets: In the order in which they enter the pipeline.
+        virtual: Stages per rank: stage `s` is on rank `s % (stages / virtual)`.
+        split: Layers of each stage; empty: as even as possible.
+        schedule: Which template orders the passes: see `fusion.step.step_template`.
+        rolling: Steps between two flushes of the pipeline that predicted seconds assume.
         tensor, data: Ranks that share each layer; pipelines.
-        backbone: The backbone's fingerprint; empty: not bound to one.
+        backbone: The backbone's fingerprint; empty: for any backbone.
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
-        template: Each rank's actions of a step of typical lengths, in their string form; empty without the planner.
-        costs: Where predicted figures come from.
-        predicted_latency_s: Of one step of every task, its share of the flushes included.
-        alternatives: The same for `serial`, `temporal`, `spatial` and `padded` (spatial, all sequences padded to the
-            longest `max_length`).
+        costs: Where the predictions come from, for people.
+        predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
         memory_bytes: Predicted peak of each rank of the pipeline.
-        memory_limit_bytes: What a rank may use; None: not limited.
-        activation_limit: Bytes that each rank may keep between passes, what is always there left out.
-        padding: Shares of computed tokens that carry no information: `plan`, `within_tasks`, `zero_padded`.
-        replan_in: Steps after which this plan gives way to the one that is being made beside it; 0: none is.
+        memory_limit_bytes: Bytes that a rank may use; None: no limit.
+        activation_limit: Bytes that each rank may keep between passes, resident bytes left out.
+        replan_in: Steps until the plan that is being made in the background takes over; 0: none is being made.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -123,21 +120,23 @@ class Plan:
     backbone: str = ""
     alignment: Mode = "dense"
     weights: Weights = field(default_factory=Weights)
-    template: tuple[tuple[str, ...], ...] = ()
     costs: str = ""
     predicted_latency_s: _Amount | None = None
-    alternatives: dict[str, _Amount | None] = field(default_factory=dict)
     memory_bytes: _Amounts = ()
     memory_limit_bytes: _Amount | None = None
     activation_limit: _Amounts = ()
-    padding: dict[str, _Amount] = field(default_factory=dict)
     replan_in: Annotated[int, Field(ge=0, strict=True)] = 0
-    format: Literal[4] = FORMAT
+    format: Literal[5] = FORMAT
 
     @property
     def ranks(self) -> int:
-        """Of a pipeline."""
+        """Ranks of a pipeline."""
         return self.stages // self.virtual
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is for."""
+        return Mesh(self.tensor, self.ranks, self.data, self.split)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -148,60 +147,12 @@ class Plan:
         """Index of the bucket that holds a task.
 
         Raises:
-            KeyError: None does.
+            KeyError: No bucket holds it.
         """
         for i, bucket in enumerate(self.buckets):
             if task in bucket.tasks:
                 return i
         raise KeyError(task)
-
-    def only(self, names: Collection[str]) -> Plan:
-        """The same without the tasks that are not among `names`; what was predicted for all of them is dropped."""
-        if set(self.tasks) <= set(names):
-            return self
-        buckets = []
-        for bucket in self.buckets:
-            hybrids = [
-                h if len(kept) == len(h.tasks) else HybridTask(kept)
-                for h in bucket.hybrid_tasks
-                if (kept := tuple(t for t in h.tasks if t in names))
-            ]
-            if hybrids:
-                buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=()))
-        return replace(self, buckets=tuple(buckets), **_UNKNOWN)
-
-    def with_tasks(self, names: Sequence[str], micro_batches: int) -> Plan:
-        """The same with a hybrid task of the tasks that it lacks, last to enter the pipeline."""
-        new = tuple(sorted(set(names) - set(self.tasks)))
-        if not new:
-            return self
-        # Nothing is predicted of it, so the template takes all passes to be alike: few micro-batches are alive at once.
-        bucket = Bucket((HybridTask(new),), micro_batches)
-        return replace(self, buckets=(*self.buckets, bucket), **_UNKNOWN)
-
-    def smaller(self, index: int, sequences: Mapping[str, int]) -> Plan | None:
-        """The same with less of a bucket in memory at a time; None if it computes a single sequence already.
-
-        Args:
-            index: The bucket: cut into twice as many micro-batches, or once those have one sequence, into its tasks.
-            sequences: Of a step of each task.
-        """
-        bucket = self.buckets[index]
-
-        def most(tasks: Sequence[str]) -> int:
-            return math.ceil(sum(sequences[name] for name in tasks) / self.data)
-
-        count = max(most(hybrid.tasks) for hybrid in bucket.hybrid_tasks)
-        if bucket.micro_batches < count:
-            parts = [Bucket(bucket.hybrid_tasks, min(count, 2 * bucket.micro_batches), bucket.chunk)]
-        elif len(bucket.tasks) > 1:
-            parts = [Bucket((HybridTask((name,)),), most([name]), bucket.chunk) for name in bucket.tasks]
-        else:
-            return None
-        buckets = (*self.buckets[:index], *parts, *self.buckets[index + 1 :])
-        # The fewest in flight that fill the pipeline; GPipe's and interleaved ones have more.
-        schedule: Schedule = "1f1b" if self.virtual == 1 else "planned"
-        return replace(self, buckets=buckets, schedule=schedule, **_UNKNOWN)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for `plan.json`."""
@@ -239,18 +190,9 @@ class Plan:
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
 
-_UNKNOWN: dict[str, Any] = {
-    "template": (),
-    "predicted_latency_s": None,
-    "alternatives": {},
-    "memory_bytes": (),
-    "padding": {},
-}
-"""What was predicted for all tasks of a plan says nothing once they are others."""
-
 
 def _described(problems: Sequence[Any]) -> list[str]:
-    """A sentence for each wrong entry; what encloses a wrong entry is wrong for its sake only."""
+    """A sentence for each wrong entry; entries that are wrong only because of one inside them are left out."""
     places = [problem["loc"] for problem in problems]
     said = []
     for problem in problems:
@@ -272,19 +214,19 @@ def plan_for(
     chunk: int | None = None,
     alignment: Mode = "dense",
 ) -> Plan:
-    """The plan that a policy means.
+    """The plan of a plain policy.
 
     Args:
         policy: `serial` (the first task alone), `temporal` or `spatial`.
-        accumulation: Active tasks in order, with their `gradient_accumulation_steps`.
+        accumulation: `gradient_accumulation_steps` of the active tasks, in order.
         stages: Pipeline stages.
-        micro_batches: Per bucket; by default the largest accumulation, and at least twice the stages of a pipeline
-            in `spatial`, so that its bubble stays below a third.
+        micro_batches: Per bucket; by default the largest accumulation, and for `spatial` in a pipeline at least twice
+            its stages, so that the bubble stays below a third.
         chunk: Tokens of a chunk; None: packs are not cut.
         alignment: See `Plan`.
 
     Returns:
-        The plan; it has no bucket when no task is active.
+        The plan; without a bucket if no task is active.
     """
 
     def bucket(tasks: Sequence[str], fill: bool) -> Bucket:

@@ -1,6 +1,6 @@
-"""What operators of a backbone take on a device, by size: measured once (`measure.py`), or a roofline (`roofline.py`).
+"""A profile: the seconds of a backbone's operators on a device, by size. Data, nothing else.
 
-A profile is data: curves of seconds over sizes, in a JSON file that is named by everything the seconds depend on.
+It is measured once (`measure.py`) or estimated (`roofline.py`); `profile_store.py` keeps the measured ones.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter
-
-from megatron_mux.errors import UserError
-from megatron_mux.files import cache_directory, write_atomically
+from pydantic import ConfigDict
 
 FORMAT: Literal[1] = 1
 
@@ -132,90 +127,18 @@ class Profile:
         return key_of(self.about)
 
     @property
-    def said(self) -> str:
-        """Where figures that follow from it come from, for a plan and for people."""
+    def description(self) -> str:
+        """Where predictions from it come from, for a plan and for people."""
         device = self.about.get("device", "?")
         if self.source == "measured":
             return f"profile {self.key} measured on {device}"
         return f"roofline of {device} (no profile: tools/profile_backbone.py measures one)"
 
 
-def about_run(
-    shape: Any, kind: str, dtype: Any, tensor_parallel: int, threads: int | None = None
-) -> dict[str, Any]:
-    """Everything that the seconds of a backbone's operators depend on.
-
-    Args:
-        shape: The backbone's sizes.
-        kind: `cpu` or `cuda`.
-        dtype: What it computes in.
-        tensor_parallel: Ranks that share each layer.
-        threads: Threads that compute on a CPU; by default this process's.
-    """
-    import torch
-
-    from megatron_mux.fusion.roofline import about_device
-
-    config = json.dumps(shape.config, sort_keys=True, default=str)
-    return {
-        **about_device(kind, torch.get_num_threads() if threads is None else threads),
-        "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensor_parallel": tensor_parallel,
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-    }
-
-
 def key_of(about: Mapping[str, Any]) -> str:
     """A short name of everything that seconds depend on."""
     text = json.dumps({**about, "format": FORMAT}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def profile_directory() -> Path:
-    """Where profiles are kept: `$MEGATRON_MUX_CACHE`, else the user's cache directory."""
-    return cache_directory("profiles")
-
-
-_ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
-
-
-def save_profile(profile: Profile, directory: Path) -> Path:
-    """Write a profile under its key; a half-written file is never seen.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    path = directory / f"{profile.key}.json"
-    try:
-        write_atomically(path, json.dumps(asdict(profile)))
-    except OSError as error:
-        raise UserError(f"{path}: the profile cannot be written: {error.strerror or error}") from error
-    return path
-
-
-def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
-    """The profile of exactly this backbone on exactly this device; None if nobody has measured it.
-
-    Raises:
-        UserError: The file is there and is no profile.
-    """
-    path = directory / f"{key_of(about)}.json"
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
-    try:
-        found = json.loads(text)
-        if isinstance(found, dict):
-            found.pop("activation_bytes", None)  # of earlier versions: memory is not measured
-        profile = _ADAPTER.validate_json(json.dumps(found))
-    except ValueError as error:  # pydantic's is one
-        raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
-    return profile
 
 
 def grid_up_to(most: int, least: int = 16) -> list[int]:

@@ -1,104 +1,19 @@
-"""A profile that nobody has measured: the roofline of the device, its peak and its bandwidth.
+"""Estimates a profile from the device's roofline: its peak arithmetic and its memory bandwidth.
 
 An operator takes the longer of its arithmetic at the device's peak and its traffic at the device's bandwidth (on a CPU
-both), and a little to begin. Good enough to compare layouts; predicted seconds may be far off, and a plan made from it
-says so.
+their sum), and a fixed overhead. That is good enough to compare layouts; the seconds themselves may be far off, and a
+plan made from them says so.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
-from megatron_mux.gpus import GPUS, find
 from megatron_mux.memory.forms.sites import OPS
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device's limits.
-
-    Attributes:
-        name: What it is called.
-        peak: Floating-point operations a second, by bytes of the dtype (4: fp32, 2: bf16).
-        bandwidth: Bytes a second to and from its memory.
-        overhead: Seconds to begin an operator.
-        link: Bytes a second to the next rank.
-        latency: Seconds of a message of no length.
-        adds: Whether arithmetic and traffic take turns instead of hiding each other: a CPU's products read their
-            weights through caches that they fill again and again.
-    """
-
-    name: str
-    peak: Mapping[int, float]
-    bandwidth: float
-    overhead: float
-    link: float
-    latency: float
-    adds: bool = False
-
-    def seconds(self, flops: float, traffic: float, itemsize: int) -> float:
-        """Of an operator with so many operations and bytes."""
-        arithmetic, moving = flops / self.peak[itemsize], traffic / self.bandwidth
-        return (arithmetic + moving if self.adds else max(arithmetic, moving)) + self.overhead
-
-
-def device_of(kind: str, name: str, threads: int) -> Device:
-    """The limits of a device.
-
-    Args:
-        kind: `cuda` or `cpu`.
-        name: The GPU's name; one that is not known is taken for an A100.
-        threads: Threads that compute, on a CPU.
-    """
-    if kind == "cuda":
-        gpu = find(name) or GPUS["A100"]
-        peak = {2: gpu.half, 4: gpu.single, 8: gpu.single / 2}
-        return Device(name, peak, gpu.bandwidth, 8e-6, 50e9, 2e-5)
-    core = 90e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
-    return Device(
-        f"{threads} CPU thread(s)",
-        {2: core * threads / 2, 4: core * threads, 8: core * threads / 2},
-        6e9 * threads,
-        2e-5,
-        3e9,
-        1e-4,
-        adds=True,
-    )
-
-
-def about_device(kind: str, threads: int) -> dict[str, Any]:
-    """What a profile depends on of a device.
-
-    Args:
-        kind: `cpu` or `cuda`: what this process computes on; or a GPU's name, such as `H100`, that is elsewhere.
-        threads: Threads that compute, on a CPU.
-    """
-    if kind not in ("cpu", "cuda"):
-        return {"device": kind, "kind": "cuda", "threads": 0}
-    if kind == "cuda":
-        import torch
-
-        return {"device": torch.cuda.get_device_name(), "kind": kind, "threads": 0}
-    return {"device": cpu_name(), "kind": kind, "threads": threads, "cores": os.cpu_count()}
-
-
-def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    import platform
-
-    return platform.processor() or platform.machine()
 
 
 def roofline(

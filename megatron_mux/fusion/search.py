@@ -1,8 +1,8 @@
-"""The search for a layout: hybrid tasks, buckets and the number of micro-batches together.
+"""The search for an arrangement: hybrid tasks, buckets, entry order and the number of micro-batches together.
 
-Equation 6's and equation 7's answers are candidates here: the best bounds are judged first, so that few have to be
-simulated; the best are then refined by moving single tasks. `exhaustive` judges every partition the same way, to
-measure how far from optimal `search` is.
+Equation 6's and equation 7's answers are candidates: those with the best bounds are evaluated first, so that few have
+to be simulated; the best are then refined by moving single tasks, and at last by other entry orders. `exhaustive`
+evaluates all arrangements in the same way, to measure how far from optimal `search` is.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
 
+from megatron_mux.fusion.arrangement import Arrangement, ArrangementEvaluator
 from megatron_mux.fusion.cost import CostModel, Hybrid
 from megatron_mux.fusion.grouping import every_grouping
 from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
-from megatron_mux.fusion.judge import Judge, Layout
 
-_EFFORT = 20_000
-"""How long to look for a start, and to refine it: passes simulated or hybrid tasks compared, a tenth of a second."""
+_BUDGET = 20_000
+"""Effort of finding a start, and of refining it: passes simulated or hybrid tasks compared; a tenth of a second."""
 
 _FEW = 16
-"""Tasks that are few: each number of micro-batches gets the whole effort."""
+"""Up to this number of tasks, each number of micro-batches gets the whole budget."""
 
 _WORTH_A_START = 0.1
-"""How much slower than the best so far another number of micro-batches may start, to be refined too."""
+"""How much slower than the best so far another number of micro-batches may start and still be refined."""
 
 Candidate = tuple[float, int, Partition]
 """A bound on its latency, the number of micro-batches, hybrid tasks."""
 
 
 class DoesNotFitError(ValueError):
-    """No layout fits into memory; names the tasks that do not even fit alone."""
+    """No arrangement fits into memory; names the tasks that do not even fit alone."""
 
     def __init__(self, tasks: Sequence[int]) -> None:
         super().__init__(f"tasks {list(tasks)} do not fit into memory at any number of micro-batches")
@@ -43,55 +44,63 @@ def search(
     micro_batches: Sequence[int],
     memory_limit: Sequence[float] | None = None,
     virtual: int = 1,
-) -> Layout:
-    """The best layout found.
+    steps: int = 1,
+) -> Arrangement:
+    """The best arrangement found.
 
     Args:
         model: Costs.
-        tokens: Of each task's step; tasks are sorted by them.
+        tokens: Tokens of each task's step; tasks are sorted by them.
         micro_batches: Values of C to try.
         memory_limit: `[S]` bytes that a stage may take for passes.
-        virtual: Stages of each rank.
+        virtual: Stages per rank.
+        steps: Steps between two flushes of the pipeline.
 
     Raises:
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
-    # Where tasks are few a little more finds the best there is; where they are many nothing does in reasonable time.
-    effort = _EFFORT if len(tokens) <= _FEW else _EFFORT / len(micro_batches)
-    judge = Judge(model, memory_limit, effort, virtual)
-    starts: list[Layout] = []
+    # With few tasks a little more effort finds the optimum; with many nothing does in reasonable time.
+    budget = _BUDGET if len(tokens) <= _FEW else _BUDGET / len(micro_batches)
+    evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
+    starts: list[Arrangement] = []
     for count in micro_batches:
-        judge.rest()
+        evaluator.renew()
         below = min((start.latency for start in starts), default=math.inf) * (1 + _WORTH_A_START)
-        candidates = [(judge.bound(p, count), count, p) for _, p in _equation_6(judge, tokens, count)]
-        start = _best_first(judge, candidates, below)
+        candidates = [(evaluator.bound(p, count), count, p) for _, p in _equation_6(evaluator, tokens, count)]
+        start = _best_first(evaluator, candidates, below)
         if start is not None:
             starts.append(start)
     if not starts:
-        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
-    starts.sort(key=lambda layout: layout.latency)
-    # Another number of micro-batches wants other hybrid tasks: each is a place of its own to start from.
+        raise DoesNotFitError(_too_large(evaluator, len(tokens), micro_batches))
+    starts.sort(key=lambda arrangement: arrangement.latency)
+    # Another number of micro-batches wants other hybrid tasks: each one's best is refined.
     refined = []
     for start in starts:
-        judge.rest()
-        refined.append(_refine(judge, start))
-    refined.sort(key=lambda layout: layout.latency)
-    return _from_elsewhere(judge, tokens, refined)
+        evaluator.renew()
+        refined.append(_refine(evaluator, start))
+    refined.sort(key=lambda arrangement: arrangement.latency)
+    best = _from_elsewhere(evaluator, tokens, refined)
+    evaluator.renew()
+    return _reorder(evaluator, best)
 
 
-def _from_elsewhere(judge: Judge, tokens: Sequence[float], refined: Sequence[Layout]) -> Layout:
-    """The best of `refined` and of what other numbers of hybrid tasks lead to: single moves rarely change these."""
+def _from_elsewhere(
+    evaluator: ArrangementEvaluator, tokens: Sequence[float], refined: Sequence[Arrangement]
+) -> Arrangement:
+    """The best of `refined` and of what starts with other numbers of hybrid tasks lead to: single moves rarely change
+    these numbers.
+    """
     best = refined[0]
-    judge.rest()
-    for count in [layout.micro_batches for layout in refined]:
-        for _, partition in _equation_6(judge, tokens, count):
-            if judge.is_tired:
+    evaluator.renew()
+    for count in [arrangement.micro_batches for arrangement in refined]:
+        for _, partition in _equation_6(evaluator, tokens, count):
+            if evaluator.is_exhausted:
                 return best
             if len(partition) == len(best.partition):
                 continue
-            start = judge.best_grouping(partition, count, math.inf)
+            start = evaluator.best_grouping(partition, count, math.inf)
             if start is not None:
-                best = min(best, _refine(judge, start), key=lambda layout: layout.latency)
+                best = min(best, _refine(evaluator, start), key=lambda arrangement: arrangement.latency)
     return best
 
 
@@ -100,29 +109,32 @@ def plain_equation_6(
     tokens: Sequence[float],
     micro_batches: Sequence[int],
     memory_limit: Sequence[float] | None = None,
-) -> Layout:
-    """The partition of least F, without a look at the pipeline it makes: what the paper's surrogate alone gives.
+    steps: int = 1,
+) -> Arrangement:
+    """The partition of least F, whatever pipeline it makes: what the paper's surrogate alone finds.
 
     Raises:
         DoesNotFitError: See `search`.
     """
-    judge = Judge(model, memory_limit)
+    evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
     found = [
         (value, count, partition)
         for count in micro_batches
-        for value, partition in _equation_6(judge, tokens, count)
+        for value, partition in _equation_6(evaluator, tokens, count)
     ]
     if not found:
-        raise DoesNotFitError(_too_large(judge, len(tokens), micro_batches))
+        raise DoesNotFitError(_too_large(evaluator, len(tokens), micro_batches))
     value, count, partition = min(found)
-    layout = judge.best_grouping(partition, count, math.inf)
-    assert layout is not None  # it fits: `consecutive` builds nothing else
-    return Layout(layout.buckets, count, layout.latency, value)
+    best = evaluator.best_grouping(partition, count, math.inf)
+    assert best is not None  # it fits: `consecutive` builds nothing else
+    return Arrangement(best.buckets, count, best.latency, value)
 
 
-def _equation_6(judge: Judge, tokens: Sequence[float], micro_batches: int) -> list[tuple[float, Partition]]:
+def _equation_6(
+    evaluator: ArrangementEvaluator, tokens: Sequence[float], micro_batches: int
+) -> list[tuple[float, Partition]]:
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
-    return consecutive(judge, order, micro_batches, judge.limit)
+    return consecutive(evaluator, order, micro_batches, evaluator.limit)
 
 
 def exhaustive(
@@ -130,89 +142,109 @@ def exhaustive(
     tasks: int,
     micro_batches: Sequence[int],
     memory_limit: Sequence[float] | None = None,
-    every_bucket: bool = False,
-) -> Layout:
-    """The best layout of all partitions, consecutive or not. For up to eight tasks.
+    steps: int = 1,
+    below: float = math.inf,
+    tolerance: float = 0.0,
+) -> Arrangement | None:
+    """The best of all partitions, all groupings into buckets and all entry orders. For up to six tasks.
 
     Args:
         model: Costs.
-        tasks: How many.
+        tasks: Number of tasks.
         micro_batches: Values of C to try.
         memory_limit: As for `search`.
-        every_bucket: Try every grouping into buckets too, not equation 7's alone.
+        steps: As for `search`.
+        below: A latency that is known to be reachable: only what is faster is looked for.
+        tolerance: Stop where nothing can be faster than the best found by more than this share of it.
 
-    Raises:
-        DoesNotFitError: See `search`.
+    Returns:
+        The best arrangement; None if none is faster than `below`.
     """
-    judge = Judge(model, memory_limit)
+    evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
     candidates = [
-        (judge.bound(partition, count), count, partition)
+        (evaluator.bound(partition, count), count, partition)
         for partition in every_partition(range(tasks))
         for count in micro_batches
     ]
-    best = _best_first(judge, candidates, every_bucket=every_bucket)
-    if best is None:
-        raise DoesNotFitError(_too_large(judge, tasks, micro_batches))
+    heapq.heapify(candidates)
+    best: Arrangement | None = None
+    below *= 1 - tolerance
+    while candidates and candidates[0][0] < below:
+        _, count, partition = heapq.heappop(candidates)
+        for grouping in every_grouping(len(partition)):
+            grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
+            if not evaluator.is_below(grouped, count, below):
+                continue
+            for order in permutations(grouped):
+                found = evaluator.latency(order, count, below)
+                if found is not None:
+                    best, below = found, found.latency * (1 - tolerance)
     return best
 
 
 def _best_first(
-    judge: Judge, candidates: list[Candidate], below: float = math.inf, every_bucket: bool = False
-) -> Layout | None:
-    """Judge candidates in the order of their bounds, until no bound is below the best latency.
+    evaluator: ArrangementEvaluator, candidates: list[Candidate], below: float
+) -> Arrangement | None:
+    """Evaluate candidates in the order of their bounds, until no bound is below the best latency.
 
     Args:
-        judge: Tells their latencies.
-        candidates: Changed.
-        below: Latency to look for; None is found if there is none.
-        every_bucket: See `exhaustive`.
+        evaluator: Evaluates them.
+        candidates: Emptied as far as needed.
+        below: The latency to beat; None is found if no candidate does.
     """
     heapq.heapify(candidates)
-    best: Layout | None = None
-    while candidates and candidates[0][0] < below and not (best is not None and judge.is_tired):
+    best: Arrangement | None = None
+    while candidates and candidates[0][0] < below and not (best is not None and evaluator.is_exhausted):
         _, count, partition = heapq.heappop(candidates)
-        grouped = _all_groupings if every_bucket else Judge.best_grouping
-        found = grouped(judge, partition, count, below)
+        found = evaluator.best_grouping(partition, count, below)
         if found is not None:
             best, below = found, found.latency
     return best
 
 
-def _all_groupings(judge: Judge, partition: Partition, count: int, below: float) -> Layout | None:
-    best: Layout | None = None
-    for grouping in every_grouping(len(partition)):
-        found = judge.latency([[partition[i] for i in bucket] for bucket in grouping], count, below)
-        if found is not None and found.latency < below:
-            best, below = found, found.latency
-    return best
-
-
-def _refine(judge: Judge, best: Layout) -> Layout:
-    """Move tasks for as long as that lowers the simulated latency and the effort is not spent."""
+def _refine(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
+    """Move tasks for as long as that lowers the latency and the budget lasts."""
     count = best.micro_batches
     improved = True
     while improved:
         improved = False
         candidates: list[tuple[float, Partition]] = []
         neighbours = sorted(set(_neighbours(best.partition)))
-        judge.hybrids([h for p in neighbours[: judge.left(len(best.partition))] for h in p], count)
+        affordable = evaluator.affordable(len(best.partition))
+        evaluator.hybrids([h for p in neighbours[:affordable] for h in p], count)
         for partition in neighbours:
-            if judge.is_tired:
+            if evaluator.is_exhausted:
                 break
-            bound = judge.bound(partition, count)
+            bound = evaluator.bound(partition, count)
             if bound < best.latency:
                 candidates.append((bound, partition))
         heapq.heapify(candidates)
-        while candidates and candidates[0][0] < best.latency and not judge.is_tired:
+        while candidates and candidates[0][0] < best.latency and not evaluator.is_exhausted:
             _, partition = heapq.heappop(candidates)
-            found = judge.best_grouping(partition, count, best.latency)
+            found = evaluator.best_grouping(partition, count, best.latency)
+            if found is not None:
+                best, improved = found, True
+    return best
+
+
+def _reorder(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
+    """Swap buckets in the entry order for as long as that lowers the latency and the budget lasts."""
+    improved = True
+    while improved:
+        improved = False
+        for a, b in combinations(range(len(best.buckets)), 2):
+            if evaluator.is_exhausted:
+                return best
+            buckets = list(best.buckets)
+            buckets[a], buckets[b] = buckets[b], buckets[a]
+            found = evaluator.latency(buckets, best.micro_batches, best.latency * (1 - 1e-9))
             if found is not None:
                 best, improved = found, True
     return best
 
 
 def _neighbours(partition: Partition) -> Iterator[Partition]:
-    """One task in another hybrid task or on its own; two exchanged; two hybrid tasks as one."""
+    """One task moved to another hybrid task or on its own; two tasks exchanged; two hybrid tasks merged."""
     for a, here in enumerate(partition):
         others = [hybrid for i, hybrid in enumerate(partition) if i != a]
         for b in range(a, len(others)):
@@ -234,9 +266,9 @@ def _sorted(hybrids: Sequence[Hybrid]) -> Partition:
     return tuple(sorted(tuple(sorted(hybrid)) for hybrid in hybrids))
 
 
-def _too_large(judge: Judge, tasks: int, micro_batches: Sequence[int]) -> list[int]:
+def _too_large(evaluator: ArrangementEvaluator, tasks: int, micro_batches: Sequence[int]) -> list[int]:
     return [
         task
         for task in range(tasks)
-        if all(judge.bound(((task,),), count) == math.inf for count in micro_batches)
+        if all(evaluator.bound(((task,),), count) == math.inf for count in micro_batches)
     ]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import Attention, Frozen
@@ -43,8 +44,8 @@ class StageCosts:
         stages: The layers of each stage.
         method: How the step is divided among ranks, and what is computed again.
         itemsize: Bytes of the backbone's dtype.
-        overlap: Whether hybrid tasks of one bucket hide each other's communication, as the paper's do. Else it is part
-            of every pass.
+        overlap: Whether hybrid tasks of one bucket hide each other's communication, as in the paper. Else all of it is
+            part of every pass.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StageCosts:
         stages: Sequence[range],
         method: Method = Method(),  # noqa: B008 (frozen)
         itemsize: int = 4,
-        overlap: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.overlap = overlap
         self.profile = profile
@@ -161,26 +162,29 @@ class StageCosts:
         seconds = self._frozen.seconds(
             total, labels, attention + self._cores.launch, lowest
         ) + self._adapters(rows)  # [B, 2, S]
-        if self.recomputes:
-            seconds[:, 1] += seconds[:, 0]
         layers = np.array([len(own) for own in self.stages])
-        exposed = np.zeros((len(rows), 0))
+        messages = np.zeros((len(rows), 2, 0))
         if self.tensor > 1:
             one = self._curves["all_reduce"].many(total)[0]
-            exposed = 2 * one[:, None] * layers
-            if not self.overlap:
-                seconds += exposed[:, None, :]
-                exposed = exposed[:, :0]
+            messages = np.repeat(
+                (2 * one[:, None] * layers)[:, None], 2, axis=1
+            )  # two a layer in either pass
+        if self.recomputes:  # the forward pass once more, its all-reduces included
+            seconds[:, 1] += seconds[:, 0]
+            messages[:, 1] += messages[:, 0]
+        if self.tensor > 1 and not self.overlap:
+            seconds += messages
+            messages = messages[:, :, :0]
         transfer = np.zeros((len(rows), 0))
         if len(layers) > 1:
             transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
         most = np.maximum(total, longest)
         memory = self.memory.of(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        columns = (seconds[:, 0], seconds[:, 1], exposed, memory.kept, memory.working, transfer)
+        columns = (*_passes(seconds), *_passes(messages), memory.kept, memory.working, transfer)
         listed = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            HybridCost(tuple(f), tuple(b), tuple(e), tuple(m), tuple(w), tuple(t))
-            for f, b, e, m, w, t in listed
+            HybridCost(tuple(f), tuple(b), tuple(cf), tuple(cb), tuple(k), tuple(w), tuple(t))
+            for f, b, cf, cb, k, w, t in listed
         ]
 
     # -- adapters
@@ -217,7 +221,10 @@ class StageCosts:
             return 0.0, 0.0
         known = sorted(int(n.rpartition(":")[2]) for n in self._curves if n.startswith(f"{kind}:{op}:"))
         if not known:
-            return 0.0, 0.0
+            raise UserError(
+                f"the {self.profile.description} has no cost of {kind} at {op}: measure it with "
+                "tools/profile_backbone.py --force"
+            )
         if len(known) == 1:
             return self._curves[f"{kind}:{op}:{known[0]}"].at(rows)
         low, high = known[0], known[-1]
@@ -259,6 +266,11 @@ class StageCosts:
         head = self._curves["head"]
         label = (head.forward[-1] + head.backward[-1]) / head.sizes[-1]
         return Weights(token, pair, label)
+
+
+def _passes(both: Array) -> tuple[Array, Array]:
+    """Forward and backward of `[B, 2, S]`."""
+    return both[:, 0], both[:, 1]
 
 
 def _by_stage(

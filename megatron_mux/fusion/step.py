@@ -133,16 +133,24 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     return with_updates(passes, sizes, period, plan.stages)
 
 
+def is_structured(plan: Plan, sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether `step_template` of these sizes is the structured one on the plan's own costs."""
+    if plan.virtual == 1 and plan.schedule in ("gpipe", "1f1b"):
+        return False
+    if plan.schedule == "interleaved" and fits_interleaved(plan.ranks, sizes):
+        return False
+    return plan.policy == "auto" and all(bucket.forward for bucket in plan.buckets)
+
+
 def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template:
     single = plan.virtual == 1
     if plan.schedule == "gpipe" and single:
         return gpipe(plan.stages, sizes)
     if plan.schedule == "interleaved" and fits_interleaved(plan.ranks, sizes):
         return interleaved(plan.ranks, plan.virtual, sizes)
-    planned = plan.policy == "auto" and all(bucket.forward for bucket in plan.buckets)
     if single and plan.schedule == "1f1b":
         return one_f_one_b(plan.stages, sizes, period)
-    if planned:
+    if is_structured(plan, sizes):
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         return structured(costs, plan.activation_limit or None, sizes, plan.virtual)
     # As if all passes took the same; about as many in flight as interleaved 1F1B has.

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, Pass
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, backward_order, forward_order, sizes_of
 from megatron_mux.pipeline.template import Template
 
@@ -73,6 +72,17 @@ def schedule(
     """
     if not buckets:
         return (), 0.0
+    run = run_structured(buckets, memory_limit, sizes, virtual)
+    return run.template(), run.latency
+
+
+def run_structured(
+    buckets: Sequence[BucketCost],
+    memory_limit: Sequence[float] | None = None,
+    sizes: Sizes | None = None,
+    virtual: int = 1,
+) -> StructuredRun:
+    """The same, for those who want only the latency or the peaks: quicker. At least one bucket."""
     stages = buckets[0].stages
     if any(bucket.stages != stages for bucket in buckets):
         raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
@@ -80,7 +90,7 @@ def schedule(
         raise ValueError(f"{stages} stages cannot be {virtual} to a rank")
     if memory_limit is not None:
         _check_memory(buckets, memory_limit)
-    return _Scheduler(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit, virtual).run()
+    return StructuredRun(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit, virtual)
 
 
 def _kept(bucket: BucketCost, rank: int, ranks: int) -> float:
@@ -99,133 +109,156 @@ def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) 
                 )
 
 
-@dataclass
-class _Stage:
-    """Counts of the passes a stage has started, and arrival times of the inputs of its next passes."""
+class StructuredRun:
+    """A simulated run of the structured template; see `run_structured`.
 
-    forwards: int = 0
-    backwards: int = 0
-    hidden: list[float] = field(default_factory=list)
-    gradient: list[float] = field(default_factory=list)
-
-
-@dataclass
-class _Rank:
-    """State of a rank: bytes kept (including those reserved for its later stages) and when it becomes free."""
-
-    kept: float = 0.0
-    free_at: float = 0.0
-    actions: list[Action] = field(default_factory=list)
-
-
-class _Scheduler:
-    """Greedy list scheduling in simulated time. A rank with several stages serves the oldest unit first."""
+    It is greedy list scheduling in simulated time. A rank with several stages serves the oldest unit first. Units are
+    counted in forward order and in backward order: a pass is `(kind, stage, number in that order)`.
+    """
 
     def __init__(
         self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None, virtual: int
     ) -> None:
-        stages = buckets[0].stages
-        self.buckets = buckets
-        self.sizes = sizes
+        stages, period = buckets[0].stages, len(buckets)
         self.last = stages - 1
         self.ranks = stages // virtual
         self.limit = memory_limit
-        self.forward, self.backward = forward_order(sizes), backward_order(sizes)
-        self.position = {unit: i for i, unit in enumerate(self.forward)}
-        # Number of backward passes on the first stage once a bucket, and all buckets before it, are done.
-        self.ends = list(accumulate(sum(own) for own in sizes))
+        self.buckets = buckets
+        self.sizes = sizes
+        # For each unit, in either order: its bucket's cost; the first unit of its pack and of the next pack; and the
+        # number of backward passes up to the end of the same tasks' previous step.
+        ends = [0] * period + list(accumulate(map(sum, sizes)))
+        self.bucket: list[int] = []
+        self.pack: list[int] = []
+        self.pack_end: list[int] = []
+        self.awaited: list[int] = []
+        for entry, micro_batches in enumerate(sizes):
+            for chunks in micro_batches:
+                first = len(self.bucket)
+                self.bucket += [entry % period] * chunks
+                self.pack += [first] * chunks
+                self.pack_end += [first + chunks] * chunks
+                self.awaited += [ends[entry]] * chunks
+        self.forward_seconds = [bucket.forward for bucket in buckets]
+        self.backward_seconds = [bucket.backward for bucket in buckets]
+        self.transfer = [bucket.transfer or (0.0,) * self.last for bucket in buckets]
+        if memory_limit is not None:
+            self.kept_by_rank = [[_kept(b, r, self.ranks) for r in range(self.ranks)] for b in buckets]
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
         self.tolerance = _TOLERANCE * longest
-        self.stages = [_Stage() for _ in range(stages)]
-        self.stages[0].hidden = [0.0] * len(self.forward)
-        self.busy = [_Rank() for _ in range(self.ranks)]
+        # Of each stage: passes begun, and arrival times of the inputs of its passes.
+        self.forwards, self.backwards = [0] * stages, [0] * stages
+        self.hidden: list[list[float]] = [[0.0] * len(self.bucket), *([] for _ in range(self.last))]
+        self.gradient: list[list[float]] = [[] for _ in range(stages)]
+        # Of each rank: bytes kept, those of its later stages reserved; when it is free; its passes.
+        self.kept = [0.0] * self.ranks
+        self.free_at = [0.0] * self.ranks
+        self.passes: list[list[tuple[Pass, int, int]]] = [[] for _ in range(self.ranks)]
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(self.ranks)]
+        self._run()
 
-    def run(self) -> tuple[Template, float]:
+    @property
+    def latency(self) -> float:
+        """Seconds until the last rank is free."""
+        return max(self.free_at)
+
+    def template(self) -> Template:
+        """The passes as actions."""
+        orders = {"F": forward_order(self.sizes), "B": backward_order(self.sizes)}
+        return tuple(
+            tuple(Action.of(stage, kind, orders[kind][number]) for kind, stage, number in passes)
+            for passes in self.passes
+        )
+
+    @property
+    def actions(self) -> int:
+        """Number of passes."""
+        return sum(map(len, self.passes))
+
+    def peaks(self) -> list[float]:
+        """`[ranks]` most bytes that each rank keeps between forward and backward passes."""
+        signs = {"F": 1.0, "B": -1.0}
+        found = []
+        for passes in self.passes:
+            changes = (signs[kind] * self.buckets[self.bucket[number]].kept(s) for kind, s, number in passes)
+            found.append(max(accumulate(changes), default=0.0))
+        return found
+
+    def _run(self) -> None:
         """Schedule until no rank has anything left to do."""
-        while self.events:
-            now, rank = heapq.heappop(self.events)
-            if self.busy[rank].free_at <= now + self.tolerance:
-                action = self._next(rank, now)
-                if action is not None:
-                    self._begin(action, now)
-        template = tuple(tuple(rank.actions) for rank in self.busy)
-        return template, max(rank.free_at for rank in self.busy)
+        events, free_at, tolerance = self.events, self.free_at, self.tolerance
+        while events:
+            now, rank = heapq.heappop(events)
+            if free_at[rank] <= now + tolerance:
+                self._next(rank, now)
 
-    def _next(self, rank: int, now: float) -> Action | None:
-        """The next action of a free rank: a forward that builds its lead, else a backward, else any forward."""
+    def _next(self, rank: int, now: float) -> None:
+        """Begin the next pass of a free rank: a forward that builds its lead, else a backward, else any forward."""
+        by = now + self.tolerance
         own = range(rank, self.last + 1, self.ranks)
-        for number in own:
-            stage = self.stages[number]
-            if stage.forwards - stage.backwards < lead(self.last - number) and self._is_forward_ready(
-                number, now
-            ):
-                return Action.of(number, "F", self.forward[stage.forwards])
-        for number in own:
-            if self._is_backward_ready(number, now):
-                return Action.of(number, "B", self.backward[self.stages[number].backwards])
-        for number in reversed(own):
-            if self._is_forward_ready(number, now):
-                return Action.of(number, "F", self.forward[self.stages[number].forwards])
+        for stage in own:
+            ahead = self.forwards[stage] - self.backwards[stage]
+            if ahead < lead(self.last - stage) and self._is_forward_ready(stage, by):
+                return self._begin_forward(rank, stage, now)
+        for stage in own:
+            if self._is_backward_ready(stage, by):
+                return self._begin_backward(rank, stage, now)
+        for stage in reversed(own):
+            if self._is_forward_ready(stage, by):
+                return self._begin_forward(rank, stage, now)
         return None
 
-    def _begin(self, action: Action, now: float) -> None:
-        number, bucket = action.stage, self._cost(action.bucket)
-        stage, rank = self.stages[number], self.busy[number % self.ranks]
-        stop = now + bucket.seconds(action)
-        rank.actions.append(action)
-        rank.free_at = stop
-        if action.kind == "F":
-            stage.forwards += 1
-            if (
-                number < self.ranks
-            ):  # with room for the rank's later stages, so that nothing launched gets stuck
-                rank.kept += _kept(bucket, number, self.ranks)
-            if number < self.last:
-                self._send(self.stages[number + 1].hidden, number + 1, stop, bucket.to_next(number))
-        else:
-            stage.backwards += 1
-            rank.kept -= bucket.kept(number)
-            if number > 0:
-                self._send(self.stages[number - 1].gradient, number - 1, stop, bucket.to_next(number - 1))
-        heapq.heappush(self.events, (stop, number % self.ranks))
+    def _begin_forward(self, rank: int, stage: int, now: float) -> None:
+        number = self.forwards[stage]
+        bucket = self.bucket[number]
+        stop = now + self.forward_seconds[bucket][stage]
+        self.passes[rank].append(("F", stage, number))
+        self.free_at[rank] = stop
+        self.forwards[stage] = number + 1
+        if stage < self.ranks and self.limit is not None:
+            # The rank's later stages included, so that nothing launched gets stuck.
+            self.kept[rank] += self.kept_by_rank[bucket][rank]
+        if stage < self.last:
+            self._send(self.hidden[stage + 1], stage + 1, stop, self.transfer[bucket][stage])
+        heapq.heappush(self.events, (stop, rank))
 
-    def _cost(self, bucket: int) -> BucketCost:
-        return self.buckets[bucket % len(self.buckets)]
+    def _begin_backward(self, rank: int, stage: int, now: float) -> None:
+        number = self.backwards[stage]
+        bucket = self.bucket[number]
+        stop = now + self.backward_seconds[bucket][stage]
+        self.passes[rank].append(("B", stage, number))
+        self.free_at[rank] = stop
+        self.backwards[stage] = number + 1
+        if self.limit is not None:
+            self.kept[rank] -= self.buckets[bucket].kept(stage)
+        if stage > 0:
+            self._send(self.gradient[stage - 1], stage - 1, stop, self.transfer[bucket][stage - 1])
+        heapq.heappush(self.events, (stop, rank))
 
     def _send(self, arrived: list[float], stage: int, start: float, seconds: float) -> None:
         """Let a tensor travel to `stage`: one at a time in each direction of a link."""
-        when = max(start, arrived[-1] if arrived else 0.0) + seconds
+        when = (max(start, arrived[-1]) if arrived else start) + seconds
         arrived.append(when)
         heapq.heappush(self.events, (when, stage % self.ranks))
 
-    def _is_backward_ready(self, number: int, now: float) -> bool:
-        stage = self.stages[number]
-        if stage.backwards == len(self.backward):
-            return False
-        if number < self.last:
-            arrived = stage.gradient
-            return stage.backwards < len(arrived) and arrived[stage.backwards] <= now + self.tolerance
+    def _is_backward_ready(self, stage: int, by: float) -> bool:
+        number = self.backwards[stage]
+        if stage < self.last:
+            arrived = self.gradient[stage]
+            return number < len(arrived) and arrived[number] <= by
         # The loss head is here: a pack's first backward follows its last forward.
-        return self._last_of_pack(self.backward[stage.backwards]) < stage.forwards
+        return number < len(self.bucket) and self.pack_end[number] <= self.forwards[stage]
 
-    def _last_of_pack(self, unit: Unit) -> int:
-        last = Unit(unit.bucket, unit.micro_batch, self.sizes[unit.bucket][unit.micro_batch] - 1)
-        return self.position[last]
-
-    def _is_forward_ready(self, number: int, now: float) -> bool:
-        stage = self.stages[number]
-        if stage.forwards >= len(stage.hidden) or stage.hidden[stage.forwards] > now + self.tolerance:
+    def _is_forward_ready(self, stage: int, by: float) -> bool:
+        number, arrived = self.forwards[stage], self.hidden[stage]
+        if number >= len(arrived) or arrived[number] > by:
             return False
-        unit = self.forward[stage.forwards]
-        before = unit.bucket - len(self.buckets)
-        if number == 0 and before >= 0 and stage.backwards < self.ends[before]:
+        if stage == 0 and self.backwards[0] < self.awaited[number]:
             return False  # the previous step of the same tasks is not done
-        if self.limit is None or number >= self.ranks:
+        if self.limit is None or stage >= self.ranks:
             return True
-        kept = self.busy[number].kept + _kept(self._cost(unit.bucket), number, self.ranks)
-        if kept <= self.limit[number] * (1 + _TOLERANCE):
+        kept = self.kept[stage] + self.kept_by_rank[self.bucket[number]][stage]
+        if kept <= self.limit[stage] * (1 + _TOLERANCE):
             return True
         # A micro-batch that is alone in flight must finish, whatever it keeps: nothing else could free memory for it.
-        oldest = self.backward[stage.backwards]
-        return (unit.bucket, unit.micro_batch) == (oldest.bucket, oldest.micro_batch)
+        return self.pack[number] == self.pack[self.backwards[stage]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from megatron_mux import checkpoint
@@ -14,11 +15,13 @@ from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
-from megatron_mux.preparation import prepare, prepare_planning, watched, with_saved
+from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
-from megatron_mux.runtime import initialize
+from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.loop import Loop
+from megatron_mux.training.plan_setup import make_planning
+from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 
 def run(arguments: MuxArguments) -> None:
@@ -49,9 +52,9 @@ def run(arguments: MuxArguments) -> None:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        specs = with_saved(specs, manifest)
+        specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
-        tasks = prepare(specs, info, tokenizer, reporter.say, resumed)
+        tasks = open_tasks(specs, info, tokenizer, reporter.say, resumed)
         parallel = initialize(
             arguments.tensor_model_parallel_size,
             arguments.pipeline_model_parallel_size,
@@ -60,8 +63,8 @@ def run(arguments: MuxArguments) -> None:
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
         arguments.check_device(parallel.device.type)
-        with watched(parallel, arguments, reporter.release) as parallel:
-            planning = prepare_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+        with _monitored(parallel, arguments, reporter.release) as parallel:
+            planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             reporter.say(f"reading the backbone {arguments.backbone}")
             parallel.heartbeat.at("reading the backbone", long=True)
             stages = load_stages(
@@ -95,3 +98,29 @@ def _stop_on_signals(loop: Loop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _monitored(
+    parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], None]
+) -> Iterator[Parallel]:
+    """End all ranks together when one of them dies or stalls.
+
+    Args:
+        parallel: This rank's place; the one that is yielded reports what this rank is doing.
+        arguments: The command line.
+        farewell: Called before the process ends.
+
+    Raises:
+        UserError: Rank 0 cannot be reached.
+    """
+    if parallel.world_size == 1:
+        yield parallel
+        return
+    advice = "Nothing is saved: --save was not given."
+    if arguments.save is not None:
+        advice = f"Continue from the last save with --load {arguments.save}."
+    timeout = arguments.distributed_timeout_minutes * 60
+    rank, stage = parallel.rank, parallel.pp_rank
+    with Liveness(rank, parallel.world_size, stage, timeout, advice, farewell) as liveness:
+        yield replace(parallel, heartbeat=liveness)

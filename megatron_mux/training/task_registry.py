@@ -13,11 +13,11 @@ from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
-from megatron_mux.preparation import joinable, prepare
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
+from megatron_mux.training.task_setup import check_joining, open_tasks
 from megatron_mux.training.watched_directory import WatchedDirectory
 
 
@@ -168,8 +168,8 @@ class TaskRegistry:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = load_task_file(path, data_later=True)
             waiting = [task.spec.name for task in self._admission.waiting]
-            joinable(specs, self.entries, self.engine.tasks, waiting, self.continued is not None)
-            tasks = prepare(specs, self.info, self.tokenizer, self.reporter.say)
+            check_joining(specs, self.entries, self.engine.tasks, waiting, self.continued is not None)
+            tasks = open_tasks(specs, self.info, self.tokenizer, self.reporter.say)
             for task in tasks:
                 self.engine.check_alone(task)
         except UserError as error:

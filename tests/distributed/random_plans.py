@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.fusion.alignment import Mode, padded_lengths
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.desk import Mesh
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Schedule, plan_for
 from megatron_mux.fusion.step import (
     Lengths,
@@ -99,7 +99,7 @@ def cases(draw: st.DrawFn, ranks: int, data: int) -> Case:
 
 @st.composite
 def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: Schedule) -> Plan:
-    """A plan as the planner makes them, with or without its template and a limit of memory."""
+    """A plan as the planner makes them, with or without a limit of memory."""
 
     def each(count: int, least: float = 0.1) -> tuple[float, ...]:
         return draw(one_each(st.floats(least, 10.0), count))
@@ -120,7 +120,6 @@ def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: S
         )
         buckets.append(bucket)
     costs = {bucket: bucket_costs(bucket) for bucket in buckets}
-    buckets.sort(key=lambda bucket: -costs[bucket].latency)
     plan = Plan("auto", stages, tuple(buckets), virtual, schedule=schedule)
     if draw(st.booleans()):
         room = draw(st.floats(1.0, 3.0))
@@ -131,9 +130,6 @@ def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: S
             for rank in range(ranks)
         ]
         plan = replace(plan, activation_limit=tuple(room * own for own in most))
-    if draw(st.booleans()):
-        template = step_template(plan, [bucket.chunks for bucket in plan.buckets])
-        plan = replace(plan, template=tuple(tuple(map(str, actions)) for actions in template))
     return plan
 
 

@@ -213,22 +213,8 @@ def _other_number_of_stages(value: Json, r: Random) -> None:
     _bucket(value, r)[name] = [1.0] * (value["stages"] + 1)
 
 
-def _template_cell(value: Json, r: Random) -> None:
-    """A cell is lost, doubled, misspelt, or another's; a plan without a template gets half of one."""
-    if not any(value["template"]):
-        value["template"] = [["0F0.0"], *([] for _ in range(value["stages"] - 1))]
-        if [bucket["chunks"] for bucket in value["buckets"]] == [[1]] and value["stages"] == 1:
-            value["template"] = [["0F9.9"]]
-        return
-    row = r.choice([row for row in value["template"] if row])
-    i = r.randrange(len(row))
-    edit = r.choice(["lose", "double", "misspell", "rename"])
-    if edit == "lose":
-        row.pop(i)
-    elif edit == "double":
-        row.insert(i, row[i])
-    else:
-        row[i] = r.choice(["", "0X1.2", "F0.0", 5]) if edit == "misspell" else row[i][:-1] + "77"
+def _other_format(value: Json, r: Random) -> None:
+    value["format"] = r.choice([1, 4, 6, "5", None])
 
 
 SPOIL: tuple[Callable[[Json, Random], None], ...] = (
@@ -243,7 +229,7 @@ SPOIL: tuple[Callable[[Json, Random], None], ...] = (
     _task_lost,
     _task_of_nobody,
     _other_number_of_stages,
-    _template_cell,
+    _other_format,
 )
 
 

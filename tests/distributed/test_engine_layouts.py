@@ -14,9 +14,10 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -98,7 +99,7 @@ def planning_of(
     mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size, split)
     shape = backbone.info.shape
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
-    planner = Planner(Premises(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8))
+    planner = Planner(PlanningContext(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8))
     if policy == "auto":
         return Planning("auto", mesh.stages, planner)
     if policy == "side by side":

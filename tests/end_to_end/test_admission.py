@@ -9,8 +9,10 @@ from random import Random
 import torch
 
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.fusion.desk import Desk, Mesh, Premises
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
@@ -60,9 +62,9 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
     cases = {case.name: case for case in (random_case(i, r) for i in range(COUNT))}
     backbone = backbone_of("llama", torch.float64)
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
-    premises = Premises(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
-    limit = max(Desk(premises, [], "dense").resident) + ROOM * (1 - MARGIN)
-    planner = Planner(Premises(premises.profile, premises.info, Mesh(), 8, memory_limit=limit))
+    context = PlanningContext(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
+    limit = max(PlanEvaluator(context).resident) + ROOM * (1 - MARGIN)
+    planner = Planner(PlanningContext(context.profile, context.info, Mesh(), 8, memory_limit=limit))
     engine = Engine(backbone, parallel, Planning("auto", 1, planner))
     admission = Admission(engine, parallel)
     coming: list[Task] = [case.task for case in cases.values()]

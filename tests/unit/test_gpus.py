@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.roofline import device_of
+from megatron_mux.fusion.device import device_of
 from megatron_mux.gpus import GPUS, Gpu, find, known
 
 

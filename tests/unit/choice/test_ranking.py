@@ -18,7 +18,7 @@ from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
 from megatron_mux.choice.speed import Speed, Work, _Passes, speed
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.roofline import Device
+from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Unit
 from megatron_mux.memory.forms.methods import Method, Recipe, methods
 from megatron_mux.memory.forms.parts import Parts

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_mux.engine.planning import Planning
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.desk import Premises
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 STEP = 0.3
@@ -169,6 +169,6 @@ def test_auto_needs_a_planner() -> None:
 
 
 def test_the_real_planner_refuses_what_does_not_fit_before_anyone_runs() -> None:
-    planner = Planner(Premises(backbone.profile(), backbone.info(), memory_limit=1e6))
+    planner = Planner(PlanningContext(backbone.profile(), backbone.info(), memory_limit=1e6))
     with pytest.raises(UserError, match="give more memory"):
         planner.check(loads("ab"))

@@ -41,10 +41,12 @@ class Synthetic:
         base = max(tokens, self.floor) / 1000 + self.overhead
         own = sum(self.adapters[t] * max(self.tokens[t] / micro_batches, 64) / 1000 for t in tasks)
         passes = tuple(weight * (base + own) for weight in self.weights)
+        messages = (self.exposed * base,) * len(passes) if self.exposed else ()
         return HybridCost(
             forward=passes,
             backward=passes,
-            exposed=(self.exposed * base,) * len(passes) if self.exposed else (),
+            communication_forward=messages,
+            communication_backward=messages,
             memory=(tokens,) * len(passes),
             transfer=(self.transfer,) * (len(passes) - 1),
         )

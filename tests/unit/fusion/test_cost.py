@@ -21,11 +21,28 @@ def test_equation_4_is_a_pipeline_of_equal_stages(stages: int) -> None:
 
 
 def test_communication_is_exposed_in_a_bucket_of_one() -> None:
-    costs = [HybridCost((1.0,), (2.0,), exposed=(0.5,), memory=(3.0,)) for _ in range(2)]
+    costs = [HybridCost((1.0,), (2.0,), (0.5,), (0.5,), memory=(3.0,)) for _ in range(2)]
     alone, together = bucket_cost(costs[:1], 4), bucket_cost(costs, 4)
     assert (alone.forward, alone.backward, alone.memory) == ((1.5,), (2.5,), (3.0,))
     assert (together.forward, together.backward, together.memory) == ((2.0,), (4.0,), (6.0,))
     assert fits(together, [6.0]) and not fits(together, [5.0]) and fits(together, None)
+
+
+@pytest.mark.parametrize(
+    ("compute", "messages", "seconds"),
+    [
+        ((1.0, 1.0), (0.5, 0.5), 2.0),  # hidden behind each other's computation
+        ((1.0, 1.0), (1.5, 1.5), 3.0),  # the link is busy longer than the stage
+        ((0.1, 1.0), (0.1, 3.0), 4.0),  # one hybrid task's computation hides none of its own communication
+        ((1.0, 2.0, 1.0), (0.0, 0.0, 0.0), 4.0),
+    ],
+)
+def test_only_so_much_communication_hides(
+    compute: tuple[float, ...], messages: tuple[float, ...], seconds: float
+) -> None:
+    costs = [HybridCost((c,), (2 * c,), (m,), (2 * m,)) for c, m in zip(compute, messages, strict=True)]
+    together = bucket_cost(costs, 4)
+    assert (together.forward, together.backward) == (pytest.approx((seconds,)), pytest.approx((2 * seconds,)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
@@ -20,7 +21,7 @@ meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st
 
 def planner(mesh: Mesh, **changes: object) -> Planner:
     profile = backbone.profile(tensor_parallel=mesh.tensor)
-    return Planner(Premises(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
+    return Planner(PlanningContext(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)
@@ -33,10 +34,12 @@ def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> No
     assert Plan.from_json(json.loads(dumps(plan))) == plan
     check_plan(plan, backbone.info().fingerprint, mesh, sorted(loads))
     assert plan.predicted_latency_s is not None
+    comparison = planner(mesh).compare(loads)
     for name in ("serial", "spatial", "temporal"):
-        other = plan.alternatives[name]
+        other = comparison.alternatives[name]
         assert other is not None and plan.predicted_latency_s <= other * (1 + 1e-9), name
-    assert plan.padding["plan"] == 0.0 <= plan.padding["within_tasks"] <= plan.padding["zero_padded"]
+    padding = comparison.padding
+    assert padding["plan"] == 0.0 <= padding["within_tasks"] <= padding["zero_padded"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,9 +87,10 @@ def test_numbers_that_are_given_are_kept() -> None:
 
 def test_padding_is_planned_for() -> None:
     loads = {"a": backbone.load("a", [10, 20, 64]), "b": backbone.load("b", [128])}
-    plan = planner(Mesh(), alignment="longest").plan(loads)
-    assert plan.padding["plan"] == pytest.approx(1 - 222 / 512)
-    assert plan.predicted_latency_s == pytest.approx(plan.alternatives["padded"])
+    made = planner(Mesh(), alignment="longest")
+    comparison = made.compare(loads)
+    assert comparison.padding["plan"] == pytest.approx(1 - 222 / 512)
+    assert made.plan(loads).predicted_latency_s == pytest.approx(comparison.alternatives["padded"])
 
 
 def test_a_pipeline_cuts_what_is_long() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.profile import Curve, about_run, key_of, load_profile, points, save_profile
+from megatron_mux.fusion.profile import Curve, key_of, points
+from megatron_mux.fusion.profile_store import about_run, load_profile, save_profile
 from tests.unit.fusion import backbone
 
 seconds = st.floats(0, 10)

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.cost import HybridCost
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Curve
 from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.memory.forms.kept import Recompute
 from megatron_mux.memory.forms.methods import Method
 from megatron_mux.memory.forms.sites import Site
 from tests.unit.fusion import backbone
@@ -86,12 +89,39 @@ def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
 def test_tensor_ranks_leave_communication_to_hide() -> None:
     loads = [backbone.load("a", [64] * 4)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
-    exposed = costs(loads, profile=profile, method=Method(tensor=2)).hybrid((0,), 1).exposed
-    assert exposed == pytest.approx((2 * LAYERS * profile.curves["all_reduce"].at(256)[0],))
-    assert costs(loads).hybrid((0,), 1).exposed == ()
-    hidden = costs(loads, profile=profile, method=Method(tensor=2)).hybrid((0,), 1)
-    plain = costs(loads, profile=profile, method=Method(tensor=2), overlap=False).hybrid((0,), 1)
-    assert plain.exposed == () and plain.alone() == pytest.approx(hidden.alone())
+    two = Method(tensor=2)
+    overlapped = costs(loads, profile=profile, method=two, overlap=True).hybrid((0,), 1)
+    each_pass = pytest.approx((2 * LAYERS * profile.curves["all_reduce"].at(256)[0],))
+    assert overlapped.communication_forward == each_pass == overlapped.communication_backward
+    assert not costs(loads, overlap=True).hybrid((0,), 1).communicates
+    plain = costs(loads, profile=profile, method=two).hybrid((0,), 1)
+    assert not plain.communicates, "by default nothing is hidden"
+    assert plain.alone() == pytest.approx(overlapped.alone())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recomputation_repeats_the_all_reduces(overlap: bool) -> None:
+    loads = [backbone.load("a", [64] * 4)]
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+
+    def found(recompute: Recompute) -> HybridCost:
+        method = Method(tensor=2, recompute=recompute)
+        return costs(loads, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
+
+    without, recomputed = found("none"), found("full")
+    (kept,), (again,) = without.alone(), recomputed.alone()
+    forward = without.forward[0] + sum(without.communication_forward)
+    assert again == pytest.approx(kept + forward), "a whole forward pass more, communication included"
+
+
+def test_an_adapter_of_unknown_cost_is_an_error() -> None:
+    profile = backbone.profile(LAYERS)
+    known = {name: curve for name, curve in profile.curves.items() if not name.startswith("IA3:")}
+    sites = (Site(0, "linear_qkv", "IA3", 0),)
+    with pytest.raises(UserError, match="has no cost of IA3 at linear_qkv"):
+        costs(
+            [backbone.load("a", [64], sites=sites)], profile=dataclasses.replace(profile, curves=known)
+        ).hybrid((0,), 1)
 
 
 def test_chunks_of_a_long_sequence_cost_more_the_later_they_come() -> None:

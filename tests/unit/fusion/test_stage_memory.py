@@ -16,9 +16,10 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
-from megatron_mux.fusion.desk import Mesh, Premises
 from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.memory.forms.backbones import architecture_of
@@ -101,7 +102,7 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
     profile = roofline(
         info.shape, {"device": "made-up", "kind": "cpu", "threads": 1}, itemsize, run.mesh.tensor
     )
-    premises = Premises(
+    context = PlanningContext(
         profile,
         info,
         run.mesh,
@@ -115,7 +116,7 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
     loads = {
         c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info.shape) for c in cases
     }
-    plan = Planner(premises).fixed("spatial", loads)
+    plan = Planner(context).fixed("spatial", loads)
     casts = [TaskRecords.of(case.spec, case.records) for case in cases]
     setting = RunSpec(
         CONFIG,

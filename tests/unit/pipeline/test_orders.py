@@ -64,7 +64,7 @@ def interleavings(
 
 
 def tiny(seed: int) -> BucketSet:
-    """At most three units on two stages or two on three, premises at random."""
+    """At most three units on two stages or two on three, context at random."""
     r = Random(seed)
     stages, steps = r.choice([(2, 1), (2, 1), (3, 1), (2, 2)])
     shapes = [(1, 1)] if steps > 1 else [(1, 1), (1, 1)] if stages == 3 else r.choice(SHAPES)

@@ -1,59 +1,52 @@
-"""How layers are divided among the stages of a run: as flags say, as the run that is continued had it, or by cost."""
+"""Which layers each stage of a run has: as flags say, as the known plan has it, or balanced by cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.split import Split, even_split, parse_layout, split_between
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.desk import Mesh, Premises
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planning_context import PlanningContext
 
 
-def divided(
-    premises: Premises,
-    arguments: MuxArguments,
-    loads: Sequence[TaskLoad],
-    known: Plan | None,
-    share: Callable[[Any], Any],
-) -> Premises:
-    """The premises with a mesh that says which layers each stage has.
+def split_layers(
+    context: PlanningContext, arguments: MuxArguments, known: Plan | None, share: Callable[[Any], Any]
+) -> PlanningContext:
+    """The context with the layers of each stage in its mesh.
 
     Args:
-        premises: Their mesh says how many ranks there are.
+        context: Its tasks are what layers are balanced for.
         arguments: The command line.
-        loads: The tasks of the run.
-        known: The plan of the run that is continued, or of a file: its split stays unless a flag says otherwise, since
-            another one rounds differently.
-        share: Gives every rank what the first one has.
+        known: The plan of the continued run or of a plan file: its split stays unless a flag says otherwise, since
+            another split rounds differently.
+        share: Gives every rank the first rank's value.
 
     Raises:
         UserError: The flags do not fit the backbone's layers.
     """
-    mesh, layers = premises.mesh, premises.info.shape.layers
-    if mesh.pipeline == 1:
-        return premises
-    split = _by_flags(arguments, layers, mesh.pipeline)
-    virtual = _virtual(arguments, layers, mesh.pipeline)
-    if split is None and known is not None and known.ranks == mesh.pipeline:
+    ranks, layers = context.mesh.pipeline, context.info.shape.layers
+    if ranks == 1:
+        return context
+    split = _by_flags(arguments, layers, ranks)
+    virtual = _virtual(arguments, layers, ranks)
+    if split is None and known is not None and known.ranks == ranks:
         own = known.split or even_split(layers, max(known.stages, 1))
-        # Of a file that is for something else, what is wrong is said where it is checked.
+        # A file's plan that is for something else is refused later, where plans are checked.
         if sum(own) == layers and len(own) == known.stages and (virtual is None or known.virtual == virtual):
             split = own
     if split is None:
-        split = share(balanced_split(premises, loads, virtual or 1))
-    found = Mesh(mesh.tensor, mesh.pipeline, mesh.data, split)
-    _check_schedule(arguments.mux_schedule, found.virtual)
-    return replace(premises, mesh=found)
+        split = share(balanced_split(context, virtual or 1))
+    divided = context.with_split(split)
+    _check_schedule(arguments.mux_schedule, divided.mesh.virtual)
+    return divided
 
 
 def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
-    """What flags say of the layers of each stage; None: nothing."""
+    """The split that flags ask for; None: they do not say."""
     if arguments.pipeline_model_parallel_layout is not None:
         split = parse_layout(arguments.pipeline_model_parallel_layout)
         flag = f"--pipeline-model-parallel-layout {arguments.pipeline_model_parallel_layout}"
@@ -72,17 +65,17 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
 
 
 def _check_schedule(schedule: str, virtual: int) -> None:
-    """Refuse a schedule that knows no order for so many stages to a rank."""
+    """Refuse a schedule that has no order for this many stages per rank."""
     if virtual > 1 and schedule in ("1f1b", "gpipe"):
-        raise UserError(f"--mux-schedule {schedule}: knows one stage to a rank, not {virtual}: leave it out")
+        raise UserError(f"--mux-schedule {schedule}: runs one stage per rank, not {virtual}: leave it out")
     if virtual == 1 and schedule == "interleaved":
         raise UserError(
-            "--mux-schedule interleaved: needs several stages to a rank: add --num-virtual-stages-per-pipeline-rank"
+            "--mux-schedule interleaved: needs several stages per rank: add --num-virtual-stages-per-pipeline-rank"
         )
 
 
 def _virtual(arguments: MuxArguments, layers: int, ranks: int) -> int | None:
-    """Stages of each rank; None: no flag says."""
+    """Stages per rank; None: no flag says."""
     virtual = arguments.num_virtual_stages_per_pipeline_rank
     flag = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     each = arguments.num_layers_per_virtual_pipeline_stage
@@ -90,7 +83,7 @@ def _virtual(arguments: MuxArguments, layers: int, ranks: int) -> int | None:
         flag = f"--num-layers-per-virtual-pipeline-stage {each}"
         virtual, rest = divmod(layers, each * ranks)
         if rest or not virtual:
-            raise UserError(f"{flag}: {ranks} ranks cannot share the backbone's {layers} layers so")
+            raise UserError(f"{flag}: {ranks} ranks cannot share the backbone's {layers} layers like that")
     if virtual is not None and layers < ranks * virtual:
         raise UserError(f"{flag}: the backbone's {layers} layers cannot fill {ranks * virtual} stages")
     return virtual

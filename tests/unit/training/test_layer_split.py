@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_mux.arguments import parse_args
-from megatron_mux.division import divided
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.desk import Mesh, Premises
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, plan_for
+from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.training.layer_split import split_layers
 from tests.unit.fusion import backbone
 
 LAYERS = 4
@@ -27,9 +28,11 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def found(flags: str = "", ranks: int = 2, known: Plan | None = None, loads: int = 3) -> tuple[int, ...]:
         words = f"--backbone model --mux-tasks tasks.yaml --pipeline-model-parallel-size {ranks} {flags}"
-        premises = Premises(backbone.profile(LAYERS), backbone.info(LAYERS), Mesh(pipeline=ranks))
-        named = list(backbone.random_loads(1, loads, LAYERS).values()) if loads else []
-        return divided(premises, parse_args(words.split()), named, known, lambda what: what).mesh.split
+        tasks = backbone.random_loads(1, loads, LAYERS) if loads else {}
+        context = PlanningContext(
+            backbone.profile(LAYERS), backbone.info(LAYERS), Mesh(pipeline=ranks), tasks=tasks
+        )
+        return split_layers(context, parse_args(words.split()), known, lambda what: what).mesh.split
 
     return found
 
@@ -65,14 +68,14 @@ def test_without_flags_costs_say_it_unless_a_plan_is_known(split: Any) -> None:
     [
         ("--pipeline-model-parallel-layout Et|tL", "has 2 layers, the backbone 4"),
         ("--pipeline-model-parallel-layout Et|t|ttL", "3 stages, which 2 ranks cannot share"),
-        ("--num-layers-per-virtual-pipeline-stage 3", "cannot share the backbone's 4 layers so"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "cannot share the backbone's 4 layers like that"),
         ("--num-virtual-stages-per-pipeline-rank 3", "4 layers cannot fill 6 stages"),
         ("--decoder-first-pipeline-num-layers 4", "leave 0 of 4 layers for 1 stages"),
         (
             "--pipeline-model-parallel-layout Et|t|t|tL --mux-schedule gpipe",
-            "knows one stage to a rank, not 2",
+            "runs one stage per rank, not 2",
         ),
-        ("--mux-schedule interleaved", "needs several stages to a rank"),
+        ("--mux-schedule interleaved", "needs several stages per rank"),
     ],
 )
 def test_what_does_not_come_out_is_refused(split: Any, flags: str, problem: str) -> None:

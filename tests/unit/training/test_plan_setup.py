@@ -1,4 +1,4 @@
-"""What is prepared before a weight is read: the memory limit that nobody gave."""
+"""From flags to plans: the memory limit where no flag gives one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import preparation
-from megatron_mux.preparation import memory_limit
+from megatron_mux.training import plan_setup
+from megatron_mux.training.plan_setup import memory_limit
 
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ def limit(said: list[str], parallel: Any, given: Any = "auto", policy: str = "au
 
 
 def test_a_gpu_has_what_it_has_less_a_margin(said: list[str]) -> None:
-    assert limit(said, rank("cuda")) == 80 * GIB * (1 - preparation._MARGIN) == 75 * GIB
+    assert limit(said, rank("cuda")) == 80 * GIB * (1 - plan_setup._MARGIN) == 75 * GIB
     assert "75" in said[0] and "--mux-memory-limit" in said[0]
 
 

@@ -1,0 +1,243 @@
+"""Evaluates arrangements of tasks by the published latency of the pipeline they make, and bounds it from below.
+
+Equations 6 and 7 each minimise a surrogate; the search asks for the latency of the whole plan's template instead.
+Answers are remembered, and effort is counted, so that a search can stop within its budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, kept_limit, lower_bound
+from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step
+from megatron_mux.fusion.grouping import balanced
+from megatron_mux.fusion.hybrid import Partition
+from megatron_mux.pipeline.bucket import BucketCost, sizes_of
+from megatron_mux.pipeline.structured import run_structured
+
+_ROUNDING = 1e-12
+"""Relative difference of sums of the same seconds in another order."""
+
+_NEAR = 1.1
+"""An arrangement whose latency in the first entry order is not this near to the best is not tried in others."""
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which tasks are computed together, and when.
+
+    Attributes:
+        buckets: The hybrid tasks of each bucket, in the order in which buckets enter the pipeline.
+        micro_batches: C.
+        latency: Seconds of a step, by the structured template.
+        surrogate: Equation 6's latency, where the arrangement comes from it; else not a number.
+    """
+
+    buckets: tuple[tuple[Hybrid, ...], ...]
+    micro_batches: int
+    latency: float
+    surrogate: float = math.nan
+
+    @property
+    def partition(self) -> Partition:
+        """Its hybrid tasks."""
+        return tuple(sorted(hybrid for bucket in self.buckets for hybrid in bucket))
+
+
+class ArrangementEvaluator:
+    """Latencies of arrangements, remembered.
+
+    Args:
+        model: Costs.
+        memory_limit: `[S]` bytes that a stage may take for passes, kept between them and taken in them; None: no limit.
+        budget: Effort, counted from `renew`, after which the search has to stop.
+        virtual: Stages per rank; a stage may keep its share of its rank's limit.
+        steps: Steps between two flushes of the pipeline.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        memory_limit: Sequence[float] | None = None,
+        budget: float = math.inf,
+        virtual: int = 1,
+        steps: int = 1,
+    ) -> None:
+        self.model = model
+        self.limit = memory_limit
+        self.virtual = virtual
+        self.steps = steps
+        ranks = len(memory_limit or ()) // virtual
+        self.rank_limit = [sum(memory_limit[rank::ranks]) for rank in range(ranks)] if memory_limit else None
+        self.budget = budget
+        self.spent = 0
+        self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
+        self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
+        self._bounds: dict[tuple[Hybrid, int], Array | None] = {}
+
+    def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
+        """The model's answer, asked for once."""
+        key = (tasks, micro_batches)
+        if key not in self._costs:
+            self._costs[key] = self.model.hybrid(tasks, micro_batches)
+        return self._costs[key]
+
+    def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
+        """The model's answers, the new ones asked for together."""
+        new = [tasks for tasks in dict.fromkeys(sets) if (tasks, micro_batches) not in self._costs]
+        if new:
+            for tasks, cost in zip(new, self.model.hybrids(new, micro_batches), strict=True):
+                self._costs[tasks, micro_batches] = cost
+        return [self._costs[tasks, micro_batches] for tasks in sets]
+
+    def renew(self) -> None:
+        """Start counting effort from zero."""
+        self.spent = 0
+
+    def affordable(self, cost: int) -> int:
+        """How many more things of this cost the budget allows."""
+        return int(min(1e9, max(0.0, self.budget - self.spent))) // max(1, cost) + 2
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the budget is spent."""
+        return self.spent > self.budget
+
+    def best_grouping(self, partition: Partition, micro_batches: int, below: float) -> Arrangement | None:
+        """The best way to put these hybrid tasks into buckets, if its latency is below `below` and it fits.
+
+        Equation 7 makes one grouping for each number of buckets. Without communication to hide, buckets of several
+        hybrid tasks only make clocks longer, so that one bucket each is all there is to try.
+        """
+        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        latencies = [sum(cost.forward[:1]) for cost in costs]
+        least = len(partition) if not any(cost.communicates for cost in costs) else 1
+        best: Arrangement | None = None
+        for count in range(len(partition), least - 1, -1):
+            if self.is_exhausted and below < math.inf:
+                break
+            if self._least_work(partition, micro_batches, count) >= below:
+                continue
+            self.spent += len(partition) ** 2 // 4
+            grouping = balanced(latencies, count)
+            found = self.best_order(
+                [[partition[i] for i in bucket] for bucket in grouping], micro_batches, below
+            )
+            if found is not None:
+                best, below = found, found.latency
+        return best
+
+    def best_order(
+        self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float = math.inf
+    ) -> Arrangement | None:
+        """The buckets in the best entry order tried; None if they do not fit or take at least `below`."""
+        if not self.is_below(grouped, micro_batches, below):
+            return None
+        buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
+        best: Arrangement | None = None
+        for order in entry_orders(buckets) if buckets[0].stages > 1 else entry_orders(buckets)[:1]:
+            found = self.latency([grouped[i] for i in order], micro_batches, below * _NEAR)
+            if found is None:
+                break
+            if found.latency < below:
+                best, below = found, found.latency
+        return best
+
+    def is_below(self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float) -> bool:
+        """Whether these buckets fit and might take less than `below`, whatever their order."""
+        buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
+        return (
+            all(fits(bucket, self.limit) for bucket in buckets) and lower_bound(buckets, self.steps) < below
+        )
+
+    def latency(
+        self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float = math.inf
+    ) -> Arrangement | None:
+        """These buckets, entering in this order; None if they do not fit or take at least `below`."""
+        buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
+        limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
+        if limit is None and self.rank_limit is not None:
+            return None
+        latencies: list[float] = []
+        sizes = sizes_of(buckets)
+        work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
+        for steps in (2, 1) if self.steps > 1 else (1,):
+            self.spent += 2 * steps * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
+            seconds = run_structured(buckets, limit, sizes * steps, self.virtual).latency
+            latencies.insert(0, seconds)
+            if (seconds + (self.steps - steps) * work) / self.steps >= below:
+                return None
+        seconds = seconds_per_step(latencies, work, self.steps)
+        if seconds >= below:
+            return None
+        return Arrangement(tuple(tuple(hybrids) for hybrids in grouped), micro_batches, seconds)
+
+    def bound(self, partition: Partition, micro_batches: int) -> float:
+        """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
+        self.spent += len(partition)
+        bounds: list[Array] = []
+        for hybrid in partition:
+            bound = self._bound_of(hybrid, micro_batches)
+            if bound is None:
+                return math.inf
+            bounds.append(bound)
+        together = np.stack(bounds)  # [N, 3, S]
+        fill = together[:, 1].min(axis=0) + together[:, 2].min(axis=0)
+        seconds = together[:, 0].sum(axis=0) + fill / self.steps
+        return float(seconds.max()) * (1 - _ROUNDING)
+
+    def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
+        key = (hybrids, micro_batches)
+        if key not in self._buckets:
+            self._buckets[key] = bucket_cost([self.hybrid(h, micro_batches) for h in hybrids], micro_batches)
+        return self._buckets[key]
+
+    def _bound_of(self, hybrid: Hybrid, micro_batches: int) -> Array | None:
+        """`[3, S]` of a hybrid task without its communication: its work on each stage, and the seconds that a
+        micro-batch of it takes on the stages before and on the way back through them; None: it does not fit.
+        """
+        key = (hybrid, micro_batches)
+        if key not in self._bounds:
+            cost = self.hybrid(hybrid, micro_batches)
+            count = cost.count(micro_batches)
+            hidden = BucketCost(
+                count,
+                cost.forward,
+                cost.backward,
+                memory=cost.memory,
+                working=cost.working,
+                transfer=cost.transfer,
+            )
+            bound: Array | None = None
+            if fits(hidden, self.limit):
+                passes = np.array([cost.forward, cost.backward])
+                on_the_way = passes[:, :-1] + np.array(cost.transfer or [0.0] * (hidden.stages - 1))
+                before = np.concatenate([np.zeros((2, 1)), on_the_way.cumsum(axis=1)], axis=1)
+                bound = np.concatenate([count * passes.sum(axis=0)[None], before])
+            self._bounds[key] = bound
+        return self._bounds[key]
+
+    def _least_work(self, partition: Partition, micro_batches: int, buckets: int) -> float:
+        """The least seconds of work on the busiest stage in this number of buckets.
+
+        At least 2 P - N of N hybrid tasks then have a bucket to themselves, and nothing hides their communication.
+        """
+        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        alone = max(0, 2 * buckets - len(costs))
+        most = 0.0
+        for stage in range(len(costs[0].forward)):
+            alone_seconds = sorted(cost.count(micro_batches) * cost.communication(stage) for cost in costs)[
+                :alone
+            ]
+            passes = (
+                cost.count(micro_batches) * (cost.forward[stage] + cost.backward[stage]) for cost in costs
+            )
+            most = max(most, sum(passes) + sum(alone_seconds))
+        return most

@@ -1,0 +1,300 @@
+"""Predicts what a plan takes and keeps, on the chunk grid of a step of typical lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.fusion.arrangement import Arrangement
+from megatron_mux.fusion.cost import bucket_cost, kept_limit, works_with
+from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.step import (
+    Lengths,
+    StepGrid,
+    bucket_costs,
+    is_structured,
+    lockstep,
+    must_keep_step,
+    step_grid,
+    step_template,
+)
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.structured import run_structured
+
+Sizes = tuple[int, ...]
+"""Chunks of each micro-batch of a bucket, on one pipeline."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A plan and its predictions.
+
+    Attributes:
+        plan: The plan, with the predicted costs of its buckets.
+        latency: Seconds of a step, averaged over the steps between two flushes.
+        memory: `[ranks]` bytes at each rank's peak.
+        fits: Whether that is within the limit, for the longest sequences too.
+        actions: Number of passes that were simulated.
+    """
+
+    plan: Plan
+    latency: float
+    memory: tuple[float, ...]
+    fits: bool
+    actions: int
+
+
+class PlanEvaluator:
+    """Predicts the latency and memory of plans for the tasks of a context; remembers what it has evaluated.
+
+    Args:
+        context: With at least one task.
+    """
+
+    def __init__(self, context: PlanningContext) -> None:
+        mode = context.alignment
+        self.raw = context.tasks
+        self.pad_to = padded_lengths(mode, {name: load.max_length for name, load in self.raw.items()})
+        padded = {
+            name: replace(load, tokens=(self.pad_to[name],) * len(load.tokens)) if self.pad_to else load
+            for name, load in self.raw.items()
+        }
+        self.context = replace(context, tasks=padded)
+        self.loads = list(padded.values())
+        self.costs = self.context.costs()
+        self.weights = self.costs.weights()
+        self.tokens = [float(load.total) for load in self.loads]
+        self.lengths = {
+            name: Lengths(load.tokens, load.labels, self.pad_to.get(name, 0))
+            for name, load in self.raw.items()
+        }
+        self.limit: list[float] | None = None
+        self.stage_limit: list[float] | None = None
+        if context.memory_limit is not None:
+            self.limit = [max(0.0, context.memory_limit - r) for r in self.resident]
+            self.stage_limit = self._divided(self.limit)
+        self._index = {load.name: i for i, load in enumerate(self.loads)}
+        self._evaluated: dict[tuple[Bucket, ...], Evaluation] = {}
+        self._buckets: dict[Bucket, tuple[BucketCost, list[Sizes]]] = {}
+
+    # -- memory
+
+    @cached_property
+    def resident(self) -> list[float]:
+        """`[ranks]` bytes that each rank always holds, those outside its tensors included."""
+        memory, ranks = self.costs.memory, self.context.mesh.pipeline
+        stages = memory.resident()
+        return [memory.outside(ranks) + sum(stages[rank::ranks]) for rank in range(ranks)]
+
+    @property
+    def too_large(self) -> list[int]:
+        """Tasks of which a single sequence does not fit beside the resident bytes."""
+        limit = self.stage_limit
+        if limit is None:
+            return []
+        tight = any(r > (self.context.memory_limit or 0.0) for r in self.resident)
+        return [
+            task
+            for task in range(len(self.loads))
+            if tight or any(k > most for k, most in zip(self.costs.longest(task), limit, strict=True))
+        ]
+
+    def longest_that_fits(self, task: int) -> int:
+        """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
+        limit = self.stage_limit
+        assert limit is not None
+        low, high = 0, self.loads[task].longest_sequence
+        while low < high:
+            middle = (low + high + 1) // 2
+            needed = self.costs.longest(task, middle)
+            fits = all(k <= most for k, most in zip(needed, limit, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _divided(self, limit: Sequence[float]) -> list[float]:
+        """`[S]` share of each stage in its rank's limit, by its number of layers."""
+        layers, ranks = [len(own) for own in self.context.stages], len(limit)
+        return [limit[s % ranks] * count / sum(layers[s % ranks :: ranks]) for s, count in enumerate(layers)]
+
+    # -- plans of these tasks
+
+    def smallest(self) -> Plan:
+        """The plan that takes the least memory: one sequence at a time."""
+        accumulation = {load.name: len(load.tokens) for load in self.loads}
+        most = max(accumulation.values())
+        plan = plan_for(
+            "temporal", accumulation, self.context.mesh.stages, most, None, self.context.alignment
+        )
+        return self._on_mesh(plan)
+
+    def of_policy(
+        self,
+        policy: Literal["temporal", "spatial"],
+        loads: Sequence[TaskLoad] | None = None,
+        micro_batches: int | None = None,
+    ) -> Plan:
+        """The plan of a plain policy, for all tasks or some of them."""
+        context = self.context
+        plan = plan_for(
+            policy,
+            {load.name: load.accumulation for load in loads or self.loads},
+            context.mesh.stages,
+            context.micro_batches or micro_batches,
+            context.chunk if isinstance(context.chunk, int) else None,
+            context.alignment,
+        )
+        return self._on_mesh(plan)
+
+    def of_arrangement(self, arrangement: Arrangement, micro_batches: int, chunk: int | None) -> Plan:
+        """The plan of an arrangement that the search found."""
+        names = [load.name for load in self.loads]
+        buckets = tuple(
+            Bucket(
+                tuple(HybridTask(tuple(names[t] for t in hybrid)) for hybrid in bucket), micro_batches, chunk
+            )
+            for bucket in arrangement.buckets
+        )
+        return self._on_mesh(
+            Plan("auto", self.context.mesh.stages, buckets, alignment=self.context.alignment)
+        )
+
+    def _on_mesh(self, plan: Plan) -> Plan:
+        mesh = self.context.mesh
+        return replace(
+            plan,
+            stages=mesh.stages,
+            virtual=mesh.virtual,
+            split=mesh.split,
+            schedule=self.context.schedule,
+            rolling=self.context.steps_per_flush,
+            data=mesh.data,
+            weights=self.weights,
+        )
+
+    # -- predictions
+
+    def best_order(self, plan: Plan) -> Evaluation:
+        """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
+        costs = [cost for cost, _ in self._priced(plan)]
+        orders = entry_orders(costs) if plan.stages > 1 else entry_orders(costs)[:1]
+        plans = [replace(plan, buckets=tuple(plan.buckets[i] for i in order)) for order in orders]
+        found = [self.evaluate(ordered) for ordered in plans]
+        return min(found, key=lambda one: (not one.fits, one.latency))
+
+    def evaluate(self, plan: Plan) -> Evaluation:
+        """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order."""
+        if plan.buckets not in self._evaluated:
+            self._evaluated[plan.buckets] = self._evaluate(plan)
+        return self._evaluated[plan.buckets]
+
+    def _evaluate(self, plan: Plan) -> Evaluation:
+        priced = self._priced(plan)
+        costs = [cost for cost, _ in priced]
+        # A micro-batch that does not fit alone has no template within the limit: it is evaluated without one.
+        works = [works_with(costs, rank, plan.ranks) for rank in range(plan.ranks)]
+        limit = None if self.limit is None else kept_limit(costs, self.limit)
+        plan = replace(
+            plan,
+            policy="auto",  # its costs are known now: whatever made it, its template is the structured one
+            buckets=tuple(
+                _with_costs(bucket, cost, sizes[0])
+                for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
+            ),
+            activation_limit=tuple(limit or ()),
+        )
+        runs = [_run(plan, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
+        peaks = [max(run.peaks[rank] for run in runs) + works[rank] for rank in range(plan.ranks)]
+        fits = self.limit is None or all(
+            peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
+        )
+        tasks = [self._index[name] for name in plan.tasks]
+        return Evaluation(
+            plan,
+            max(run.latency for run in runs) + self.costs.step_overhead(tasks),
+            tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
+            fits,
+            sum(run.actions for run in runs),
+        )
+
+    def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
+        """For each bucket, the cost of its chunks and their numbers on each pipeline."""
+        if plan.data > 1:  # where one bucket's sequences go depends on what is before it
+            return self._price(plan)
+        for bucket in plan.buckets:
+            if bucket not in self._buckets:
+                self._buckets[bucket] = self._price(replace(plan, buckets=(bucket,)))[0]
+        return [self._buckets[bucket] for bucket in plan.buckets]
+
+    def _price(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
+        grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
+        if self.context.residence.startswith("sharded") or must_keep_step(plan):
+            grids = lockstep(grids)
+        sizes = [[grid.sizes[b] for grid in grids] for b in range(len(plan.buckets))]
+        return list(zip(self._mean_costs(grids, sizes), sizes, strict=True))
+
+    def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
+        """For each bucket, the mean seconds of its chunks on all pipelines, and the most bytes that one keeps."""
+        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
+        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
+        for bucket, chunks in units:
+            of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks], 1))
+        return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
+
+    def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
+        stages, count = range(self.context.mesh.stages), len(costs)
+        return BucketCost(
+            micro_batches=max(len(own) for own in sizes),
+            forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
+            backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
+            chunks=max(max(own, default=1) for own in sizes),
+            memory=tuple(max(c.kept(s) for c in costs) for s in stages),
+            working=tuple(max(c.works_with(s) for c in costs) for s in stages),
+            transfer=tuple(sum(c.to_next(s) for c in costs) / count for s in stages[:-1]),
+        )
+
+
+def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
+    return replace(
+        bucket,
+        chunks=chunks,
+        forward=cost.forward,
+        backward=cost.backward,
+        memory=cost.memory,
+        transfer=cost.transfer,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Simulated steps of one pipeline: seconds, `[ranks]` peak bytes kept between passes, number of passes."""
+
+    latency: float
+    peaks: list[float]
+    actions: int
+
+
+def _run(plan: Plan, sizes: list[Sizes]) -> _Run:
+    """Seconds of a step of a plan on one pipeline, from as many simulated steps as that takes."""
+    costs = [bucket_costs(bucket) for bucket in plan.buckets]
+    runs = [_simulated(plan, costs, sizes * steps) for steps in range(1, min(plan.rolling, 2) + 1)]
+    latency = seconds_per_step([run.latency for run in runs], busiest(costs, sizes, plan.ranks), plan.rolling)
+    peaks = [max(own) for own in zip(*(run.peaks for run in runs), strict=True)]
+    return _Run(latency, peaks, sum(run.actions for run in runs))
+
+
+def _simulated(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> _Run:
+    if is_structured(plan, sizes):  # its scheduler is a simulation already
+        run = run_structured(costs, plan.activation_limit or None, sizes, plan.virtual)
+        return _Run(run.latency, run.peaks(), run.actions)
+    template = step_template(plan, sizes)
+    found = simulate(template, costs, sizes=sizes)
+    peaks = [found.peak(rank) for rank in range(plan.ranks)]
+    return _Run(found.latency, peaks, sum(map(len, template)))

@@ -1,0 +1,109 @@
+"""What a plan is made from: backbone, ranks, tasks, profile, memory limit and what the user asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_mux.backbone.split import Split
+from megatron_mux.fusion.alignment import Mode
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.plan import ROLLING, Schedule
+from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.memory.forms.kept import Recompute
+from megatron_mux.memory.forms.methods import Method
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.residence import Kind
+
+Chunking = int | Literal["auto"] | None
+"""Tokens of a chunk; `auto`: chosen by predicted latency; None: packs are not cut."""
+
+ROLLING_STEPS = 8
+"""Steps between two flushes that predictions assume: a save, an evaluation or a report is due about that often."""
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """What the planner knows. Every step of planning takes it whole; nothing is passed beside it.
+
+    Attributes:
+        profile: Seconds of operators at this tensor-parallel degree.
+        info: The backbone (`BackboneInfo`).
+        mesh: How ranks and layers are divided.
+        itemsize: Bytes per element of the backbone's dtype.
+        recompute: What is recomputed in the backward pass.
+        memory_limit: Bytes that a rank may use; None: no limit.
+        alignment: How sequences are padded, if at all.
+        chunk: See `Chunking`.
+        micro_batches: C; None: chosen.
+        schedule: See `Plan`.
+        rolling: Steps between two flushes of the pipeline, where the schedule can do without one.
+        residence: Where the backbone's weights live between uses.
+        sequence_parallel: Whether tensor ranks divide the rows between their regions.
+        overlap: See `StageCosts`. The engine does not overlap yet, so plans do not count on it.
+        tasks: The tasks to plan for, by name.
+    """
+
+    profile: Profile
+    info: Any
+    mesh: Mesh = Mesh()  # noqa: RUF009 (frozen)
+    itemsize: int = 4
+    recompute: Recompute = "none"
+    memory_limit: float | None = None
+    alignment: Mode = "dense"
+    chunk: Chunking = "auto"
+    micro_batches: int | None = None
+    schedule: Schedule = "planned"
+    rolling: int = 1
+    residence: Kind = "resident"
+    sequence_parallel: bool = False
+    overlap: bool = False
+    tasks: Mapping[str, TaskLoad] = field(default_factory=dict)
+
+    def with_tasks(self, tasks: Mapping[str, TaskLoad]) -> PlanningContext:
+        """The same context for other tasks, sorted by name so that a plan does not depend on their order."""
+        return replace(self, tasks={name: tasks[name] for name in sorted(tasks)})
+
+    def with_split(self, split: Split) -> PlanningContext:
+        """The same context with these layers in each stage."""
+        return replace(self, mesh=replace(self.mesh, split=split))
+
+    @property
+    def steps_per_flush(self) -> int:
+        """Steps that run between two flushes: more than one only in a pipeline whose schedule can roll on."""
+        rolls = self.mesh.pipeline > 1 and self.schedule in ROLLING
+        return self.rolling if rolls else 1
+
+    @property
+    def method(self) -> Method:
+        """The parallel method, as the memory model describes it."""
+        return Method(
+            self.mesh.data,
+            self.mesh.tensor,
+            self.mesh.pipeline,
+            sequence_parallel=self.sequence_parallel,
+            zero=3 if self.residence.startswith("sharded") and self.mesh.data > 1 else 0,
+            recompute=self.recompute,
+            offload=self.residence.endswith("offloaded"),
+        )
+
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each stage."""
+        return self.mesh.stage_layers(self.info.shape.layers)
+
+    def costs(self) -> StageCosts:
+        """Seconds and bytes of these tasks' batches on each stage."""
+        return StageCosts(
+            self.profile,
+            self.info.shape,
+            list(self.tasks.values()),
+            self.stages,
+            self.method,
+            self.itemsize,
+            self.overlap,
+        )

@@ -1,0 +1,118 @@
+"""Where measured profiles are kept: one JSON file each, named by everything that its seconds depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from megatron_mux.errors import UserError
+from megatron_mux.files import cache_directory, write_atomically
+from megatron_mux.fusion.device import about_device
+from megatron_mux.fusion.profile import Profile, key_of
+from megatron_mux.fusion.roofline import roofline
+
+
+def about_run(
+    shape: Any, kind: str, dtype: Any, tensor_parallel: int, threads: int | None = None
+) -> dict[str, Any]:
+    """Everything that the seconds of a backbone's operators depend on.
+
+    Args:
+        shape: The backbone's sizes.
+        kind: `cpu` or `cuda`.
+        dtype: What it computes in.
+        tensor_parallel: Ranks that share each layer.
+        threads: Threads that compute on a CPU; by default this process's.
+    """
+    config = json.dumps(shape.config, sort_keys=True, default=str)
+    return {
+        **about_device(kind, torch.get_num_threads() if threads is None else threads),
+        "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel": tensor_parallel,
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+    }
+
+
+def find_profile(
+    shape: Any,
+    kind: str,
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    threads: int | None = None,
+    directory: Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Profile:
+    """The measured profile of a backbone on a device, else a roofline.
+
+    Args:
+        shape, kind, dtype, tensor_parallel, threads: See `about_run`.
+        directory: Where profiles are kept; by default `profile_directory`.
+        say: Told of a file that is not a profile, which is then ignored; without it, such a file is refused.
+
+    Raises:
+        UserError: The file is not a profile.
+    """
+    about = about_run(shape, kind, dtype, tensor_parallel, threads)
+    try:
+        found = load_profile(about, directory or profile_directory())
+    except UserError as error:
+        if say is None:
+            raise
+        say(f"{error}; going on without it")
+        found = None
+    return found or roofline(shape, about, dtype.itemsize, tensor_parallel)
+
+
+def profile_directory() -> Path:
+    """Where profiles are kept: `$MEGATRON_MUX_CACHE`, else the user's cache directory."""
+    return cache_directory("profiles")
+
+
+_ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
+
+
+def save_profile(profile: Profile, directory: Path) -> Path:
+    """Write a profile under its key; a half-written file is never seen.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    path = directory / f"{profile.key}.json"
+    try:
+        write_atomically(path, json.dumps(asdict(profile)))
+    except OSError as error:
+        raise UserError(f"{path}: the profile cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
+    """The profile of exactly this backbone on exactly this device; None if it has not been measured.
+
+    Raises:
+        UserError: The file exists and is not a profile.
+    """
+    path = directory / f"{key_of(about)}.json"
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict):
+            found.pop("activation_bytes", None)  # of earlier versions: memory is not measured
+        profile = _ADAPTER.validate_json(json.dumps(found))
+    except ValueError as error:  # pydantic's is one
+        raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
+    return profile

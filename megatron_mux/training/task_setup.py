@@ -1,0 +1,151 @@
+"""From task specs to tasks ready to register: compared with a save, data opened, checked against the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
+from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.checkpoint import Manifest, SavedTask
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.engine import Task
+from megatron_mux.errors import UserError
+from megatron_mux.tasks import TaskSpec
+
+Progress = Callable[[str], None]
+"""Told what is going on, a line at a time."""
+
+
+def merge_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
+    """The tasks to run: saved ones in their order, then new ones.
+
+    Args:
+        specs: The tasks of the task file.
+        manifest: The save to continue from, if any.
+
+    Raises:
+        UserError: The spec of a saved task has changed.
+    """
+    if manifest is None:
+        return list(specs)
+    given = {spec.name: spec for spec in specs}
+    saved = {entry.name: entry for entry in manifest.tasks}
+    problems = [_changed(saved[name], spec) for name, spec in given.items() if name in saved]
+    if any(problems):
+        raise UserError(*(problem for problem in problems if problem))
+    order = [name for name in saved if name in given] + [name for name in given if name not in saved]
+    return [given[name] for name in order]
+
+
+def check_joining(
+    specs: Sequence[TaskSpec],
+    entries: Mapping[str, SavedTask],
+    registered: Collection[str],
+    waiting: Collection[str],
+    continued: bool,
+) -> None:
+    """Refuse tasks that would join a run under a name that it has already used.
+
+    Args:
+        specs: The tasks that would join.
+        entries: Every task the run has had, by name.
+        registered: Names of tasks that train now.
+        waiting: Names of tasks that wait for memory.
+        continued: Whether the run continues a save: a task of that save may still join, if it is unchanged.
+
+    Raises:
+        UserError: A name is taken.
+    """
+    problems: list[str] = []
+    for spec in specs:
+        entry = entries.get(spec.name)
+        if entry is None and spec.name not in waiting:
+            continue
+        if entry is None or spec.name in registered or entry.status == "removed" or not continued:
+            problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
+        elif changed := _changed(entry, spec):
+            problems.append(changed)
+    if problems:
+        raise UserError(*problems)
+
+
+def _changed(entry: SavedTask, spec: TaskSpec) -> str:
+    """Why `spec` cannot continue `entry`; empty if it can. Files may have moved."""
+    differences = spec.differences(TaskSpec.model_validate(entry.spec))
+    if not differences:
+        return ""
+    what = "; ".join(differences)
+    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
+
+
+def open_tasks(
+    specs: Sequence[TaskSpec],
+    info: BackboneInfo,
+    tokenizer: Any,
+    say: Progress,
+    resumed: Collection[str] = (),
+) -> list[Task]:
+    """Open every task's data and check it against the backbone.
+
+    Args:
+        specs: Validated tasks.
+        info: The backbone's shape and module names.
+        tokenizer: The backbone's tokenizer.
+        say: Told how many records were dropped.
+        resumed: Names of tasks that continue from a checkpoint instead of `adapter_name_or_path`.
+
+    Returns:
+        The tasks, in the same order.
+
+    Raises:
+        UserError: With the problems of all tasks.
+    """
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for spec in specs:
+        try:
+            tasks.append(_open(spec, info, tokenizer, say, spec.name in resumed))
+        except UserError as error:
+            problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
+    if problems:
+        raise UserError(*problems)
+    return tasks
+
+
+def _open(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, resumed: bool) -> Task:
+    problems: list[str] = []
+
+    def attempt(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except UserError as error:
+            problems.extend(error.problems)
+            return None
+
+    limit = info.shape.position_limit
+    virtual = int(getattr(spec.adapter, "num_virtual_tokens", 0))
+    if limit is not None and spec.data.max_length + virtual > limit:
+        problems.append(
+            f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
+            f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
+        )
+    attempt(lambda: resolve_targets(spec.adapter, info))
+    data = attempt(lambda: TaskDataset(spec.data.path, tokenizer, spec.data.max_length))
+    evaluation = None
+    if spec.eval is not None:
+        path = spec.eval.path
+        evaluation = attempt(lambda: TaskDataset(path, tokenizer, spec.data.max_length))
+    initial = None
+    source = spec.adapter.adapter_name_or_path
+    if source is not None and not resumed:
+        initial = attempt(lambda: read_adapter(source, spec.adapter, info))
+    if problems:
+        raise UserError(*problems)
+    for dataset in (data, evaluation):
+        if dataset is not None and dataset.dropped:
+            say(
+                f"{spec.name}: {dataset.path}: {dataset.dropped} of {dataset.dropped + len(dataset)} records have no "
+                f"token to learn from within {spec.data.max_length} tokens and were dropped"
+            )
+    return Task(spec, data, evaluation, initial)
