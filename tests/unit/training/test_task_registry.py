@@ -87,8 +87,8 @@ def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
     engine.tasks.clear()  # both have left
     coming = [task("bad"), task("behind")]
     monkeypatch.setattr(module, "load_task_file", lambda path, data_later: [])
-    monkeypatch.setattr(module, "joinable", lambda *arguments: None)
-    monkeypatch.setattr(module, "prepare", lambda *arguments: coming)
+    monkeypatch.setattr(module, "check_joining", lambda *arguments: None)
+    monkeypatch.setattr(module, "open_tasks", lambda *arguments: coming)
     registry._join(Path("bad.yaml"))
     assert engine.tasks == ["waits"]
     assert registry.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
