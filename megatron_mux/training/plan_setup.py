@@ -125,7 +125,7 @@ def _loads(tasks: Sequence[Task], manifest: Manifest | None, info: BackboneInfo)
     """The tasks as the planner sees them, without those that the continued run has finished."""
     done = {entry.name for entry in manifest.tasks if entry.status != "running"} if manifest else set()
     return {
-        task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info)
+        task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info.shape)
         for task in tasks
         if task.spec.name not in done
     }

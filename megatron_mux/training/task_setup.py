@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_mux.adapters.peft_format import read_adapter, resolve_targets
+from megatron_mux.adapters.peft_format import read_adapter
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import TaskDataset
@@ -124,13 +124,13 @@ def _open(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, res
             return None
 
     limit = info.shape.position_limit
-    virtual = int(getattr(spec.adapter, "num_virtual_tokens", 0))
+    virtual = spec.adapter.virtual_tokens
     if limit is not None and spec.data.max_length + virtual > limit:
         problems.append(
             f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
             f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
         )
-    attempt(lambda: resolve_targets(spec.adapter, info))
+    attempt(lambda: spec.adapter.modules(info.shape))
     data = attempt(lambda: TaskDataset(spec.data.path, tokenizer, spec.data.max_length))
     evaluation = None
     if spec.eval is not None:
@@ -139,7 +139,7 @@ def _open(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, res
     initial = None
     source = spec.adapter.adapter_name_or_path
     if source is not None and not resumed:
-        initial = attempt(lambda: read_adapter(source, spec.adapter, info))
+        initial = attempt(lambda: read_adapter(source, spec.adapter, info.shape))
     if problems:
         raise UserError(*problems)
     for dataset in (data, evaluation):
