@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Checkpoint:
         self.files = self._files()
         self.tensors: dict[str, Stored] = {}
         self._digest = hashlib.sha256()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, int] = {}
         self._stack = ExitStack()
         for file in self.files:
             self._read_header(file)
@@ -153,7 +154,7 @@ class Checkpoint:
         return f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(_DTYPES)}."
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
-        """A part of a tensor, in its stored dtype, on the CPU.
+        """A part of a tensor, in its stored dtype, on the CPU; nothing else of the file is read.
 
         Args:
             name: Of the tensor.
@@ -162,21 +163,29 @@ class Checkpoint:
         """
         stored = self.tensors[name]
         dtype = _DTYPES[stored.dtype]
-        start, stop, _ = rows.indices(stored.shape[0])
-        shape = (max(0, stop - start), *stored.shape[1:])
-        row = math.prod(shape[1:]) * dtype.itemsize
+        first, last, _ = rows.indices(stored.shape[0])
+        count = max(0, last - first)
+        width = math.prod(stored.shape[1:])
+        left, right, _ = columns.indices(width) if columns is not None else (0, width, 1)
+        shape = (count, *stored.shape[1:]) if columns is None else (count, right - left)
+        start = stored.start + (first * width + left) * dtype.itemsize
         # Read, not mapped: the pages of a mapped file would count as this process's memory.
-        place = bytearray(shape[0] * row)
+        place = bytearray(count * (right - left) * dtype.itemsize)
+        whole = right - left == width or count == 1
+        pieces = [place] if whole else _split(place, count)
         try:
-            if stored.file not in self._open:
-                self._open[stored.file] = self._stack.enter_context(stored.file.open("rb", buffering=0))
-            file = self._open[stored.file]
-            file.seek(stored.start + start * row)
-            _read_all(file, place)
+            file = self._file(stored.file)
+            for row, piece in enumerate(pieces):
+                _read_all(file, piece, start + row * width * dtype.itemsize)
         except OSError as error:
             raise UserError(f"{stored.file} cannot be read: {error.strerror or error}.") from None
-        found = torch.frombuffer(place, dtype=dtype).view(shape) if place else torch.empty(shape, dtype=dtype)
-        return found if columns is None else found[:, columns]
+        return torch.frombuffer(place, dtype=dtype).view(shape) if place else torch.empty(shape, dtype=dtype)
+
+    def _file(self, path: Path) -> int:
+        """Descriptor of a file, which stays open."""
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(path.open("rb", buffering=0)).fileno()
+        return self._open[path]
 
     def read_chunks(
         self, name: str, rows: slice, columns: slice, chunk_bytes: int
@@ -207,11 +216,17 @@ class NoWeights:
         return iter(())
 
 
-def _read_all(file: Any, place: bytearray) -> None:
-    """Fill `place` from where `file` stands."""
+def _split(place: bytearray, rows: int) -> Iterator[memoryview]:
+    """The rows of a matrix in `place`."""
+    view, size = memoryview(place), len(place) // max(1, rows)
+    return (view[row * size : (row + 1) * size] for row in range(rows))
+
+
+def _read_all(file: int, place: bytearray | memoryview, start: int) -> None:
+    """Fill `place` with the bytes of a file from `start` on."""
     view = memoryview(place)
     while view:
-        count = file.readinto(view)
+        count = os.preadv(file, [view], start)
         if not count:
             raise OSError("it ends too early")
-        view = view[count:]
+        view, start = view[count:], start + count

@@ -38,7 +38,8 @@ def architecture_of(shape: BackboneShape) -> Architecture:
 
 
 def _layer(shape: BackboneShape) -> Unit:
-    divided, copied = 0, 2 * _norm(shape) + 2 * shape.head_dim * shape.qk_norm
+    names = shape.names
+    divided, copied = 0, len(names.layer_norms) * _norm(shape) + len(names.head_norms) * shape.head_dim
     for op in BASE_OPS:
         divided += shape.in_features(op) * shape.out_features(op)
         if shape.biases[op]:
