@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from megatron_mux import runtime
+    from megatron_mux import megatron_core
 
     torch.set_num_threads(1)
-    with runtime.quiet():  # imported once: the processes are forked
+    with megatron_core.quiet():  # imported once: the processes are forked
         import megatron_mux.backbone.model
         import megatron_mux.engine  # noqa: F401
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,35 +1,28 @@
-"""Processes, groups and device: the one place that adapts Megatron-Core to this machine and to its version.
+"""Processes, groups and device: joining the world, with a launcher or without, on GPUs with NCCL or CPUs with gloo.
 
-Megatron-Core expects CUDA and a launcher. Here the same code runs on CPU with gloo, in one process without a launcher,
-and on Megatron-Core 0.16.1 and 0.19: what that takes is below and nowhere else. Importing this module changes
-nothing and costs nothing; `initialize` imports Megatron-Core (seconds) and adapts it where this process computes on
-the CPU.
+Importing this module changes nothing and costs nothing; `initialize` imports Megatron-Core, which takes seconds.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megatron_mux import megatron_core
 from megatron_mux.errors import UserError
 from megatron_mux.liveness import Heartbeat
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _current: Parallel | None = None
-_adapted = False
 
 
 @dataclass(frozen=True)
@@ -150,10 +143,10 @@ def initialize(
     )
     random.seed(seed)
     torch.manual_seed(seed)
-    with quiet():
+    with megatron_core.quiet():
         from megatron.core import parallel_state as mpu
-    if chosen.type == "cpu":
-        _adapt_to_cpu()
+    if chosen.type == "cpu" or not _is_dry_run():  # a dry run replaces what it needs to by itself
+        megatron_core.adapt_to(chosen)
     if _current is not None:
         here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device)
         if here == (tensor_parallel, pipeline_parallel, sequence_parallel, chosen):
@@ -200,7 +193,7 @@ def adopt(device: torch.device, sequence_parallel: bool = False, groups: Any = N
     Raises:
         UserError: It has not made any.
     """
-    with quiet():
+    with megatron_core.quiet():
         from megatron.core import parallel_state as mpu
     if not mpu.model_parallel_is_initialized():
         raise UserError("Megatron-Core has no groups yet: call its initialize_model_parallel first.")
@@ -221,7 +214,7 @@ def adopt(device: torch.device, sequence_parallel: bool = False, groups: Any = N
 
 
 def shutdown() -> None:
-    """Leave the groups and the world. Harmless where nothing was initialised."""
+    """Leave the groups and the world, and undo `initialize`. Harmless where nothing was initialised."""
     global _current
     if not dist.is_initialized():
         return
@@ -230,6 +223,7 @@ def shutdown() -> None:
 
         _leave_groups(mpu)
         _current = None
+    megatron_core.adapt_to(None)
     dist.destroy_process_group()
 
 
@@ -239,19 +233,6 @@ def _leave_groups(mpu: Any) -> None:
         if group is not None:
             dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Import and build without Megatron-Core's remarks on what is optional here or old (apex, its `GPTModel`)."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _world() -> tuple[int, int]:
@@ -343,58 +324,3 @@ def _join_world(rank: int, world_size: int, device: torch.device, timeout_minute
         store = dist.HashStore()  # type: ignore[attr-defined]
         arguments |= {"store": store, "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **arguments)
-
-
-def _adapt_to_cpu() -> None:
-    """Let the parts of Megatron-Core that we run do without CUDA.
-
-    They allocate the results of collectives on `torch.cuda.current_device()`; on the CPU that is the CPU. Weights
-    are built on the meta device and filled by us, the backbone has no dropout, and recomputation is torch's own, so
-    neither Megatron's initialisers nor its CUDA generators are ever asked.
-    """
-    global _adapted
-    if _adapted:
-        return
-    cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    _adapted = True
-
-
-def fused_norm() -> Any:
-    """Transformer Engine's norm where it is importable and the device is a GPU, else None."""
-    if _current is None or _current.device.type != "cuda" or _is_dry_run():
-        return None
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-        from megatron.core.extensions.transformer_engine import TENorm
-    except ImportError:
-        return None
-    return TENorm
-
-
-def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: bool) -> None:
-    """Put our norm and core attention into the layer spec that Megatron-Core made, in place.
-
-    The two versions nest specs alike down to here: a `ModuleSpec` of the layer, within it one of the attention.
-    """
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
-
-
-def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:
-    """The first half of a Megatron transformer layer: `[T, 1, H]` to the same, attention and residual added."""
-    attended: Tensor = layer._forward_attention(
-        hidden_states=hidden, attention_mask=None, attention_bias=attention_bias
-    )[0]
-    return attended
-
-
-def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
-    """The second half of a Megatron transformer layer: MLP and residual added, row by row."""
-    output: Tensor = layer._forward_mlp(hidden)
-    return output

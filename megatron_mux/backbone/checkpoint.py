@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,7 @@ class Checkpoint:
         # Read, not mapped: the pages of a mapped file would count as this process's memory.
         place = bytearray(count * (right - left) * dtype.itemsize)
         whole = right - left == width or count == 1
-        pieces = [place] if whole else _split(place, count)
+        pieces: Iterable[bytearray | memoryview] = [place] if whole else _split(place, count)
         try:
             file = self._file(stored.file)
             for row, piece in enumerate(pieces):

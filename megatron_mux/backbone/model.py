@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout, runtime
+from megatron_mux import layout, megatron_core
 from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
@@ -410,6 +410,6 @@ def _layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
 def _labelled_layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
     batch = layout.active()
-    attended = runtime.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
+    attended = megatron_core.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
     with layout.activate(batch.labelled):
-        return runtime.mlp_half(layer, attended)
+        return megatron_core.mlp_half(layer, attended)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout, runtime
+from megatron_mux import layout, megatron_core
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rms_norm, rotate
@@ -108,7 +108,7 @@ class Norm:
         cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> nn.Module:
         """Megatron calls the class it finds in a spec and takes what comes back for the module."""
-        fused = runtime.fused_norm()
+        fused = megatron_core.fused_norm()
         if fused is not None:
             built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)
             return built

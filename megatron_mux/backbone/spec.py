@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_mux import runtime
+from megatron_mux import megatron_core
 from megatron_mux.backbone.modules import Norm, NormThenAdd, SegmentAttention
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.runtime import Parallel
 
-with runtime.quiet():
+with megatron_core.quiet():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -81,10 +81,10 @@ def build(
     shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, layers: range, recompute_attention: bool
 ) -> GPTModel:
     """A stage of the model, `layers` of it, on the meta device: it takes no memory until it is filled."""
-    with runtime.quiet():
+    with megatron_core.quiet():
         config = megatron_config(shape, parallel, dtype)
     specs = [_layer_spec(shape, layer, recompute_attention) for layer in layers]
-    with torch.device("meta"), runtime.quiet():
+    with torch.device("meta"), megatron_core.quiet():
         model = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
@@ -108,7 +108,7 @@ def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> 
     """Megatron's local spec with our parts in it."""
     found = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
     attention = partial(SegmentAttention, shape=shape, layer=layer, recompute=recompute_attention)
-    runtime.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
+    megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
     return found
 
 

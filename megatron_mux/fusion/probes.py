@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout, runtime
+from megatron_mux import layout, megatron_core
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
@@ -156,7 +156,10 @@ class Probes:
         found.append(self._module("activation", rows, _activation(mlp), half))
         if shape.ropes[0] is not None:
             found.append(self._rotary(rows))
-        for name, part in (("attention_half", runtime.attention_half), ("mlp_half", runtime.mlp_half)):
+        for name, part in (
+            ("attention_half", megatron_core.attention_half),
+            ("mlp_half", megatron_core.mlp_half),
+        ):
             found.append(self._stack(name, rows, part))
         return found
 

@@ -71,6 +71,16 @@ def test_an_incomplete_environment_is_refused() -> None:
     assert "RANK must be a number" in said
 
 
+def test_leaving_gives_torch_back() -> None:
+    before = torch.cuda.current_device, torch.cuda.synchronize
+    runtime.shutdown()
+    theirs = torch.cuda.current_device, torch.cuda.synchronize
+    runtime.initialize(device="cpu")
+    assert torch.cuda.current_device() == torch.device("cpu") and torch.cuda.synchronize is not theirs[1]
+    runtime.shutdown()
+    assert theirs == (torch.cuda.current_device, torch.cuda.synchronize) != before
+
+
 def test_importing_changes_nothing() -> None:
     code = (
         "import sys, torch; before = torch.cuda.current_device, torch.cuda.synchronize\n"

@@ -1,0 +1,90 @@
+"""Everything that adapts Megatron-Core: to a CPU, to its versions 0.16.1 and 0.19, to being quiet.
+
+Importing this module changes nothing and imports nothing of Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_device: torch.device | None = None
+_of_torch = (torch.cuda.current_device, torch.cuda.synchronize)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Import and build without Megatron-Core's remarks on what is optional here or old (apex, its `GPTModel`)."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def adapt_to(device: torch.device | None) -> None:
+    """Let the parts of Megatron-Core that we run do without CUDA where this process computes on a CPU.
+
+    They allocate the results of collectives on `torch.cuda.current_device()`; on the CPU that is the CPU. Weights
+    are built on the meta device and filled by us, the backbone has no dropout, and recomputation is torch's own, so
+    neither Megatron's initialisers nor its CUDA generators are ever asked.
+
+    Args:
+        device: What this process computes on; None takes everything back, as a GPU does.
+    """
+    global _device
+    _device = device
+    current, synchronize = _of_torch
+    if device is not None and device.type == "cpu":
+        current, synchronize = lambda: device, lambda device=None: None  # type: ignore[assignment,return-value]
+    torch.cuda.current_device, torch.cuda.synchronize = current, synchronize
+
+
+def fused_norm() -> Any:
+    """Transformer Engine's norm where it is importable and the device is a GPU, else None."""
+    if _device is None or _device.type != "cuda" or dist.get_backend() == "fake":
+        return None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        from megatron.core.extensions.transformer_engine import TENorm
+    except ImportError:
+        return None
+    return TENorm
+
+
+def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: bool) -> None:
+    """Put our norm and core attention into the layer spec that Megatron-Core made, in place.
+
+    The two versions nest specs alike down to here: a `ModuleSpec` of the layer, within it one of the attention.
+    """
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = core_attention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
+
+
+def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:
+    """The first half of a Megatron transformer layer: `[T, 1, H]` to the same, attention and residual added."""
+    attended: Tensor = layer._forward_attention(
+        hidden_states=hidden, attention_mask=None, attention_bias=attention_bias
+    )[0]
+    return attended
+
+
+def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
+    """The second half of a Megatron transformer layer: MLP and residual added, row by row."""
+    output: Tensor = layer._forward_mlp(hidden)
+    return output
