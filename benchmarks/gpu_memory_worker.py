@@ -167,7 +167,7 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
         (Path(directory) / "config.json").write_text(json.dumps(given.config))
         dtype, split = getattr(torch, given.dtype), given.plan.split or None
         stages = load_stages(
-            Path(directory), parallel, dtype, given.recompute, split, given.residence, absent=True
+            Path(directory), parallel, dtype, given.recompute, split, given.residence, config_only=True
         )
     for stage in stages:
         tensors = [parameter.data for parameter in stage.model.parameters()]

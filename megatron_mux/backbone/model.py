@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout, megatron_core
-from megatron_mux.backbone import columns, spec, weights
-from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
+from megatron_mux import layout
+from megatron_mux.backbone import columns
+from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.loading import load_model
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
-from megatron_mux.backbone.residence import Key, Kind, Residence, unit_of
+from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.backbone.split import Split, even_split, stage_layers
@@ -28,24 +28,13 @@ from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
-from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
+from megatron.core.tensor_parallel.mappings import (  # isort: skip  after loading, which silences its remarks
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 
 Recompute = Literal["none", "full", "selective"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What a process is at that reads a part of the backbone: a layer, or what is outside layers (None)."""
-
-    layer: int | None
-
-    def __str__(self) -> str:
-        part = "" if self.layer is None else f"'s layer {self.layer}"
-        return f"reading the backbone{part}"
 
 
 class Backbone:
@@ -102,7 +91,7 @@ class Backbone:
         split: Split | None = None,
         stage: int | None = None,
         residence: Kind = "resident",
-        absent: bool = False,
+        config_only: bool = False,
     ) -> Backbone:
         """Build a stage's tensor shard and fill it, reading nothing else.
 
@@ -114,43 +103,21 @@ class Backbone:
             split: Layers of each stage; by default as even as can be, a stage to a rank.
             stage: Which one; by default this rank's first.
             residence: Where weights live between uses: see `Residence`.
-            absent: There is a config.json alone: parameters are made, and hold anything.
+            config_only: There is a config.json alone: parameters are made, and hold anything.
 
         Raises:
             UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
         """
-        info = info_without_weights(path) if absent else read_backbone_info(path)
+        info = info_without_weights(path) if config_only else read_backbone_info(path)
         info.check_parallel(parallel.tp_size, parallel.pp_size)
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
         shape = dataclasses.replace(info.shape, padded_vocab=padded)
         layers = stage_layers(split or even_split(shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
         ]
-        model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
-        first, last = layers.start == 0, layers.stop == shape.layers
-        tied_here = shape.tied and first and last
-        if tied_here:
-            model.output_layer.register_parameter("weight", None)
-        shard = weights.Shard(
-            layers=layers,
-            first=first,
-            last=last,
-            tp_rank=parallel.tp_rank,
-            tp_size=parallel.tp_size,
+        model, home = load_model(
+            info, shape, parallel, dtype, layers, recompute == "selective", residence, config_only
         )
-        home = Residence(residence, parallel)
-        filled = weights.plan(shape, shard)
-        weights.check_complete(model, filled)
-        units: dict[Key, weights.Plan] = {}
-        for name, pieces in filled.items():
-            units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
-        with NoWeights() if absent else Checkpoint(info.path) as source:
-            for key, own in units.items():
-                parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-                home.settle(key, weights.fill(model, own, info.stored, source, dtype, parallel.device))
-        if tied_here:
-            model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
-            home.tie("head", "embedding")
         return cls(info, shape, parallel, layers, model, recompute, home)
 
     @property
@@ -184,10 +151,10 @@ class Backbone:
         if hidden is None:
             hidden = self._embed(batch)
         angles = self.angles(batch)
-        trimmed = labelled_only and self.last and not self.parallel.sequence_parallel
+        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
         layers = self.residence.layers(hidden, self._trained_from)
         for i in range(len(self.layers)):
-            layers.through(i, partial(self._through, i, batch, angles[i], trimmed))
+            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
         return layers.hidden
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
@@ -304,29 +271,17 @@ class Backbone:
                 return i
         return len(self.layers)
 
-    def _through(
-        self, i: int, batch: MicroBatch, angles: Angles | None, trimmed: bool, hidden: Tensor
+    def _layer(
+        self, i: int, batch: MicroBatch, angles: Angles | None, labelled_only: bool, hidden: Tensor
     ) -> Tensor:
-        """The stage's layer `i`, and on the last stage the final norm behind its last layer."""
+        """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not batch.rows:
             return hidden
         decoder: Any = self.model.decoder
-        behind_all = self.last and i == len(decoder.layers) - 1
-        compute = _labelled_layer if trimmed and behind_all else _layer
-        if self.recompute == "full" and torch.is_grad_enabled():
-            # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
-            hidden = checkpoint(
-                _entered_first,
-                compute,
-                decoder.layers[i],
-                hidden,
-                angles,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            hidden = compute(decoder.layers[i], hidden, angles)
-        if behind_all:
+        is_last = self.last and i == len(decoder.layers) - 1
+        trimmed = labelled_only and is_last
+        hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
+        if is_last:
             with layout.activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
         return hidden
@@ -367,49 +322,11 @@ def load_stages(
     recompute: Recompute = "none",
     split: Split | None = None,
     residence: Kind = "resident",
-    absent: bool = False,
+    config_only: bool = False,
 ) -> list[Backbone]:
     """All stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
-        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, absent)
+        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only)
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]
-
-
-class _Last(torch.autograd.Function):
-    """Identity whose backward, the first of its layer, asks for a saved tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        return gradient
-
-
-def _entered_first(compute: Any, *arguments: Any) -> Tensor:
-    """A layer to recompute, all of it before its backward begins.
-
-    Else recomputation would begin where a saved tensor is first asked for. With sequence parallelism that may be an
-    adapter that only this rank has rows for, and another rank would begin after a collective of the layer's backward:
-    each would wait for the other.
-    """
-    output: Tensor = _Last.apply(compute(*arguments))  # type: ignore[no-untyped-call]
-    return output
-
-
-def _layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=angles)
-    return output  # type: ignore[no-any-return]
-
-
-def _labelled_layer(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
-    batch = layout.active()
-    attended = megatron_core.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
-    with layout.activate(batch.labelled):
-        return megatron_core.mlp_half(layer, attended)

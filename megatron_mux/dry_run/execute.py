@@ -111,7 +111,7 @@ def _record(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | 
                 run.recompute,
                 plan.split or None,
                 run.residence,
-                absent=answer is not None,
+                config_only=answer is not None,
             )
             watch.follow(stages)
             recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size

@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.modules import Module
-from megatron_mux.backbone.model import Backbone, Reading
+from megatron_mux.backbone.loading import Reading
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.dry_run.recording import Mark
 from megatron_mux.engine import Engine

@@ -1,0 +1,78 @@
+"""Computing one layer: all of it or its labelled rows, kept for the backward or computed again there.
+
+Shapes: T tokens in the micro-batch, N labelled ones, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_mux import layout, megatron_core
+from megatron_mux.backbone.rotary import Angles
+
+
+def compute_layer(
+    layer: nn.Module, hidden: Tensor, angles: Angles | None, labelled_only: bool, recompute: bool
+) -> Tensor:
+    """Compute a Megatron layer on the active micro-batch.
+
+    Args:
+        layer: The layer.
+        hidden: `[T, 1, H]`.
+        angles: The rotary angles of the tokens; None without rotary embedding.
+        labelled_only: Compute the MLP on labelled rows only: above attention no row looks at another.
+        recompute: Keep the input alone, and compute the layer again in the backward.
+
+    Returns:
+        `[T, 1, H]`; `[N, 1, H]` with `labelled_only`.
+    """
+    compute = _labelled if labelled_only else _whole
+    if not (recompute and torch.is_grad_enabled()):
+        return compute(layer, hidden, angles)
+    # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
+    output: Tensor = checkpoint(
+        _all_before_backward, compute, layer, hidden, angles, use_reentrant=False, preserve_rng_state=False
+    )
+    return output
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity whose backward, the first of its layer, asks for a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return gradient
+
+
+def _all_before_backward(compute: Any, *arguments: Any) -> Tensor:
+    """A layer to recompute, all of it before its backward begins.
+
+    Else recomputation would begin where a saved tensor is first asked for. With sequence parallelism that may be an
+    adapter that only this rank has rows for, and another rank would begin after a collective of the layer's backward:
+    each would wait for the other.
+    """
+    output: Tensor = _Entrance.apply(compute(*arguments))  # type: ignore[no-untyped-call]
+    return output
+
+
+def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
+    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=angles)
+    return output  # type: ignore[no-any-return]
+
+
+def _labelled(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
+    """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
+    batch = layout.active()
+    attended = megatron_core.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
+    with layout.activate(batch.labelled):
+        return megatron_core.mlp_half(layer, attended)
