@@ -144,7 +144,7 @@ class TaskAdapter(ABC):
 
     Attributes:
         parameters: Local parameters, in the order of layers.
-        fixed: Local tensors that are saved with the adapter but not trained.
+        fixed: Local tensors that are not trained.
         at: Index of a BaseOp in `host.base_ops` to the method there.
     """
 
@@ -238,7 +238,7 @@ class TaskAdapter(ABC):
         tensor = self.tensors[key]
         value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
         record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, decay)
-        if self.initial is None:
+        if self.initial is None or not tensor.stored:
             full = torch.empty(tensor.shape, dtype=torch.float32)
             init(full, self.host.generator(self.seed, key))
         else:

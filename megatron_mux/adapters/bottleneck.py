@@ -16,11 +16,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key, uniform, zeros
+from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
 from megatron_mux.adapters.modules import Module, Shape, short_names
 from megatron_mux.adapters.peft_config import stored_config, stored_targets
-from megatron_mux.base_ops import COLUMN_PARALLEL
+from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets
 
@@ -79,6 +80,32 @@ class BottleneckSpec(AdapterSpec):
         """See `AdapterSpec.config`."""
         fields = {name: getattr(self, name) for name in ("bottleneck_size", "non_linearity", "scaling")}
         return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`."""
+
+        def section(size: int) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
+            return lambda op, names: cls(
+                peft_type="BOTTLENECK", bottleneck_size=size, target_modules=list(names)
+            )
+
+        ends: tuple[BaseOpName, ...] = ("linear_proj", "linear_fc2")
+        return [Sample(section(8), ends, pair="linear_proj"), Sample(section(64), ends)]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("BOTTLENECK", self.bottleneck_size)
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        return Work(4 * self.bottleneck_size * place.out_features, 3 * place.out_features)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """See `AdapterSpec.kept`."""
+        rows = (Row("bottleneck", "rows", 2 * self.bottleneck_size),)
+        matrices = 2 * self.bottleneck_size * place.out_features
+        return Kept(output=True, rows=rows, whole=matrices, copied_if_rounded=True)
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

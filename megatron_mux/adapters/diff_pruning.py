@@ -15,7 +15,7 @@ Both are divided over tensor ranks as the weight is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter, tensor_key, zeros
+from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
-from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Number, Refused, Targets
@@ -36,6 +38,9 @@ STRETCH = (-1.5, 1.5)
 INITIAL_LOG_ALPHA = 5.0
 FROZEN_LOG_ALPHA = 20.0  # its noise-free mask is exactly 1, and exactly 0 with the sign turned
 RELAXED_SHARE = (2, 3)  # of the steps
+
+_OF_AN_ELEMENT = 5
+"""Values of 4 bytes for each element of a difference: its mask, its slope, random numbers and what they are made of."""
 
 
 def freeze_step(total_steps: int) -> int:
@@ -105,6 +110,30 @@ class DiffPruningSpec(AdapterSpec):
         """See `AdapterSpec.config`."""
         fields = {"sparsity": self.sparsity, "l0_weight": self.l0_weight}
         return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`."""
+
+        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
+            return cls(peft_type="DIFF_PRUNING", target_modules=list(names))
+
+        return [Sample(section, pair="linear_qkv")]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("DIFF_PRUNING")
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        inputs, outputs = place.in_features, place.out_features
+        return Work(2 * inputs * outputs, inputs + 2 * outputs, 4 * inputs * outputs)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """See `AdapterSpec.kept`: modules are computed one after the other, of several in a BaseOp the mean counts."""
+        elements = place.in_features * (place.share or place.out_features) / place.modules
+        rows = (Row("product of its own", "columns", place.share),)
+        return Kept(input=True, rows=rows, scratch=_OF_AN_ELEMENT * elements)
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

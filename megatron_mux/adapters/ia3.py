@@ -17,10 +17,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key
+from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor
 from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Modules, Refused, Targets, problem
 
@@ -85,6 +87,32 @@ class IA3Spec(AdapterSpec):
                 "target_modules": names,
             },
         )
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`."""
+
+        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
+            inputs = list(names) if op == "linear_fc2" else []
+            return cls(peft_type="IA3", target_modules=list(names), feedforward_modules=inputs)
+
+        return [Sample(section, pair="linear_qkv")]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("IA3")
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        return Work(place.out_features, 2 * place.out_features)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """See `AdapterSpec.kept`."""
+        if not self.scales_input(modules, shape):
+            return Kept(output=True)
+        if not place.column_parallel:
+            return Kept(input=True, replaces_input=True)
+        return Kept(input=True, rows=(Row("product of its own", "columns", place.share),))
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.modules import Module, Shape, Targets, match_targets, modules_of
 from megatron_mux.section import FilePath, Refused, Section
 
@@ -29,13 +30,15 @@ class AdapterTensor:
         shape: Of the whole tensor.
         layer: The layer that it belongs to; None: all layers share it.
         dim: The dimension that tensor ranks divide; None: each of them holds everything.
-        trained: Whether it is trained; else it is fixed, and saved with the adapter.
+        trained: Whether it is trained; else it is fixed, and each stage that has a part of the adapter holds it.
+        stored: Whether it is stored with the adapter; else it can be made again.
     """
 
     shape: tuple[int, ...]
     layer: int | None
     dim: int | None = None
     trained: bool = True
+    stored: bool = True
 
 
 class AdapterSpec(Section, ABC):
@@ -106,6 +109,38 @@ class AdapterSpec(Section, ABC):
     @abstractmethod
     def config(self, shape: Shape) -> dict[str, Any]:
         """The content of `adapter_config.json`."""
+
+    # -- its cost
+
+    @classmethod
+    @abstractmethod
+    def samples(cls) -> Sequence[Sample]:
+        """The adapters whose seconds are measured for a profile: at least one size, better two, for each `curve`."""
+
+    @abstractmethod
+    def curve(self, modules: int) -> Curve | None:
+        """Where a profile has the seconds of this adapter at a BaseOp.
+
+        Args:
+            modules: Number of modules of the BaseOp that it targets.
+
+        Returns:
+            None if it takes no seconds of its own: its `virtual_tokens` are counted with attention.
+        """
+
+    @abstractmethod
+    def work(self, place: Place) -> Work:
+        """The work of this adapter at a BaseOp, for profiles that are not measured."""
+
+    @abstractmethod
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """The memory of this adapter at a BaseOp.
+
+        Args:
+            place: The BaseOp.
+            modules: Its modules that the adapter targets.
+            shape: Of the backbone.
+        """
 
     # -- at run time
 

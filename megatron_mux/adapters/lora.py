@@ -7,17 +7,19 @@ rank; on a row-parallel one A is divided as the input is and B is whole. What is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, LowRankTerm, TaskAdapter, tensor_key, uniform, zeros
+from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work, low_rank_kept, low_rank_work
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor, bookkeeping, not_yet
-from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets, TidyNumber
 
@@ -119,6 +121,36 @@ class LoraSpec(AdapterSpec):
             "target_modules": stored_targets(self, shape),
         }
         return stored_config(self, {**_DEFAULTS, **own})
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`: the rank is shared out among the modules of a BaseOp."""
+
+        def section(rank: int, dropout: float) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
+            return lambda op, names: cls(
+                peft_type="LORA",
+                r=max(1, rank // len(names)),
+                lora_dropout=dropout,
+                target_modules=list(names),
+            )
+
+        return [
+            Sample(section(rank, dropout), pair="linear_qkv" if rank == 8 else None)
+            for dropout in (0.0, 0.1)
+            for rank in (8, 64)
+        ]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("LORA_DROPOUT" if self.lora_dropout else "LORA", self.r * modules)
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        return low_rank_work(place, self.r * place.modules, bool(self.lora_dropout))
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """See `AdapterSpec.kept`."""
+        return low_rank_kept(place, self.r * place.modules, bool(self.lora_dropout))
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

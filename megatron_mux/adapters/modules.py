@@ -51,6 +51,12 @@ class Shape(Protocol):
     def module_paths(self) -> Sequence[str]:
         """Full Hugging Face paths of these modules: layer by layer, each in the order of `layer_modules`."""
 
+    def in_features(self, op: BaseOpName) -> int:
+        """Full input width of a BaseOp."""
+
+    def out_features(self, op: BaseOpName) -> int:
+        """Full output width of a BaseOp."""
+
     def module_shape(self, path: str) -> tuple[int, int]:
         """Output and input width of one of these modules."""
 

@@ -89,9 +89,10 @@ def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Shape
     Returns:
         One problem for tensors missing, one for tensors too many, one for wrong shapes; empty if all is well.
     """
-    wanted = {key: tensor.shape for key, tensor in spec.tensors(shape).items()}
+    known = spec.tensors(shape)
+    wanted = {key: tensor.shape for key, tensor in known.items() if tensor.stored}
     missing = [key for key in wanted if key not in tensors]
-    stray = [key for key in tensors if key not in wanted]
+    stray = [key for key in tensors if key not in known]
     problems = []
     if missing:
         problems.append(

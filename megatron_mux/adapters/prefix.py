@@ -7,7 +7,7 @@ gradient is partial. Keys are put before the sequence unrotated, as peft's cache
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,9 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import Kept, Place, Sample, Work
 from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor, not_yet
-from megatron_mux.adapters.modules import Shape
+from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.adapters.peft_config import stored_config
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import LARGEST_SIZE, Refused
@@ -77,6 +78,22 @@ class PrefixTuningSpec(AdapterSpec):
                 "token_dim": width,
             },
         )
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """None: its cost is that of longer keys, which is attention's."""
+        return []
+
+    def curve(self, modules: int) -> None:
+        """See `AdapterSpec.curve`."""
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        return Work(0.0, 0.0)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+        """See `AdapterSpec.kept`: keys and values of its `virtual_tokens` are counted with attention's."""
+        return Kept()
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

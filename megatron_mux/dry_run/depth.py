@@ -104,7 +104,7 @@ def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info.shape)
     sites = defaultdict(set)
     for site in load.sites:
-        sites[site.layer].add((site.op, site.kind, site.size))
+        sites[site.layer].add((site.op, site.curve))
     if load.virtual_tokens or spec.adapter.acts_after_steps:
         return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1

@@ -89,7 +89,10 @@ class _Work:
         Args:
             pipeline: Which.
         """
-        sizes = [sum(site.size for site in load.sites if site.kind == "BOTTLENECK") for load in self._loads]
+        sizes = [
+            sum(row.width for site in load.sites for row in site.kept.rows if row.where == "rows")
+            for load in self._loads
+        ]
         most = np.zeros(self._tensor)
         for unit in self._units[pipeline]:
             kept = np.repeat(

@@ -48,7 +48,7 @@ def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Pa
         parallel: Where this rank stands.
     """
     moments = optimizer.state()
-    tensors = [*adapter.parameters, *adapter.fixed]
+    tensors = [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]
     local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in tensors}
     for key, tensor in adapter.state().items():
         local[key]["extra"] = tensor

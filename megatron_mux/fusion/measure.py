@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.probes import KINDS_MEASURED, SEGMENT, STACK, Probe, Probes
+from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.fusion.probes import SEGMENT, STACK, Probe, Probes
 from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
@@ -130,9 +131,9 @@ class _Bench:
             there = curves["transfer"]
             curves["transfer"] = Curve(there.sizes, *(tuple(s / 2 for s in there.forward),) * 2)
         for name in list(curves):
-            kind, _, rest = name.partition(":")
-            if kind in KINDS_MEASURED and not name.endswith("-tasks"):
-                curves[name] = _less(curves[name], plain[rest.partition(":")[0]])
+            parts_of_name = name.split(":")  # an adapter's: curve, BaseOp, size
+            if len(parts_of_name) == 3 and parts_of_name[1] in BASE_OPS:
+                curves[name] = _less(curves[name], plain[parts_of_name[1]])
         for name in [n for n in curves if n.endswith("-tasks")]:
             both = curves.pop(name)
             kind, op = name.split(":")[:2]
@@ -143,7 +144,6 @@ class _Bench:
             # A rank that is neither first nor last has no entry or head; one alone has nobody to send to.
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
-        curves["utilisation:LORA_DROPOUT"] = curves["utilisation:LORA"]
         assert set(DENSE) <= set(curves)
         tensor, element = self._optimizer()
         return Profile(

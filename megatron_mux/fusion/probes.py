@@ -17,9 +17,12 @@ from torch import Tensor
 
 from megatron_mux import layout, megatron_core
 from megatron_mux.adapters.base_op import AttachedBaseOp
+from megatron_mux.adapters.costs import Sample
 from megatron_mux.adapters.host import Host
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rotate
@@ -35,33 +38,9 @@ STACK = 4
 """Layers that are run on top of each other to measure what a layer takes beyond its operators."""
 
 
-_ROW_PARALLEL = ("linear_proj", "linear_fc2")
-
-_ADAPTERS: Sequence[tuple[str, int, Sequence[str]]] = (
-    ("LORA", 8, OPS),
-    ("LORA", 64, OPS),
-    ("LORA_DROPOUT", 8, OPS),
-    ("LORA_DROPOUT", 64, ("linear_qkv",)),
-    ("IA3", 0, OPS),
-    ("BOTTLENECK", 8, _ROW_PARALLEL),
-    ("BOTTLENECK", 64, _ROW_PARALLEL),
-    ("DIFF_PRUNING", 0, OPS),
-)
-"""Kinds, sizes and places whose cost is measured; prefix tuning's is that of longer keys."""
-
-_PAIRS: Sequence[tuple[str, str, int]] = (
-    ("LORA", "linear_qkv", 8),
-    ("IA3", "linear_qkv", 0),
-    ("BOTTLENECK", "linear_proj", 8),
-    ("DIFF_PRUNING", "linear_qkv", 0),
-)
-"""Of which two adapters are measured beside each other: equation 3's utilisation."""
-
-KINDS_MEASURED = frozenset(kind for kind, _, _ in _ADAPTERS)
-
-
-def _name(kind: str, op: str, size: int, tasks: int) -> str:
-    return f"{kind}:{op}:{size}" + (f":{tasks}-tasks" if tasks > 1 else "")
+def adapter_samples() -> list[Sample]:
+    """The adapters of all kinds whose seconds make a profile."""
+    return [sample for kind in KINDS.values() for sample in kind.samples()]
 
 
 @dataclass
@@ -280,20 +259,21 @@ class Probes:
 
     def _adapters(self) -> list[Probe]:
         found: list[Probe] = []
-        for kind, size, ops in _ADAPTERS:
-            for op in ops:
-                for rows in self.coarse:
-                    found.append(self._adapted(kind, op, size, rows, tasks=1))
-        for kind, op, size in _PAIRS:
-            for rows in self.coarse[1:3] or self.coarse:
-                found.append(self._adapted(kind, op, size, rows, tasks=2))
+        for sample in adapter_samples():
+            for op in sample.ops:
+                found += [self._adapted(sample, op, rows, tasks=1) for rows in self.coarse]
+        for sample in adapter_samples():
+            if sample.pair is not None:
+                rows_of_pairs = self.coarse[1:3] or self.coarse
+                found += [self._adapted(sample, sample.pair, rows, tasks=2) for rows in rows_of_pairs]
         return found
 
-    def _adapted(self, kind: str, op: str, size: int, rows: int, tasks: int) -> Probe:
+    def _adapted(self, sample: Sample, op: BaseOpName, rows: int, tasks: int) -> Probe:
         """A BaseOp with adapters of one kind: what it takes more than the BaseOp alone is theirs."""
-        info = self.ops[op]  # type: ignore[index]
+        info = self.ops[op]
         host = Host([info], self.backbone.parallel, self.dtype, self.backbone.shape)
-        specs = [_spec(f"probe-{i}", kind, size, info) for i in range(tasks)]
+        section = sample.section(op, [path.rpartition(".")[2] for path in info.parts])
+        specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
         adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]
         attached = AttachedBaseOp(info, self.backbone.parallel)
@@ -309,9 +289,7 @@ class Probes:
 
             return run
 
-        if kind.startswith("LORA"):  # a rank for each module: their sum may not be what was asked for
-            size = max(1, size // len(info.parts)) * len(info.parts)
-        return Probe(_name(kind, op, size, tasks), rows, make)
+        return Probe(_name(section, op, len(info.parts), tasks), rows, make)
 
     def _collectives(self) -> list[Probe]:
         """All-reduce among tensor ranks; a transfer from the first rank to the second and back, where there are two."""
@@ -363,22 +341,14 @@ def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
     return gated
 
 
-def _spec(name: str, kind: str, size: int, info: BaseOpInfo) -> TaskSpec:
-    """A task whose adapter has all modules of one BaseOp."""
-    adapter: dict[str, Any] = {"peft_type": kind, "target_modules": "all-linear"}
-    if kind in ("LORA", "LORA_DROPOUT"):
-        rank = max(1, size // len(info.parts))
-        adapter |= {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-        if kind == "LORA_DROPOUT":
-            adapter["lora_dropout"] = 0.1
-    elif kind == "BOTTLENECK":
-        adapter["bottleneck_size"] = size
-    elif kind == "IA3":
-        names = [path.rpartition(".")[2] for path in info.parts]
-        adapter |= {
-            "target_modules": names,
-            "feedforward_modules": names if info.name == "linear_fc2" else [],
-        }
-    return TaskSpec.model_validate(
-        {"name": name, "adapter": adapter, "data": {"path": "probe"}, "training": {"max_steps": 10}}
-    )
+def _name(section: AdapterSpec, op: BaseOpName, modules: int, tasks: int) -> str:
+    curve = section.curve(modules)
+    if curve is None:
+        raise ValueError(f"{section.peft_type}: a sample takes no seconds")
+    return f"{curve.name}:{op}:{curve.size}" + (f":{tasks}-tasks" if tasks > 1 else "")
+
+
+def _spec(name: str, section: AdapterSpec) -> TaskSpec:
+    """A task with this adapter."""
+    task = {"name": name, "adapter": section.model_dump(), "data": {"path": "probe"}}
+    return TaskSpec.model_validate({**task, "training": {"max_steps": 10}})

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict
 
+from megatron_mux.adapters.registry import KINDS
+
 FORMAT: Literal[1] = 1
 
 DENSE = (
@@ -136,8 +138,8 @@ class Profile:
 
 
 def key_of(about: Mapping[str, Any]) -> str:
-    """A short name of everything that seconds depend on."""
-    text = json.dumps({**about, "format": FORMAT}, sort_keys=True, default=str)
+    """A short name of everything that seconds depend on, and of the adapter kinds that were known."""
+    text = json.dumps({**about, "format": FORMAT, "adapters": sorted(KINDS)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

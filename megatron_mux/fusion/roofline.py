@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_mux.adapters.costs import Place, Work
+from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
@@ -110,27 +112,15 @@ def _attention(shape: Any, device: Device, itemsize: int, tp: int) -> dict[str, 
 
 def _adapters(shape: Any, tp: int, curve: Callable[..., Curve], itemsize: int) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
-    for op in OPS:
-        k, n = _widths(shape, op, tp)
-        for rank in (8, 64):
+    for sample in (sample for kind in KINDS.values() for sample in kind.samples()):
+        for op in sample.ops:
+            section = sample.section(op, ["module"])
+            work, place = section.work(Place(op, *_widths(shape, op, tp))), section.curve(1)
+            assert place is not None, "samples take seconds"
 
-            def low_rank(rows: float, k: float = k, n: float = n, rank: int = rank) -> tuple[float, float]:
-                return 2 * rows * rank * (k + n), itemsize * rows * (k + 2 * n)
+            def rows(rows: float, work: Work = work) -> tuple[float, float]:
+                return rows * work.flops, itemsize * (rows * work.moved + work.weights)
 
-            def dropped(rows: float, k: float = k, n: float = n, rank: int = rank) -> tuple[float, float]:
-                return 2 * rows * rank * (k + n), itemsize * rows * (4 * k + 2 * n)
-
-            found[f"LORA:{op}:{rank}"] = curve(low_rank, backward=2.0)
-            found[f"LORA_DROPOUT:{op}:{rank}"] = curve(dropped, backward=2.0)
-            if op in ("linear_proj", "linear_fc2"):
-                found[f"BOTTLENECK:{op}:{rank}"] = curve(
-                    lambda rows, n=n, rank=rank: (4 * rows * rank * n, itemsize * rows * 3 * n), backward=2.0
-                )
-        found[f"IA3:{op}:0"] = curve(lambda rows, n=n: (rows * n, 2 * itemsize * rows * n), backward=2.0)
-        found[f"DIFF_PRUNING:{op}:0"] = curve(
-            lambda rows, k=k, n=n: (2 * rows * k * n, itemsize * (rows * (k + 2 * n) + 4 * k * n)),
-            backward=2.0,
-        )
-    for kind in ("LORA", "LORA_DROPOUT", "BOTTLENECK", "IA3", "DIFF_PRUNING"):
-        found[f"utilisation:{kind}"] = Curve((1,), (1.0,), (1.0,))
+            found[f"{place.name}:{op}:{place.size}"] = curve(rows, backward=2.0)
+            found[f"utilisation:{place.name}"] = Curve((1,), (1.0,), (1.0,))
     return found

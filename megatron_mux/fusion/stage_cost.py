@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.adapters.costs import Curve
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
@@ -207,29 +208,31 @@ class StageCosts:
     def _adapters_of(self, task: int, rows: float) -> Array:
         """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
         found = np.zeros((2, 2, len(self.stages), len(OPS)))
-        for (op, kind, size), counts in self._sites[task].items():
-            alone = np.array(self._adapter(kind, op, size, rows))
-            shares = self._curves.get(f"utilisation:{kind}")
+        for (op, curve), counts in self._sites[task].items():
+            alone = np.array(self._adapter(curve, op, rows))
+            shares = self._curves.get(f"utilisation:{curve.name}")
             share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
             found[0, :, :, OPS.index(op)] += alone[:, None] * counts
             found[1, :, :, OPS.index(op)] += (alone * share)[:, None] * counts
         return found
 
-    def _adapter(self, kind: str, op: str, size: int, rows: float) -> tuple[float, float]:
-        """Seconds of one adapter: linear in its size between and beyond those that were measured."""
-        if kind == "PREFIX_TUNING":  # longer keys, counted with attention
-            return 0.0, 0.0
-        known = sorted(int(n.rpartition(":")[2]) for n in self._curves if n.startswith(f"{kind}:{op}:"))
+    def _adapter(self, curve: Curve, op: str, rows: float) -> tuple[float, float]:
+        """Seconds of one adapter: linear in its size between and beyond those that were measured.
+
+        Raises:
+            UserError: The profile has none of its kind.
+        """
+        known = sorted(int(n.rpartition(":")[2]) for n in self._curves if n.startswith(f"{curve.name}:{op}:"))
         if not known:
             raise UserError(
-                f"the {self.profile.description} has no cost of {kind} at {op}: measure it with "
+                f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "
                 "tools/profile_backbone.py --force"
             )
         if len(known) == 1:
-            return self._curves[f"{kind}:{op}:{known[0]}"].at(rows)
+            return self._curves[f"{curve.name}:{op}:{known[0]}"].at(rows)
         low, high = known[0], known[-1]
-        share = (size - low) / (high - low)
-        a, b = (self._curves[f"{kind}:{op}:{n}"].at(rows) for n in (low, high))
+        share = (curve.size - low) / (high - low)
+        a, b = (self._curves[f"{curve.name}:{op}:{n}"].at(rows) for n in (low, high))
         return max(0.0, a[0] + share * (b[0] - a[0])), max(0.0, a[1] + share * (b[1] - a[1]))
 
     # -- besides the passes
@@ -275,13 +278,14 @@ def _passes(both: Array) -> tuple[Array, Array]:
 
 def _by_stage(
     sites: Sequence[Site], stages: Sequence[range]
-) -> dict[tuple[BaseOpName, str, int], npt.NDArray[np.int64]]:
-    """For each kind of adapter at a BaseOp, `[S]` how many layers of each stage have it."""
-    found: dict[tuple[BaseOpName, str, int], npt.NDArray[np.int64]] = {}
+) -> dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]]:
+    """For each adapter at a BaseOp that takes seconds, `[S]` how many layers of each stage have it."""
+    found: dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]] = {}
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     for site in sites:
-        counts = found.setdefault((site.op, site.kind, site.size), np.zeros(len(stages), np.int64))
-        counts[stage_of[site.layer]] += 1
+        if site.curve is not None:
+            counts = found.setdefault((site.op, site.curve), np.zeros(len(stages), np.int64))
+            counts[stage_of[site.layer]] += 1
     return found
 
 

@@ -126,6 +126,7 @@ class StageMemory:
         values = [load.adapter.values(stage.layers, self.method.tensor) for load in self.loads]
         copies = [2 if load.adapter.optimizer == "sgd" else 4 for load in self.loads]
         found = sum(count * size for count, size in zip(copies, values, strict=True))
+        found += sum(load.adapter.fixed_values(stage.layers) for load in self.loads)
         return found * self.adapter_size
 
     def _room(self, stage: Stage) -> float:
@@ -287,14 +288,14 @@ class _OfTasks:
                 for op in own.inputs([task], layer):
                     self.needs[op][k, layer] = 1.0  # type: ignore[index]
                 for site in task.by_layer[layer]:
-                    if site.scales_input and site.op in _ROW_PARALLEL:
+                    if site.kept.replaces_input:
                         self.scaling[site.op][k, layer] = 1.0
                 for op in OPS:
                     there = replace(task, sites=tuple(s for s in task.by_layer[layer] if s.op == op))
                     self.views[op][k, layer] = memory._bytes(own.whole([there], layer, a, run))
                 self.own[k, layer] = memory._bytes(own.rows(task, layer, a, run))
-                self.copies[k, layer] = own.factors(task, layer, a, run, method.tensor)
-                self.moment[k, layer] = own.scratch([task], [layer], a, method.tensor)
+                self.copies[k, layer] = own.factors(task, layer, run, method.tensor)
+                self.moment[k, layer] = own.scratch([task], [layer], method.tensor)
             mlp = replace(task, sites=tuple(s for s in task.sites if s.op in _MLP))
             self.own_mlp[k] = memory._bytes(own.rows(mlp, layers - 1, a, run))
 
@@ -340,4 +341,4 @@ class _OfTasks:
 
 def _without_prefix(task: TaskAdapters) -> TaskAdapters:
     """A task's adapter less what it keeps for each sequence: that is counted with attention's copies."""
-    return replace(task, sites=tuple(site for site in task.sites if site.kind != "PREFIX_TUNING"))
+    return replace(task, virtual_tokens=0)

@@ -157,7 +157,7 @@ def _kept(
         saved = kept.engine(architecture, run, own.inputs([task], layer), selective=False)
         saved += own.rows(task, layer, architecture, run)
         wanted += rows * kept.total(saved, method.tensor, method.sequence_parallel)
-        wanted += own.factors(task, layer, architecture, run, method.tensor)
+        wanted += own.factors(task, layer, run, method.tensor)
     share = method.tensor if method.sequence_parallel else 1
     if backbone.first:  # embedded tokens need no gradient
         wanted -= rows * 4 * architecture.hidden / share

@@ -230,7 +230,7 @@ class Parts:
     def _step(self, stage: Stage) -> float:
         """What the optimizer's step makes anew."""
         if self.recipe.frozen:
-            return own.scratch(self.recipe.adapters, stage.layers, self.architecture, self.method.tensor)
+            return own.scratch(self.recipe.adapters, stage.layers, self.method.tensor)
         if self.method.offload:
             return 0.0
         share = self._stepped(stage) / stage.values
@@ -244,7 +244,7 @@ class Parts:
         total = 0.0
         for task in self.recipe.adapters:
             values = task.values(stage.layers, self.method.tensor)
-            yield Line("adapters", 4 * values)
+            yield Line("adapters", 4 * (values + task.fixed_values(stage.layers)))
             yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
             total += values
         if self.method.data * self.method.tensor > 1:
@@ -327,7 +327,7 @@ class Parts:
         if last < self._lowest:
             return
         transient = kept.workspace(self.architecture, self._run, self.recipe.frozen)
-        masks = own.scratch(self.recipe.adapters, stage.layers, self.architecture, self.method.tensor)
+        masks = own.scratch(self.recipe.adapters, stage.layers, self.method.tensor)
         yield Line("workspace", masks, self._bytes(transient))
         if self.method.recompute == "full":
             yield Line("activations", self._copies(last), self._layer(last))
@@ -378,7 +378,7 @@ class Parts:
             unit = self.architecture.layers[layer]
             return self.recipe.size * (unit.divided + unit.experts)
         tasks = self.recipe.adapters
-        return sum(own.factors(t, layer, self.architecture, self._run, self.method.tensor) for t in tasks)
+        return sum(own.factors(t, layer, self._run, self.method.tensor) for t in tasks)
 
     @property
     def _has_copies(self) -> bool:

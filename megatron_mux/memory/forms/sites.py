@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from megatron_mux.adapters.ia3 import IA3Spec
+from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
@@ -24,20 +23,14 @@ class Site:
     Attributes:
         layer: Index of the layer.
         op: Which BaseOp.
-        kind: The adapter's `peft_type`; `LORA_DROPOUT` for LoRA with dropout.
-        size: Rank (of all modules of the BaseOp together), bottleneck size, virtual tokens; 0 where there is none.
-        modules: Of the BaseOp, those that the adapter acts on.
-        width: Outputs of these modules, where the BaseOp has several: only some of its columns are theirs; else 0.
-        scales_input: Whether it multiplies the BaseOp's input (IA3 on feed-forward modules).
+        curve: Where a profile has its seconds; None: it takes none.
+        kept: Its memory.
     """
 
     layer: int
     op: BaseOpName
-    kind: str
-    size: int
-    modules: int = 1
-    width: int = 0
-    scales_input: bool = False
+    curve: Curve | None
+    kept: Kept = Kept()  # noqa: RUF009  (frozen)
 
 
 def sites_of(adapter: AdapterSpec, shape: Shape) -> tuple[Site, ...]:
@@ -53,21 +46,10 @@ def sites_of(adapter: AdapterSpec, shape: Shape) -> tuple[Site, ...]:
     found: list[Site] = []
     for (layer, op), own in at.items():
         several = len(shape.layer_modules[op]) > 1
-        width = sum(module.out_features for module in own) if several else 0
-        scaled = isinstance(adapter, IA3Spec) and bool(adapter.scales_input(own, shape))
-        found.append(Site(layer, op, *_kind(adapter, len(own)), len(own), width, scaled))
+        share = sum(module.out_features for module in own) if several else 0
+        place = Place(op, shape.in_features(op), shape.out_features(op), len(own), share)
+        found.append(Site(layer, op, adapter.curve(len(own)), adapter.kept(place, own, shape)))
     return tuple(found)
-
-
-def _kind(adapter: Any, modules: int) -> tuple[str, int]:
-    kind: str = adapter.peft_type
-    if kind == "LORA":
-        return ("LORA_DROPOUT" if adapter.lora_dropout else kind), adapter.r * modules
-    if kind == "BOTTLENECK":
-        return kind, adapter.bottleneck_size
-    if kind == "PREFIX_TUNING":
-        return kind, adapter.num_virtual_tokens
-    return kind, 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +62,8 @@ class TaskAdapters:
         sites: Where it acts.
         divided: `[L]` values of each layer that tensor ranks divide.
         copied: `[L]` values of each layer that each of them has.
+        virtual_tokens: In front of each sequence.
+        fixed: Values that are not trained, on each rank with a part of the adapter.
     """
 
     name: str
@@ -87,6 +71,8 @@ class TaskAdapters:
     sites: tuple[Site, ...]
     divided: tuple[float, ...]
     copied: tuple[float, ...]
+    virtual_tokens: int = 0
+    fixed: float = 0.0
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: Shape) -> TaskAdapters:
@@ -95,20 +81,19 @@ class TaskAdapters:
         Raises:
             UserError: It targets no module of the backbone.
         """
-        divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
-        for tensor in spec.adapter.tensors(shape).values():
+        adapter = spec.adapter
+        divided, copied, fixed = [0.0] * shape.layers, [0.0] * shape.layers, 0.0
+        for tensor in adapter.tensors(shape).values():
             size = math.prod(tensor.shape)
-            if tensor.layer is None:
+            if not tensor.trained:
+                fixed += size
+            elif tensor.layer is None:
                 copied = [values + size / shape.layers for values in copied]
             else:
                 (copied if tensor.dim is None else divided)[tensor.layer] += size
         optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
-        return cls(spec.name, optimizer, sites_of(spec.adapter, shape), tuple(divided), tuple(copied))
-
-    @property
-    def virtual_tokens(self) -> int:
-        """In front of each sequence."""
-        return max((site.size for site in self.sites if site.kind == "PREFIX_TUNING"), default=0)
+        sites = sites_of(adapter, shape)
+        return cls(spec.name, optimizer, sites, tuple(divided), tuple(copied), adapter.virtual_tokens, fixed)
 
     @cached_property
     def by_layer(self) -> Mapping[int, tuple[Site, ...]]:
@@ -119,5 +104,9 @@ class TaskAdapters:
         return found
 
     def values(self, layers: range, tensor: int) -> float:
-        """How many values one of so many tensor ranks has of these layers."""
+        """Number of trained values that one of so many tensor ranks has of these layers."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
+
+    def fixed_values(self, layers: range) -> float:
+        """Number of values that are not trained, on a rank with these layers."""
+        return self.fixed if any(layer in self.by_layer for layer in layers) else 0.0

@@ -7,6 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from megatron_mux.adapters.costs import Place
+from megatron_mux.adapters.diff_pruning import DiffPruningSpec
+from megatron_mux.adapters.ia3 import IA3Spec
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.backbone.registry import BackboneInfo, family
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.fusion.load import TaskLoad
@@ -38,6 +43,20 @@ def profile(layers: int = 8, **changes: Any) -> Profile:
     return dataclasses.replace(roofline(shape(layers), about, 4, tensor, most_tokens=4096), **changes)
 
 
+def site(layer: int, kind: str = "LORA", size: int = 16) -> Site:
+    """An adapter on a layer's linear_qkv."""
+    spec: AdapterSpec
+    if kind.startswith("LORA"):
+        spec = LoraSpec(peft_type="LORA", r=size, lora_dropout=0.1 if kind == "LORA_DROPOUT" else 0.0)
+    elif kind == "IA3":
+        spec = IA3Spec(peft_type="IA3", feedforward_modules=[])
+    else:
+        spec = DiffPruningSpec(peft_type="DIFF_PRUNING")
+    known = shape(layer + 1)
+    place = Place("linear_qkv", known.in_features("linear_qkv"), known.out_features("linear_qkv"))
+    return Site(layer, "linear_qkv", spec.curve(1), spec.kept(place, (), known))
+
+
 def load(
     name: str,
     lengths: list[int],
@@ -49,7 +68,7 @@ def load(
 ) -> TaskLoad:
     """A task with sequences of these lengths, half of each labelled, its adapter on every layer's linear_qkv."""
     if sites is None:
-        sites = tuple(Site(layer, "linear_qkv", kind, size) for layer in range(layers))
+        sites = tuple(site(layer, kind, size) for layer in range(layers))
     values = tuple(10_000.0 * any(site.layer == layer for site in sites) for layer in range(layers))
     found = TaskLoad(
         name=name,

@@ -17,7 +17,6 @@ from megatron_mux.fusion.profile import Curve
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.memory.forms.kept import Recompute
 from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.sites import Site
 from tests.unit.fusion import backbone
 
 LAYERS = 8
@@ -76,7 +75,7 @@ def test_batching_is_never_dearer_than_taking_turns_on_one_stage() -> None:
 
 def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
     def with_sites(*layers: int) -> TaskLoad:
-        sites = tuple(Site(layer, "linear_qkv", "LORA", 16) for layer in layers)
+        sites = tuple(backbone.site(layer) for layer in layers)
         return backbone.load("a", [64] * 4, sites=sites)
 
     upper = costs([with_sites(6)], stages=2).hybrid((0,), 1)
@@ -117,8 +116,8 @@ def test_recomputation_repeats_the_all_reduces(overlap: bool) -> None:
 def test_an_adapter_of_unknown_cost_is_an_error() -> None:
     profile = backbone.profile(LAYERS)
     known = {name: curve for name, curve in profile.curves.items() if not name.startswith("IA3:")}
-    sites = (Site(0, "linear_qkv", "IA3", 0),)
-    with pytest.raises(UserError, match="has no cost of IA3 at linear_qkv"):
+    sites = (backbone.site(0, "IA3"),)
+    with pytest.raises(UserError, match="has no cost of IA3 adapters at linear_qkv"):
         costs(
             [backbone.load("a", [64], sites=sites)], profile=dataclasses.replace(profile, curves=known)
         ).hybrid((0,), 1)

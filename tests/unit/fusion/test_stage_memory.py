@@ -25,7 +25,6 @@ from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.kept import Recompute
 from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.sites import Site
 from tests.end_to_end.harness import Case, random_records
 from tests.unit.fusion import backbone
 
@@ -196,7 +195,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
 
 def test_below_the_lowest_adapter_nothing_is_kept_and_tasks_share_inputs() -> None:
     def at(name: str, layer: int) -> TaskLoad:
-        return backbone.load(name, [64], sites=(Site(layer, "linear_qkv", "LORA", 16),))
+        return backbone.load(name, [64], sites=(backbone.site(layer),))
 
     low, high, twin = at("low", 1), at("high", 6), at("twin", 1)
     model = memory([low, high, twin])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_mux.adapters.costs import Place, low_rank_kept
+from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.sites import Site, TaskAdapters
 
@@ -48,10 +50,12 @@ def gpt2(layers: int = 3, hidden: int = 256, activation: str = "gelu_new") -> Ar
 def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskAdapters:
     """LoRA on queries and values of every layer."""
     a, count = architecture, len(architecture.layers)
+    spec = LoraSpec(peft_type="LORA", r=rank)
+    kept = low_rank_kept(Place("linear_qkv", a.hidden, a.queries + 2 * a.keys, 2), 2 * rank, dropout=False)
     return TaskAdapters(
         name,
         "adamw",
-        tuple(Site(layer, "linear_qkv", "LORA", 2 * rank) for layer in range(count)),
+        tuple(Site(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
         divided=(float(rank * (a.queries + a.keys)),) * count,
         copied=(float(2 * rank * a.hidden),) * count,
     )

@@ -107,7 +107,7 @@ def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
     run = Pass(2, 128)
     own_rows = rows(lora(llama(8)), 7, llama(8), run)
     kept = engine(llama(8), run, frozenset({"linear_qkv"}), selective=False)
-    each = 512 * total([*kept, *own_rows], 1, False) + factors(lora(llama(8)), 7, llama(8), run, 1)
+    each = 512 * total([*kept, *own_rows], 1, False) + factors(lora(llama(8)), 7, run, 1)
     assert above(0) - above(6) == 6 * each and above(6) - above(7) == each
 
 

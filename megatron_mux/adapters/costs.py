@@ -1,0 +1,144 @@
+"""What an adapter costs at one BaseOp: seconds of compute, and bytes that it keeps for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+
+if TYPE_CHECKING:
+    from megatron_mux.adapters.kind import AdapterSpec
+
+Where = Literal["rows", "all", "columns"]
+"""The part of a tensor that a tensor rank has: all columns of its own rows (with sequence parallelism; else of all
+rows), the whole of it, or its own columns of all rows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A BaseOp where an adapter acts.
+
+    Attributes:
+        op: Which BaseOp.
+        in_features, out_features: Its widths.
+        modules: Number of its modules that the adapter targets.
+        share: Outputs of these modules, if the BaseOp has several modules; 0 if it is one module.
+    """
+
+    op: BaseOpName
+    in_features: float
+    out_features: float
+    modules: int = 1
+    share: int = 0
+
+    @property
+    def column_parallel(self) -> bool:
+        """Whether tensor ranks divide its output; else they divide its input."""
+        return self.op in COLUMN_PARALLEL
+
+
+class Work(NamedTuple):
+    """The forward pass of an adapter at a BaseOp; its backward pass takes twice as long.
+
+    Attributes:
+        flops: Floating-point operations of a row.
+        moved: Values read and written for a row.
+        weights: Values read and written whatever the number of rows.
+    """
+
+    flops: float
+    moved: float
+    weights: float = 0.0
+
+
+class Curve(NamedTuple):
+    """Where an adapter's seconds at a BaseOp stand in a profile.
+
+    Attributes:
+        name: Of the curves: those of one name are interpolated by size.
+        size: What the seconds grow with, such as the rank; 0 if they are the same for all adapters of the kind.
+    """
+
+    name: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An adapter whose seconds are measured for a profile.
+
+    Attributes:
+        section: Makes the section that targets all modules of a BaseOp, from the BaseOp and the modules' names.
+        ops: The BaseOps that it is measured on.
+        pair: The BaseOp that two of them are measured on together, for equation 3's utilisation.
+    """
+
+    section: Callable[[BaseOpName, Sequence[str]], AdapterSpec]
+    ops: Sequence[BaseOpName] = BASE_OPS
+    pair: BaseOpName | None = None
+
+
+class Row(NamedTuple):
+    """A tensor that is kept for each row of a task.
+
+    Attributes:
+        what: It is, for people.
+        where: The part of it that a tensor rank has.
+        width: Values of a row.
+        size: Bytes of a value; None: as the backbone computes.
+    """
+
+    what: str
+    where: Where
+    width: float
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The memory of an adapter at a BaseOp in one layer, besides its parameters and what the backbone keeps anyway.
+
+    Attributes:
+        input: Whether its backward pass needs the BaseOp's input.
+        output: Whether its backward pass needs the BaseOp's output as it was before the adapter.
+        replaces_input: Whether it changes the input of a row-parallel BaseOp: other adapters need the changed one.
+        rows: What each row of the task keeps.
+        divided, whole: Values of its matrices as products take them, in the backbone's precision, made for each
+            micro-batch: those that tensor ranks divide, and those that each has.
+        copied_if_rounded: Whether these are made only if the backbone's precision is not the parameters'.
+        scratch: Values in fp32 that come and go with a pass, divided over tensor ranks.
+    """
+
+    input: bool = False
+    output: bool = False
+    replaces_input: bool = False
+    rows: tuple[Row, ...] = ()
+    divided: float = 0.0
+    whole: float = 0.0
+    copied_if_rounded: bool = False
+    scratch: float = 0.0
+
+
+def low_rank_kept(place: Place, rank: int, dropout: bool) -> Kept:
+    """The memory of low-rank terms.
+
+    Args:
+        place: The BaseOp.
+        rank: Of all its modules' terms together.
+        dropout: Whether each module's input has a mask.
+    """
+    rows = [Row("low-rank product", "all", rank)]
+    if dropout:
+        inside: Where = "all" if place.column_parallel else "columns"
+        rows.append(Row("dropout masks", inside, place.in_features * place.modules, 1))
+    inputs, outputs = rank * place.in_features, rank * place.out_features
+    divided, whole = (outputs, inputs) if place.column_parallel else (inputs, outputs)
+    return Kept(input=True, rows=tuple(rows), divided=divided, whole=whole)
+
+
+def low_rank_work(place: Place, rank: int, dropout: bool) -> Work:
+    """The work of low-rank terms; arguments as for `low_rank_kept`."""
+    inputs, outputs = place.in_features, place.out_features
+    return Work(2 * rank * (inputs + outputs), (4 if dropout else 1) * inputs + 2 * outputs)
