@@ -6,27 +6,41 @@ optimizer step, then the next task. What a stage computes is `TrainingCompute`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.engine import Engine
-from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine.step_runner import StepRunner
+from megatron_mux.engine.training_compute import TrainingCompute
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.pipeline.template import Template
+from megatron_mux.runtime import Parallel
 
 
 class MegatronEngine(Engine):
-    """An engine that can hand a step to Megatron-Core's schedule.
+    """An engine that can hand a step to Megatron-Core's schedule."""
 
-    Attributes:
-        megatron: Whether it does: plans must be of one bucket then, its micro-batches of equal rows.
-    """
+    def __init__(self, stages: Sequence[Backbone], parallel: Parallel, planning: Planning) -> None:
+        super().__init__(stages, parallel, planning, tries_plans=False)
+        self._runner = self._with_megatron = _Runner(self.stages, parallel, planning, self.communicator, None)
 
+    @property
+    def megatron(self) -> bool:
+        """Whether it does: plans must be of one bucket then, its micro-batches of equal rows."""
+        return self._with_megatron.megatron
+
+    @megatron.setter
+    def megatron(self, value: bool) -> None:
+        self._with_megatron.megatron = value
+
+
+class _Runner(StepRunner):
     megatron = False
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
@@ -37,6 +51,7 @@ class MegatronEngine(Engine):
 
         if self.parallel.device.type == "cpu":
             schedules.torch = _TorchWithoutCuda()
+        (stage,) = self.stages.values()
         units = [action.unit for action in template[self.parallel.pp_rank] if action.kind == "F"]
         rows = {compute.batches[unit][0].rows for unit in units}
         if len(plan.buckets) != 1 or len(rows) != 1 or len(compute.batches[units[0]]) != 1:
@@ -44,13 +59,13 @@ class MegatronEngine(Engine):
         schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=_forward_step,
             data_iterator=iter(units),
-            model=_Stage(compute, self.parallel.pp_rank, self.backbone.model, len(units)),
+            model=_Stage(compute, self.parallel.pp_rank, stage.model, len(units)),
             num_microbatches=len(units),
             seq_length=rows.pop(),
             micro_batch_size=1,
         )
         ends = tuple(tuple(action for action in actions if not action.is_pass) for actions in template)
-        execute(ends, self.parallel.pp_rank, compute, self.communicator, self.backbone.dtype)
+        execute(ends, self.parallel.pp_rank, compute, self.communicator, stage.dtype)
 
 
 class _TorchWithoutCuda:

@@ -107,6 +107,12 @@ def is_of_a_connection(error: RuntimeError) -> bool:
     return _OF_A_CONNECTION.search(str(error)) is not None
 
 
+def first_sentence(error: Exception) -> str:
+    """What happened, in one line: the rest of a message is often advice (PyTorch's, on its allocator)."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0].split(". ")[0].strip()
+
+
 def _has_joined() -> bool:
     """Whether this process has joined a process group."""
     if "torch" not in sys.modules:

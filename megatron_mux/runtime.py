@@ -22,6 +22,9 @@ from megatron_mux.liveness import Heartbeat
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+GRADIENTS_AT_ONCE = 1 << 22
+"""Elements of adapters' gradients that one collective sums over ranks, unless a single gradient has more."""
+
 _current: Parallel | None = None
 
 
@@ -306,6 +309,11 @@ def device_memory(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def memory_can_run_out(device: torch.device) -> bool:
+    """Whether a computation on a device may meet `torch.OutOfMemoryError`: on a GPU that is there."""
+    return device.type == "cuda" and not _is_dry_run()
 
 
 def _is_dry_run() -> bool:

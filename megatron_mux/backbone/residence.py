@@ -28,9 +28,6 @@ Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
 Key = int | Literal["embedding", "head"]
 """A unit of a stage: a layer by its place in the stage, or one of what lies before and behind the layers."""
 
-PIECE = 1 << 26
-"""Bytes of a unit, at the most, that one message brings: a rank without memory needs room for a message."""
-
 _ALIGNMENT = 256
 """Bytes that parameters and shares begin at multiples of, as torch's own memory does at least."""
 
@@ -59,9 +56,6 @@ class Unit:
         shares: Ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps all.
         offloaded: Whether the share is kept in host memory.
         side: What copies and gathers run on.
-
-    Attributes:
-        without_memory: What is brought is only asked of other ranks: see `Residence.without_memory`.
     """
 
     def __init__(
@@ -72,15 +66,14 @@ class Unit:
         offloaded: bool,
         side: SideStream,
     ) -> None:
-        self._group = parallel.dp_group if shares > 1 else None
         self._side = side
         self._coming: list[dist.Work] = []
         self._here = False
-        self.without_memory = False
         starts = [0]
         for parameter in parameters:
             starts.append(starts[-1] + _aligned(parameter.nbytes))
         size = _aligned(-(-starts[-1] // shares))
+        self._group = parallel.dp_group if shares > 1 and size else None
         # Bytes, so that one buffer serves whatever dtypes there are.
         self.whole = torch.zeros(size * shares, dtype=torch.uint8, device=parallel.device)
         for parameter, start in zip(parameters, starts, strict=False):
@@ -88,45 +81,29 @@ class Unit:
             place.copy_(parameter.detach())
             # This keeps the parameter's own version counter: autograd does not mistake a refill for a change.
             parameter.data = place
-        most = _aligned(PIECE // shares) if shares > 1 else size
         rank = parallel.dp_rank if shares > 1 else 0
-        pieces = self.whole.split(most * shares) if size else ()
-        places = [piece.chunk(shares)[rank] for piece in pieces]
-        own = [place.to("cpu") if offloaded else place for place in places]
-        self.share = torch.cat(own) if own else self.whole.clone()
+        self._place = self.whole[rank * size : (rank + 1) * size]
+        self.share = self._place.to("cpu", copy=True) if offloaded else self._place.clone()
         if offloaded and parallel.device.type == "cuda":
             self.share = self.share.pin_memory()
-        # Piece, this rank's place in it, what belongs there.
-        self._pieces = list(zip(pieces, places, self.share.split(most) if size else (), strict=True))
         self._empty()
 
     def bring(self) -> None:
         """Set out to fill the buffer, if it is not filled or being filled already."""
         if self._here:
             return
-        if not self.without_memory:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
         self._here = True
         with self._side.after_what_came_before():
-            for piece, place, own in self._pieces:
-                place.copy_(own, non_blocking=True)
-                if self._group is not None:
-                    work = dist.all_gather_into_tensor(piece, place, group=self._group, async_op=True)
-                    self._coming.append(work)
+            self._place.copy_(self.share, non_blocking=True)
+            if self._group is not None:
+                work = dist.all_gather_into_tensor(self.whole, self._place, group=self._group, async_op=True)
+                self._coming.append(work)
 
     def wait(self) -> None:
         """Let what is computed from here on find the buffer filled."""
         self.bring()
         self._arrive()
-
-    @property
-    def largest_message(self) -> int:
-        """Bytes of the largest message that brings it; 0 if nobody else has any of it."""
-        return (
-            max(piece.nbytes for piece, _, _ in self._pieces)
-            if self._group is not None and self._pieces
-            else 0
-        )
 
     def abandon(self) -> None:
         """Drop what is here or on its way, wherever a pass has broken off."""
@@ -209,26 +186,10 @@ class Residence:
         finally:
             unit.drop()
 
-    @property
-    def largest_message(self) -> int:
-        """Bytes of the largest message that brings weights; 0 if none does."""
-        return max((unit.largest_message for unit in self.units.values()), default=0)
-
     def abandon(self) -> None:
         """Drop all weights that are here or on their way, wherever a pass has broken off."""
         for unit in self.units.values():
             unit.abandon()
-
-    @contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Meanwhile passes ask other ranks for weights, and have no memory for them: in a fake mode."""
-        for unit in self.units.values():
-            unit.without_memory = True
-        try:
-            yield
-        finally:
-            for unit in self.units.values():
-                unit.without_memory = False
 
     def layers(self, hidden: Tensor, trained_from: int) -> Layers:
         """A pass through the layers of the stage.

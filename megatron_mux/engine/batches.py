@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -123,16 +124,22 @@ class Batches:
             self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
         return self._laid_out[unit]
 
-    @property
-    def most_rows(self) -> int:
-        """Rows of the largest unit, before they are divided among tensor ranks."""
+    def rows(self, unit: Unit) -> int:
+        """Rows of a unit, before they are divided among tensor ranks; without laying it out."""
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        chunks = (chunks for grid in self.grids for chunks in grid.chunks.values())
-        rows = (
-            sum(-(-sum(piece.tokens for piece in chunk) // multiple) * multiple for chunk in unit)
-            for unit in chunks
-        )
+        sizes = (sum(piece.tokens for piece in chunk) for chunk in self._chunks(unit))
+        return sum(-(-size // multiple) * multiple for size in sizes)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest unit."""
+        units = ((step, unit) for step, grid in enumerate(self.grids) for unit in grid.chunks)
+        rows = (self.rows(replace(unit, bucket=unit.bucket + step * self._period)) for step, unit in units)
         return max(rows, default=1)
+
+    def anew(self) -> Batches:
+        """The same, nothing laid out yet."""
+        return Batches(self.grids, self.fetched, self.steps, self.offsets, self.parallel)
 
     def forget(self, unit: Unit) -> None:
         """Drop a unit that is done; nothing was laid out of one that was left out."""

@@ -1,9 +1,9 @@
-"""The ends of buckets' steps on one stage: gradients made whole, tasks' norms summed over stages, optimizer steps.
+"""Finishes a bucket's step on one stage: reduces gradients, sums norms over stages, steps the optimizers.
 
-Clipping needs the norm of a task's gradient over all stages, and whether its loss is finite is known on the last alone.
-Both travel to the first stage with the buckets' last gradients and back with their next hidden states
-(`pipeline.rolling`), as a table of fp64: a row per task of the bucket with its loss, its squared norm, and on how many
-ranks it lacked memory.
+Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
+Both travel to the first stage with the bucket's last gradients and back with its next hidden states
+(`pipeline.rolling`), as a table of fp64: a row per task of the bucket with its loss, its squared norm, and the number
+of ranks that ran out of memory.
 """
 
 from __future__ import annotations
@@ -15,65 +15,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.optimize import reduce_gradients, squared_norm, summed_at_once
-from megatron_mux.engine.out_of_memory import Shortage
-from megatron_mux.engine.room import Room
+from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients, squared_norm
+from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
-_SQUARE, _LACK, LOSS_SQUARE_LACK = 1, 2, 3
+_SQUARE, _FAILED, COLUMNS = 1, 2, 3
+"""Columns of a table after the loss, and how many there are."""
 
 
 class BucketFinalizer:
-    """The ends of the buckets of one or several steps.
+    """Finishes the buckets of one or several steps.
 
     Args:
-        running: The tasks.
+        tasks: The tasks of the steps.
         buckets: Of a step.
         tokens: For each step, tokens of each task's batch.
         parallel: Where this rank stands.
-        shortage: What lacks memory here.
-        room: Has memory to sum gradients of all these tasks in.
+        failed: Buckets that ran out of memory on this rank.
+        buffer: `[n]` uint8 to sum gradients in, of at least `gradient_buffer_size` of these tasks.
 
     Attributes:
-        lacking: Once finished, the buckets of a step whose tasks did not step for want of memory on some rank.
+        skipped: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out of
+            memory.
     """
 
     def __init__(
         self,
-        running: Mapping[str, TaskState],
+        tasks: Mapping[str, TaskState],
         buckets: Sequence[Bucket],
         tokens: Sequence[Mapping[str, int]],
         parallel: Parallel,
-        shortage: Shortage,
-        room: Room,
+        failed: FailedBuckets,
+        buffer: Tensor,
     ) -> None:
-        self.running = running
-        self.shortage = shortage
-        self.lacking: set[int] = set()
+        self.tasks = tasks
+        self.failed = failed
+        self.skipped: set[int] = set()
         self.buckets = buckets
         self.tokens = tokens
         self.parallel = parallel
-        self._first = {name: task.step for name, task in running.items()}
-        self._order = {name: i for i, name in enumerate(running)}
+        self._first = {name: task.step for name, task in tasks.items()}
+        self._order = {name: i for i, name in enumerate(tasks)}
         self._whole: dict[int, Tensor] = {}
         # Read on the host once all steps are launched: until then nothing waits for the device.
         self._tables: list[tuple[int, Tensor]] = []
-        self._failed = torch.zeros(len(running), dtype=torch.bool, device=parallel.device)
+        self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
-        self._room = room
-        parameters = [p for task in running.values() for p in task.adapter.parameters]
-        self._summed_at_once = summed_at_once(parameters, parallel)
+        parameters = [p for task in tasks.values() for p in task.adapter.parameters]
+        self._buffer = buffer[: gradient_buffer_size(parameters, parallel)]
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
+    def skip_all(self) -> None:
+        """Let no task step: a trial leaves adapters and optimizers as they are."""
+        self._stopped.fill_(True)
+
     def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
-        """Make a bucket's gradients whole here, and add up.
+        """Reduce a bucket's gradients over ranks, and add this stage's norms to those of the stages after it.
 
         Args:
             action: It ends a bucket's step.
@@ -85,38 +89,33 @@ class BucketFinalizer:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
-        # All that takes memory comes before the pipelines' sum, which tells them all who lacked it.
-        if not self.shortage.concerns(entry):
-            self.shortage.attempt(action, lambda: self._complete(names, entry // len(self.buckets)))
-        # Read at the first stage of each pipeline, but true of all pipelines: as the gradients are.
-        lacks = self._room.surely(
-            lambda: torch.full((len(names),), float(self.shortage.concerns(entry)), device=device)
-        )
-        parameters = [self.running[name].adapter.parameters for name in names]
-        reduce_gradients(
-            [p for own in parameters for p in own], self.parallel, lacks, self._room, self._summed_at_once
-        )
-        squares = self._room.surely(lambda: torch.stack([squared_norm(own, device) for own in parameters]))
+        # What takes memory comes before the sum over pipelines, which tells all of them who ran out of it.
+        self.failed.attempt(action, lambda: self._complete(names, entry // len(self.buckets)))
+        # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
+        flags = torch.full((len(names),), float(entry in self.failed), device=device)
+        parameters = [self.tasks[name].adapter.parameters for name in names]
+        reduce_gradients([p for own in parameters for p in own], self.parallel, flags, self._buffer)
+        squares = torch.stack([squared_norm(own, device) for own in parameters])
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
-            own = self._room.surely(lambda: losses[self._rows[entry % len(self.buckets)]])
+            own = losses[self._rows[entry % len(self.buckets)]]
             if self.parallel.dp_size > 1:
                 dist.all_reduce(own, group=self.parallel.dp_group)
-            table = self._room.surely(lambda: torch.stack([own, squares, lacks.double()], dim=1))
+            table = torch.stack([own, squares, flags.double()], dim=1)
         else:
             table = others
             table[:, _SQUARE] += squares
-            table[:, _LACK] += self._room.surely(lacks.double)
+            table[:, _FAILED] += flags.double()
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
 
     def _complete(self, names: Sequence[str], step: int) -> None:
-        """Make gradients that are missing zero, and add what is no loss of any sequence: on the first pipeline alone,
-        since pipelines are summed.
+        """Make missing gradients zero, and add those of regularisers: on the first pipeline alone, since pipelines are
+        summed.
         """
         for name in names:
-            adapter = self.running[name].adapter
+            adapter = self.tasks[name].adapter
             for p in adapter.parameters:
                 if p.value.grad is None:
                     p.value.grad = torch.zeros_like(p.value)
@@ -124,7 +123,7 @@ class BucketFinalizer:
                 adapter.penalty(self._first[name] + step)
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
-        """Let the tasks of a bucket step here, but those that failed or lacked memory, now or before.
+        """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
 
         Args:
             entry: The bucket, counted on over steps.
@@ -136,31 +135,27 @@ class BucketFinalizer:
         if whole is None:
             whole = self._whole.pop(entry)
             if self.parallel.tp_size > 1:
-                own = self._room.surely(whole[:, _SQUARE:].clone)
+                own = whole[:, _SQUARE:].clone()
                 dist.all_reduce(own, group=self.parallel.tp_group)
                 whole[:, _SQUARE:] = own
         names = self.bucket(entry).tasks
         rows = self._rows[entry % len(self.buckets)]
-        failed, norms = self._room.surely(lambda: self._judged(whole, rows))
-        self._failed[rows] = failed
+        stopped = self._stopped[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _FAILED] > 0)
+        norms = whole[:, _SQUARE].sqrt()
+        self._stopped[rows] = stopped
         for i, name in enumerate(names):
-            self._step(name, self._first[name] + entry // len(self.buckets), norms[i], failed[i])
+            self._step(name, self._first[name] + entry // len(self.buckets), norms[i], stopped[i])
         self._tables.append((entry, whole))
         return whole
 
-    def _judged(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tasks of a table have failed or lacked memory, now or before; their norms."""
-        failed = self._failed[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _LACK] > 0)
-        return failed, whole[:, _SQUARE].sqrt()
-
-    def _step(self, name: str, step: int, norm: Tensor, failed: Tensor) -> None:
-        """Let one task's optimizer take step `step`, unless the task has failed; the host need not know."""
-        running = self.running[name]
-        self._room.surely(lambda: running.optimizer.clip(norm))
-        running.optimizer.step(step, self._room.surely(failed.float))
+    def _step(self, name: str, step: int, norm: Tensor, stopped: Tensor) -> None:
+        """Let one task's optimizer take step `step`, unless the task was stopped; the host need not know."""
+        task = self.tasks[name]
+        task.optimizer.clip(norm)
+        task.optimizer.step(step, stopped.float())
         # What acts on the adapter besides its optimizer has to know.
-        if running.adapter.spec.acts_after_steps and not failed:
-            running.adapter.after_step(step + 1)
+        if task.adapter.spec.acts_after_steps and not stopped:
+            task.adapter.after_step(step + 1)
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
@@ -171,10 +166,10 @@ class BucketFinalizer:
         for entry, _ in self._tables:
             step = entry // len(self.buckets)
             bucket = entry % len(self.buckets)
-            for name, (loss, square, lack) in zip(self.bucket(entry).tasks, values, strict=False):
-                if lack:
-                    self.lacking.add(bucket)
-                if bucket in self.lacking:
+            for name, (loss, square, failed) in zip(self.bucket(entry).tasks, values, strict=False):
+                if failed:
+                    self.skipped.add(bucket)
+                if bucket in self.skipped:
                     continue
                 result = self._result(name, loss, math.sqrt(square), self.tokens[step][name])
                 if result is not None:
@@ -183,21 +178,21 @@ class BucketFinalizer:
 
     def _result(self, name: str, loss: float, norm: float, tokens: int) -> StepResult | None:
         """What one step gave a task; None if the task was stopped in a step before."""
-        running = self.running[name]
-        if running.status == "failed":
+        task = self.tasks[name]
+        if task.status == "failed":
             return None
-        rate = running.optimizer.learning_rate(running.step)
+        rate = task.optimizer.learning_rate(task.step)
         reason = ""
         if not math.isfinite(loss):
-            reason = f"its loss was {loss} at step {running.step + 1}"
+            reason = f"its loss was {loss} at step {task.step + 1}"
         elif not math.isfinite(norm):
-            reason = f"its gradient norm was {norm} at step {running.step + 1}"
+            reason = f"its gradient norm was {norm} at step {task.step + 1}"
         if reason:
-            running.status = "failed"
+            task.status = "failed"
         else:
-            running.step += 1
-            if running.step >= running.total_steps:
-                running.status = "finished"
+            task.step += 1
+            if task.step >= task.total_steps:
+                task.status = "finished"
         return StepResult(
-            running.step, running.total_steps, loss, norm, rate, tokens, running.status, reason, bool(reason)
+            task.step, task.total_steps, loss, norm, rate, tokens, task.status, reason, bool(reason)
         )

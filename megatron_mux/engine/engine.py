@@ -6,41 +6,29 @@ clipping, accumulation, data order and fate.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem
-from megatron_mux.engine.batches import Batches, lengths_of, read_together, weighted
-from megatron_mux.engine.bucket_finalizer import BucketFinalizer
-from megatron_mux.engine.compute import TrainingCompute
-from megatron_mux.engine.evaluate import EvalResult, evaluate
-from megatron_mux.engine.messages import Messages, largest_message
-from megatron_mux.engine.optimize import TaskOptimizer, summed_at_once
-from megatron_mux.engine.out_of_memory import Shortage, first_sentence
+from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
-from megatron_mux.engine.room import Room
 from megatron_mux.engine.snapshot import Snapshot, take
+from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
-from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.engine.trial import Trials
+from megatron_mux.errors import UserError, first_sentence
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import ROLLING, Plan
-from megatron_mux.fusion.plan_edits import keep_tasks, shrink_bucket
-from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.layout import PackedSequence
-from megatron_mux.pipeline.check import check
+from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.pipeline.execute import Timer, execute
-from megatron_mux.pipeline.template import Template, most_in_flight
+from megatron_mux.pipeline.execute import Timer
 from megatron_mux.runtime import Parallel
 
 
@@ -51,6 +39,8 @@ class Engine:
         backbone: This rank's part of the frozen backbone: a stage, or several in the order of the model.
         parallel: Where this rank stands.
         planning: How tasks share a step; by default all in one hybrid task.
+        tries_plans: Whether a plan is tried on each rank before its steps count (see `trial`); by default where memory
+            can run out: on a GPU.
     """
 
     def __init__(
@@ -58,6 +48,7 @@ class Engine:
         backbone: Backbone | Sequence[Backbone],
         parallel: Parallel,
         planning: Planning | None = None,
+        tries_plans: bool | None = None,
     ) -> None:
         own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
         self.backbone = own[0]
@@ -67,10 +58,11 @@ class Engine:
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.communicator = Communicator.between_stages(parallel)
-        self.last_plan: Plan | None = None
-        self._checked: deque[Plan] = deque(maxlen=8)
-        self._running: dict[str, TaskState] = {}
-        self.room = Room(parallel.device)
+        if tries_plans is None:
+            tries_plans = runtime.memory_can_run_out(parallel.device)
+        self._trials = Trials(self.stages, parallel) if tries_plans else None
+        self._runner = StepRunner(self.stages, parallel, self.planning, self.communicator, self._trials)
+        self._tasks: dict[str, TaskState] = {}
 
     # -- tasks come and go
 
@@ -99,7 +91,7 @@ class Engine:
     def _register(self, task: Task) -> str:
         """Returns what is wrong on this rank alone, if anything: then the task is not registered."""
         spec = task.spec
-        if spec.name in self._running:
+        if spec.name in self._tasks:
             raise UserError(f"task {spec.name!r} is registered already: give the new task another name")
         sampler = Sampler(len(task.data), spec.sequences_per_step, spec.training.seed, spec.data.shuffle)
         total = spec.total_steps(len(task.data))
@@ -111,17 +103,17 @@ class Engine:
         try:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-            running = TaskState(task, adapter, optimizer, sampler, load, total)
+            state = TaskState(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
-                running.resume(task.resume)
-            self._make_room()
+                state.resume(task.resume)
+            self._reserve_gradient_buffer()
         except torch.OutOfMemoryError as error:
             self.adapters.remove(spec.name)
             return f"task {spec.name!r}: there is no memory for its optimizer ({first_sentence(error)})"
         except BaseException:
             self.adapters.remove(spec.name)
             raise
-        self._running[spec.name] = running
+        self._tasks[spec.name] = state
         return ""
 
     def remove_task(self, name: str) -> None:
@@ -130,34 +122,48 @@ class Engine:
         Raises:
             KeyError: No task of that name is registered.
         """
-        del self._running[name]
+        del self._tasks[name]
         self.adapters.remove(name)
-        for running in self._running.values():
-            running.parked = False
+        self._reserve_gradient_buffer()
+        for task in self._tasks.values():
+            task.parked = False
+
+    def _reserve_gradient_buffer(self) -> None:
+        """Have a buffer to sum the gradients of all tasks in, so that no rank runs out of memory while others wait.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it; then it is as it was.
+        """
+        parameters = [p for adapter in self.adapters.tasks.values() for p in adapter.parameters]
+        size = gradient_buffer_size(parameters, self.parallel)
+        if size != self._runner.buffer.numel():
+            self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
+        if self._trials is not None:
+            self._trials.forget()
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Registered tasks, finished and failed ones included until they are removed."""
-        return tuple(self._running)
+        return tuple(self._tasks)
 
     @property
     def active(self) -> tuple[str, ...]:
         """Tasks that still have steps to do and take part; parked ones one by one, once nobody else is left."""
-        going = [name for name, running in self._running.items() if running.status == "running"]
-        return tuple(name for name in going if not self._running[name].parked) or tuple(going[:1])
+        going = [name for name, task in self._tasks.items() if task.status == "running"]
+        return tuple(name for name in going if not self._tasks[name].parked) or tuple(going[:1])
 
     def task(self, name: str) -> Task:
         """A registered task."""
-        return self._running[name].task
+        return self._tasks[name].task
 
     def optimizer(self, name: str) -> TaskOptimizer:
         """A registered task's optimizer on this rank."""
-        return self._running[name].optimizer
+        return self._tasks[name].optimizer
 
     def progress(self, name: str) -> tuple[int, int, Status]:
         """Steps done, steps in total, status."""
-        running = self._running[name]
-        return running.step, running.total_steps, running.status
+        task = self._tasks[name]
+        return task.step, task.total_steps, task.status
 
     @property
     def plan(self) -> Plan:
@@ -179,7 +185,7 @@ class Engine:
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
         """Whether the memory limit has room for these tasks beside those that train or are parked."""
-        loads = {name: running.load for name, running in self._running.items() if running.status == "running"}
+        loads = {name: task.load for name, task in self._tasks.items() if task.status == "running"}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
         try:
             if self.planning.planner is not None:
@@ -192,7 +198,7 @@ class Engine:
         return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.shape)
 
     def _loads(self) -> dict[str, TaskLoad]:
-        return {name: self._running[name].load for name in self.active}
+        return {name: self._tasks[name].load for name in self.active}
 
     # -- steps
 
@@ -207,162 +213,31 @@ class Engine:
         """
         return self.steps(1, timer)[0]
 
-    def steps(self, most: int, timer: Timer | None = None) -> list[dict[str, StepResult]]:
+    def steps(self, max_steps: int, timer: Timer | None = None) -> Results:
         """Several optimizer steps of every task of the plan, rolling: a task's next begins while others drain.
 
         Every rank calls it with the same number. A task's steps come out as if they were taken one at a time.
 
         Args:
-            most: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
+            max_steps: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
             timer: See `step`.
 
         Returns:
             A result per task for each step, at least one; a task that fails is in those up to its failure. A task
-            that found no memory for a step is in those before it: it takes the step again the next time.
-        """
-        plan = self._for_this_mesh(self.planning.begin(self._loads()))
-        most = most if plan.schedule in ROLLING else 1
-        count = min([most, self.planning.lasts, *(self._running[name].left for name in plan.tasks)])
-        pad_to = padded_lengths(
-            plan.alignment, {name: self._running[name].task.spec.data.max_length for name in plan.tasks}
-        )
-        sequences, failed = self._fetch(plan.tasks, pad_to, count)
-        self.planning.follow(len(sequences) - 1)
-        plan = keep_tasks(plan, sequences[0])  # without those that failed
-        self.last_plan = plan if plan.tasks else self.last_plan
-        if not plan.tasks:
-            return [failed]  # nothing left; or a serial run's next task, whose turn is the next step
-        results = self._run(plan, pad_to, sequences, timer)
-        results[0] = {**failed, **results[0]}
-        return results
-
-    def _run(
-        self,
-        plan: Plan,
-        pad_to: Mapping[str, int],
-        sequences: Sequence[Mapping[str, list[PackedSequence]]],
-        timer: Timer | None,
-    ) -> list[dict[str, StepResult]]:
-        """Compute steps whose data are there."""
-        running = {name: self._running[name] for name in plan.tasks}
-        lengths = [
-            {name: self._lengths(name, k, pad_to.get(name, 0)) for name in running}
-            for k in range(len(sequences))
-        ]
-        grids = [self._grid(plan, own) for own in lengths]
-        sizes = [bucket for grid in grids for bucket in grid.sizes]
-        template = step_template(plan, sizes)
-        if plan not in self._checked:  # once a plan: later templates are made by the same rules
-            check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
-            self._checked.append(plan)
-        batches = Batches(
-            grids,
-            [{name: own[name] for name in running} for own in sequences],
-            {name: task.step for name, task in running.items()},
-            {name: task.position_offset for name, task in running.items()},
-            self.parallel,
-        )
-        tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
-        with suppress(torch.OutOfMemoryError):  # there may be room once a pass has failed and is gone
-            self._make_room(batches.most_rows)
-        shortage = Shortage(len(plan.buckets), self.parallel, self._messages())
-        ends = BucketFinalizer(running, plan.buckets, tokens, self.parallel, shortage, self.room)
-        compute = TrainingCompute(self.stages, batches, ends)
-        self._execute(template, compute, plan, timer)
-        results = ends.finish()
-        if ends.lacking:
-            results[-1] |= self._relieve(plan, ends)
-        return results
-
-    def _messages(self) -> Messages:
-        return Messages(self.stages.values(), self.parallel, self.room)
-
-    def _make_room(self, rows: int = 0) -> None:
-        """Take room for what must not want for memory: to sum gradients, and for messages of passes.
-
-        Args:
-            rows: Of the largest pass.
+            that ran out of memory in a step is in those before it: it takes the step again the next time.
 
         Raises:
-            torch.OutOfMemoryError: There is none; what there was is still there.
+            torch.OutOfMemoryError: This rank ran out of memory where others wait for it: the run cannot go on.
         """
-        parameters = [p for adapter in self.adapters.tasks.values() for p in adapter.parameters]
-        summed = summed_at_once(parameters, self.parallel)
-        self.room.take(max(summed, largest_message(self.stages.values(), rows)))
+        while True:
+            plan = self.planning.begin(self._loads())
+            if results := self._runner.run(plan, self._tasks, max_steps, timer):
+                return results
 
-    def _relieve(self, plan: Plan, ends: BucketFinalizer) -> dict[str, StepResult]:
-        """Have buckets that lacked memory computed in smaller parts from now on, or their task parked.
-
-        Returns:
-            Results of tasks that cannot be trained in the memory there is.
-        """
-        said = ends.shortage.everywhere()
-        failed: dict[str, StepResult] = {}
-        sequences = {name: len(self._running[name].load.tokens) for name in plan.tasks}
-        relieved = plan
-        for index in sorted(ends.lacking, reverse=True):  # from behind: the others keep their places
-            names = plan.buckets[index].label
-            smaller = shrink_bucket(relieved, index, sequences)
-            if smaller is not None:
-                relieved = smaller
-                then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
-            elif len(plan.tasks) > 1:
-                then = "once another task has left"
-                self._running[names].parked = True
-            else:
-                then = ""
-                failed[names] = self._fails(
-                    names, f"one sequence of it alone ran out of memory ({said[index]})"
-                )
-            if then:
-                self.planning.news.append(
-                    f"{names}: out of memory ({said[index]}): the step is repeated {then}"
-                )
-        self.planning.relieve(relieved)
-        return failed
-
-    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
-        """Run this rank's actions."""
-        self.communicator.expect(most_in_flight(template) + len(plan.buckets))
-        dtype = self.backbone.dtype
-        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
-
-    def _grid(self, plan: Plan, lengths: Mapping[str, Lengths]) -> StepGrid:
-        """What this pipeline computes in a step."""
-        rank = self.parallel.dp_rank
-        if not (self.backbone.residence.in_step or must_keep_step(plan)):
-            return step_grid(plan, lengths, rank)
-        return lockstep([step_grid(plan, lengths, other) for other in range(self.parallel.dp_size)])[rank]
-
-    def _for_this_mesh(self, plan: Plan) -> Plan:
-        """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""
-        return plan if plan.data == self.parallel.dp_size else replace(plan, data=self.parallel.dp_size)
-
-    def _lengths(self, name: str, later: int, pad_to: int) -> Lengths:
-        running = self._running[name]
-        return lengths_of(running.task.data, running.sampler.batch(running.step + later), pad_to)
-
-    def _fetch(
-        self, names: Sequence[str], pad_to: Mapping[str, int], steps: int
-    ) -> tuple[list[dict[str, list[PackedSequence]]], dict[str, StepResult]]:
-        """Read the next batches of each task; a task whose data cannot be read on some rank fails on all of them.
-
-        One that fails at a later step than the first ends the steps before it: it fails when its turn comes.
-        """
-
-        def read(name: str, later: int) -> list[PackedSequence]:
-            running = self._running[name]
-            records = running.sampler.batch(running.step + later)
-            return weighted(name, running.task.data, records, pad_to.get(name, 0))
-
-        sequences, problems = read_together(names, read, steps, self.parallel)
-        return sequences, {name: self._fails(name, reason) for name, reason in problems.items()}
-
-    def _fails(self, name: str, reason: str) -> StepResult:
-        """A task that cannot go on, its adapter as it was before the step."""
-        running, nothing = self._running[name], float("nan")
-        running.status = "failed"
-        return StepResult(running.step, running.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last steps."""
+        return self._runner.last_plan
 
     # -- reading it out
 
@@ -372,26 +247,26 @@ class Engine:
         Raises:
             UserError: The data could not be read; on every rank, so none waits for another.
         """
-        running = self._running[name]
-        if running.task.evaluation is None:
+        task = self._tasks[name]
+        if task.task.evaluation is None:
             return None
-        options = running.task.spec.eval
-        return evaluate(
+        options = task.task.spec.eval
+        evaluator = Evaluator(
             self.stages,
             self.parallel,
             self.communicator,
             name,
-            running.task.evaluation,
-            running.position_offset,
-            running.step,
-            self.room,
+            task.position_offset,
+            task.step,
+            self._trials,
             None if options is None else options.per_device_eval_batch_size,
         )
+        return evaluator.evaluate(task.task.evaluation)
 
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
-        running = self._running[name]
-        return take(running.adapter, running.optimizer, running.step, self.parallel)
+        task = self._tasks[name]
+        return take(task.adapter, task.optimizer, task.step, self.parallel)
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:
         """A task's adapter as full tensors by key on rank 0, None elsewhere. Every rank calls it."""
@@ -400,5 +275,5 @@ class Engine:
 
     def adapter_config(self, name: str) -> dict[str, Any]:
         """The content of a task's `adapter_config.json`."""
-        adapter = self._running[name].adapter
+        adapter = self._tasks[name].adapter
         return adapter.spec.config(adapter.host.shape)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""One task's optimizer, schedule and clipping; gradients made whole over the ranks that hold parts of an adapter."""
+"""One task's optimizer, schedule and clipping; the sum of gradients over ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
-from megatron_mux.engine.room import Room
-from megatron_mux.memory.forms.own import SUMMED_AT_ONCE
-from megatron_mux.runtime import Parallel
+from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TaskOptimizer:
-    """A task's optimizer over its local adapter parameters, in the spellings and defaults of `transformers`.
+    """A task's optimizer over its local adapter parameters, with the options and defaults of `transformers`.
 
     Args:
         parameters: The adapter's parameters on this rank (may be empty).
@@ -45,9 +43,7 @@ class TaskOptimizer:
                 eps=spec.adam_epsilon,
                 fused=True,
             )
-        if (
-            spec.optim != "sgd"
-        ):  # now and not in the first step: where memory is short, it shows before anything trains
+        if spec.optim != "sgd":  # now, not in the first step: the task is refused if they do not fit
             for p in self.parameters:
                 self._moments_of(p, {name: torch.zeros_like(p.value) for name in _MOMENTS}, 0)
         self._factor = _schedule(spec, total_steps)
@@ -62,10 +58,7 @@ class TaskOptimizer:
         return self.spec.learning_rate * self._factor(step)
 
     def clip(self, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`.
-
-        Where there is no memory for scalars, the gradients are as they were.
-        """
+        """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`."""
         limit = self.spec.max_grad_norm
         gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
         if limit > 0 and gradients:
@@ -74,13 +67,11 @@ class TaskOptimizer:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
     def step(self, step: int, skip: Tensor) -> None:
-        """Update the parameters with their gradients as optimizer step `step` (from 0), and drop the gradients.
-
-        It takes no memory: moments are there.
+        """Update the parameters as optimizer step `step` (from 0), and drop the gradients.
 
         Args:
-            step: Which; the learning rate depends on it.
-            skip: Scalar fp32 on the device: unless it is zero, leave everything as it is.
+            step: Sets the learning rate.
+            skip: Scalar fp32 on the device: unless it is zero, parameters and moments stay as they are.
         """
         if self._optimizer is None:
             return
@@ -97,7 +88,7 @@ class TaskOptimizer:
             parameter.value.grad = None
 
     def kept_of(self, p: AdapterParameter) -> list[Tensor]:
-        """All that is kept for a parameter from step to step, the number of its steps included."""
+        """The optimizer's state of a parameter: moments and the number of steps."""
         return [] if self._optimizer is None else list(self._optimizer.state.get(p.value, {}).values())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -136,33 +127,31 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def summed_at_once(parameters: Sequence[AdapterParameter], parallel: Parallel) -> int:
-    """Bytes in which these parameters' gradients are summed over ranks; 0 if there is nobody to sum with."""
+def gradient_buffer_size(parameters: Sequence[AdapterParameter], parallel: Parallel) -> int:
+    """Bytes of the buffer in which these parameters' gradients are summed over ranks; 0 on a single rank."""
     if parallel.tp_size * parallel.dp_size == 1 or not parameters:
         return 0
     sizes = [p.value.numel() for p in parameters]
-    return max([*sizes, min(sum(sizes), SUMMED_AT_ONCE)]) * parameters[0].value.dtype.itemsize
+    return max([*sizes, min(sum(sizes), GRADIENTS_AT_ONCE)]) * parameters[0].value.dtype.itemsize
 
 
 def reduce_gradients(
-    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, room: Room, size: int
+    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, buffer: Tensor
 ) -> None:
-    """Make gradients whole: sum those that are partial over tensor ranks, and all of them over data-parallel ranks.
+    """Sum gradients over ranks: partial ones over tensor ranks, all of them over data-parallel ranks.
 
-    Few collectives for all tasks together, and no memory for them. A sum never mixes elements, so a task's NaN stays
-    its own.
+    Few collectives for all tasks together, in a buffer that is there already. A sum never mixes elements, so a task's
+    NaN stays its own.
 
     Args:
-        parameters: Local parameters of every task of the step; a missing gradient counts as zero and stays missing.
+        parameters: Local parameters of every task of the bucket; a missing gradient counts as zero and stays missing.
         parallel: Where this rank stands.
         flags: Summed over data-parallel ranks along with them.
-        room: Has that memory.
-        size: How many bytes of it to use, the same on every rank: `summed_at_once` of these parameters or more.
+        buffer: `[n]` uint8, as long on every rank; `gradient_buffer_size` of these parameters or more.
     """
     parameters = list(parameters)
-    if parameters and size:
-        dtype = parameters[0].value.dtype
-        part = room.of(size // dtype.itemsize, dtype)
+    if parameters and buffer.numel():
+        part = buffer.view(parameters[0].value.dtype)
         if parallel.tp_size > 1:
             _all_reduce([p.value for p in parameters if p.partial], part, parallel.tp_group)
         if parallel.dp_size > 1:
@@ -179,22 +168,22 @@ def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
-def _all_reduce(values: Sequence[Tensor], room: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum gradients, as many at once as there is room for: the same ones on every rank."""
+def _all_reduce(values: Sequence[Tensor], buffer: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum gradients, as many at once as the buffer holds: the same ones on every rank."""
     start = 0
     while start < len(values):
         stop, size = start, 0
-        while stop < len(values) and size + values[stop].numel() <= room.numel():
+        while stop < len(values) and size + values[stop].numel() <= buffer.numel():
             size += values[stop].numel()
             stop += 1
         together = values[start:stop]
-        pieces = room[:size].split([value.numel() for value in together])
+        pieces = buffer[:size].split([value.numel() for value in together])
         for value, piece in zip(together, pieces, strict=True):
             if value.grad is None:
                 piece.zero_()
             else:
                 piece.view_as(value).copy_(value.grad)
-        dist.all_reduce(room[:size], group=group)
+        dist.all_reduce(buffer[:size], group=group)
         for value, piece in zip(together, pieces, strict=True):
             if value.grad is not None:
                 value.grad.copy_(piece.view_as(value))

@@ -1,107 +1,99 @@
-"""Memory that runs out in a pass: the bucket's tasks take their step again in smaller parts, nobody else loses one.
+"""Out of memory in a pass: the tasks of its bucket repeat their step in smaller parts, and no other task loses one.
 
-A pass that finds no memory gives its neighbours zeros instead, and so do the bucket's later passes on this rank; with
-ranks that make the same passes they go on exchanging what these wait for (`messages`). All others run as planned, so
-that no rank waits and no other task notices. That the bucket lacked memory travels to all stages with its tasks' norms
-(`ends`): they do not step, nor in what is left of the turn.
+The pass gives its neighbours zeros instead, and the bucket's later passes on this rank are skipped. All others run as
+planned, so that no rank waits and no other task notices. That the bucket ran out of memory travels to all stages with
+its tasks' norms (`bucket_finalizer`): they skip their optimizer step, and what is left of the turn.
+
+This needs passes in which no rank meets another one. Where ranks do meet (tensor parallelism, sharded weights), the
+error ends the run on all of them (`liveness`). On GPUs plans are tried before they are followed (`trial`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_mux.engine.messages import Counts, Messages
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.errors import first_sentence
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 T = TypeVar("T")
 
-Passes = tuple[Callable[[], Tensor]] | tuple[Callable[[], Tensor], Callable[[Tensor], None]]
-"""A forward pass; or one, and its backward pass: as `Messages.alone` takes them."""
+
+def ranks_meet(stages: Iterable[Backbone], parallel: Parallel) -> bool:
+    """Whether a pass of these stages contains collectives, so that no rank can leave one out."""
+    return parallel.tp_size > 1 or any(stage.residence.in_step for stage in stages)
 
 
-def first_sentence(error: torch.OutOfMemoryError) -> str:
-    """What was asked for; the rest is advice on PyTorch's allocator."""
-    return str(error).split(". ")[0].strip()
-
-
-class Shortage:
-    """What lacked memory on this rank in a turn.
+class FailedBuckets:
+    """Buckets of a turn that ran out of memory on this rank.
 
     Args:
         period: Buckets of a step.
+        stages: This rank's.
         parallel: Where this rank stands.
-        messages: What passes exchange with ranks that make the same ones.
+        recovers: Whether passes that run out of memory are skipped, else raise; by default unless ranks meet in them.
     """
 
-    def __init__(self, period: int, parallel: Parallel, messages: Messages) -> None:
+    def __init__(
+        self, period: int, stages: Iterable[Backbone], parallel: Parallel, recovers: bool | None = None
+    ) -> None:
         self._period = period
+        self._stages = list(stages)
         self._parallel = parallel
-        self._messages = messages
-        self._said: dict[int, str] = {}
-        self._not_alone: set[int] = set()
+        self._reasons: dict[int, str] = {}
+        self.recovers = not ranks_meet(self._stages, parallel) if recovers is None else recovers
 
-    def concerns(self, entry: int) -> bool:
-        """Whether a bucket, counted on over steps, is not to be computed any more in this turn."""
-        return entry % self._period in self._said
+    def __bool__(self) -> bool:
+        """Whether any bucket has failed."""
+        return bool(self._reasons)
 
-    def attempt(
-        self, action: Action, compute: Callable[[], T], again: Callable[[], Passes] | None = None
-    ) -> T | None:
-        """What an action's work comes to; None if its bucket lacks memory: then all that it took is free again.
+    def __contains__(self, entry: int) -> bool:
+        """Whether a bucket, counted on over steps, has failed."""
+        return entry % self._period in self._reasons
 
-        Args:
-            action: The action.
-            compute: Does its work.
-            again: Gives the same work for its messages alone. None: it exchanges nothing.
+    def attempt(self, action: Action, compute: Callable[[], T]) -> T | None:
+        """Run an action's work; None if its bucket has failed, now or before: then its memory is free again.
+
+        Raises:
+            torch.OutOfMemoryError: It ran out of memory, and is not recovered from.
         """
-        before = self._messages.sent()
-        bucket = action.bucket % self._period
-        fits = bucket in self._said and bucket not in self._not_alone
-        if bucket not in self._said:
-            try:
-                return compute()
-            except torch.OutOfMemoryError as error:
-                self._said[bucket] = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
-            # Outside the handler, and of any context manager, whose frames would be kept: the work's tensors are gone.
-            self._free()
-        if again is None or not self._messages.any or (fits and self._computed_alone(bucket, before, again)):
+        if action.bucket in self:
             return None
-        self._messages.alone(before, *again(), memory=False)
+        if not self.recovers:
+            return compute()
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            self.note(action, error)
+        # Outside the handler, whose traceback keeps the work's tensors.
+        self.free()
         return None
 
-    def _computed_alone(self, bucket: int, before: Counts, again: Callable[[], Passes]) -> bool:
-        """Exchange a pass's messages by computing it; whether there is memory, now that no other of its bucket has any.
+    def note(self, action: Action, error: torch.OutOfMemoryError) -> None:
+        """Count the bucket of an action as failed."""
+        reason = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
+        self._reasons[action.bucket % self._period] = reason
 
-        Once there is none it is not tried again. (It is tried because it is quick: without memory each operator takes a
-        fraction of a millisecond of the host.)
-        """
-        try:
-            self._messages.alone(before, *again(), memory=True)
-            return True
-        except torch.OutOfMemoryError:
-            self._not_alone.add(bucket)
-        self._free()
-        return False
-
-    def _free(self) -> None:
-        self._messages.abandon()
+    def free(self) -> None:
+        """Free what a pass that broke off has left: weights that were brought, the allocator's cache."""
+        for stage in self._stages:
+            stage.residence.abandon()
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def everywhere(self) -> dict[int, str]:
-        """For each bucket that lacked memory on some rank, where; every rank calls it when one did."""
+        """For each bucket that failed on some rank, where and why. Every rank calls it."""
         if self._parallel.world_size == 1:
-            return self._said
+            return self._reasons
         found: list[dict[int, str]] = [{} for _ in range(self._parallel.world_size)]
-        dist.all_gather_object(found, self._said)
-        said: dict[int, str] = {}
+        dist.all_gather_object(found, self._reasons)
+        reasons: dict[int, str] = {}
         for own in found:
-            for bucket, what in own.items():
-                said.setdefault(bucket, what)
-        return said
+            for bucket, reason in own.items():
+                reasons.setdefault(bucket, reason)
+        return reasons

@@ -149,17 +149,17 @@ class Planning:
         return self._plan
 
     @property
-    def lasts(self) -> int:
-        """Steps, the one that has begun included, that follow its plan whoever does not join or leave."""
+    def steps_left(self) -> int:
+        """Number of steps, counting the current one, for which this plan stays valid unless a task joins or leaves."""
         return self._left or _FOR_GOOD
 
-    def follow(self, steps: int) -> None:
-        """Count steps that are taken after the one that has begun without beginning anew; fewer than `lasts`."""
+    def count(self, steps: int) -> None:
+        """Count steps of the same plan that follow the one that has begun; fewer than `steps_left`."""
         if self._left:
             self._left -= steps
 
     def relieve(self, plan: Plan) -> None:
-        """Follow this plan instead of one that lacked memory, while its tasks take part; every rank calls it."""
+        """Follow this plan, while its tasks take part, instead of one that ran out of memory; every rank calls it."""
         if self.policy == "auto":
             self._plan = plan
         else:

@@ -1,4 +1,4 @@
-"""What a task is to the engine, what a step of it gives, and where a registered one stands."""
+"""A task as the engine takes it, the result of one of its steps, and the state of a registered one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.batches import lengths_of, weighted
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.step import Lengths
+from megatron_mux.layout import PackedSequence
 from megatron_mux.tasks import TaskSpec
 
 Status = Literal["running", "finished", "failed"]
@@ -21,7 +24,7 @@ Status = Literal["running", "finished", "failed"]
 
 @dataclass
 class Task:
-    """What the engine needs to train one task.
+    """A task to train.
 
     Attributes:
         spec: The validated task.
@@ -40,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step of one task gave.
+    """The result of one optimizer step of one task.
 
     Attributes:
         step: Optimizer steps done, this one included (a failed step is not counted).
@@ -67,9 +70,18 @@ class StepResult:
 
 @dataclass
 class TaskState:
-    """A registered task: its adapter, its optimizer, where it stands.
+    """A registered task on this rank.
 
-    A parked one found no memory beside the others, and waits until one of them leaves.
+    Attributes:
+        task: What was registered.
+        adapter: This rank's part.
+        optimizer: Steps that part.
+        sampler: Says which records each step takes.
+        load: What the planner knows of the task.
+        total_steps: Optimizer steps it runs for.
+        step: Optimizer steps done.
+        status: Whether it goes on.
+        parked: It does not fit beside the others, and waits until one of them leaves.
     """
 
     task: Task
@@ -98,6 +110,25 @@ class TaskState:
         self.step = snapshot.step
         if self.step >= self.total_steps:
             self.status = "finished"
+
+    def fail(self, reason: str) -> StepResult:
+        """Stop the task, its adapter as it was before the step."""
+        self.status = "failed"
+        nothing = float("nan")
+        return StepResult(self.step, self.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
+
+    def lengths(self, later: int, pad_to: int) -> Lengths:
+        """Of the records of a step from now, without reading them."""
+        return lengths_of(self.task.data, self.sampler.batch(self.step + later), pad_to)
+
+    def sequences(self, later: int, pad_to: int) -> list[PackedSequence]:
+        """The records of a step from now.
+
+        Raises:
+            UserError: The data cannot be read any more.
+        """
+        records = self.sampler.batch(self.step + later)
+        return weighted(self.task.spec.name, self.task.data, records, pad_to)
 
     @property
     def position_offset(self) -> int:

@@ -28,6 +28,7 @@ from megatron_mux.memory.forms.outside import Outside
 from megatron_mux.memory.forms.parts import FRAGMENTATION, ROW_INPUTS
 from megatron_mux.memory.forms.shards import Stage, stages_of
 from megatron_mux.memory.forms.sites import OPS, TaskAdapters
+from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]
 
@@ -100,7 +101,8 @@ class StageMemory:
     def resident(self) -> tuple[float, ...]:
         """`[S]` bytes of the backbone's part, and of the tasks' adapters with what trains them."""
         return tuple(
-            self._weights(stage) + self._adapters(stage) + self._room(stage) for stage in self.stages
+            self._weights(stage) + self._adapters(stage) + self._gradient_buffer(stage)
+            for stage in self.stages
         )
 
     def outside(self, pipeline: int) -> float:
@@ -129,15 +131,12 @@ class StageMemory:
         found += sum(load.adapter.fixed_values(stage.layers) for load in self.loads)
         return found * self.adapter_size
 
-    def _room(self, stage: Stage) -> float:
-        """To sum gradients over ranks, and for messages of passes but those of rows."""
+    def _gradient_buffer(self, stage: Stage) -> float:
+        """Of the buffer that gradients are summed over ranks in."""
         if self.method.data * self.method.tensor == 1:
             return 0.0
         values = sum(load.adapter.values(stage.layers, self.method.tensor) for load in self.loads)
-        room = min(values, own.SUMMED_AT_ONCE) * self.adapter_size
-        if self.method.zero == 3:
-            room = max(room, min(own.WEIGHTS_AT_ONCE, stage.largest * self.itemsize))
-        return room
+        return min(values, GRADIENTS_AT_ONCE) * self.adapter_size
 
     @property
     def _comes_and_goes(self) -> bool:
@@ -180,11 +179,10 @@ class StageMemory:
             working = working + total * max(0.0, self._plain(False) - self._plain(True))
         working = np.where(tasks.trained > 0, working, total * entry * 2)
         working[:, -1] = np.maximum(working[:, -1], self._loss(rows))
-        if len(self.stages) > 1:
-            working[:, 0] += rows.most * entry  # the engine's zeros for want of memory
-        if self.method.tensor > 1:  # the room is for their messages, too
-            row = own.message(self.architecture, self.method.tensor, self.itemsize)
-            found += np.maximum(total * row - np.array([self._room(stage) for stage in self.stages]), 0.0)
+        if len(self.stages) > 1 and self.method.tensor == 1 and self.method.zero != 3:
+            working[:, 0] += (
+                rows.most * entry
+            )  # the zeros that stand in for an output that runs out of memory
         vain = 1 + FRAGMENTATION[self.method.recompute] * self._gpu
         return Bytes(np.maximum(found, 0.0) * vain, working * vain)
 

@@ -67,12 +67,6 @@ def segment_attention(
     return _by_runs(query, key, value, segments, scale, window, prefix)
 
 
-def forget() -> None:
-    """Drop the tensors that are kept from call to call."""
-    _mask.cache_clear()
-    _bounds.cache_clear()
-
-
 def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel serves all segments of a batch, however long each is."""
     is_half = dtype in (torch.bfloat16, torch.float16)

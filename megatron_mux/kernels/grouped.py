@@ -151,11 +151,6 @@ class StackedProducts(Products):
         return [p[:rank] * scale for p, rank, scale in zip(products, ranks, scales, strict=True)]
 
 
-def forget() -> None:
-    """Drop the tensors that are kept from call to call."""
-    _runs.cache_clear()
-
-
 def choose(x: Tensor, rows: Rows) -> type[Products]:
     """The implementation to use for groups `rows` of `x`."""
     if x.device.type == "cuda" and x.dtype == torch.bfloat16 and len(rows) >= _STACK_FROM_GROUPS:

@@ -8,8 +8,8 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Literal
 
-End = Literal["", "done", "told", "failed"]
-"""How a rank left: not yet; with its work done; with a mistake that was told; with an error of its own."""
+End = Literal["", "done", "told", "failed", "out of memory"]
+"""How a rank left: not yet; with its work done; with a mistake, or out of memory, as it has told; with an error."""
 
 
 class Heartbeat:

@@ -92,6 +92,9 @@ class Judge:
 
     def _failed(self, ranks: Sequence[Seen]) -> Verdict | None:
         for rank, seen in enumerate(ranks):
+            if seen.state.end == "out of memory":  # the others wait for it in a collective for good
+                return Verdict(rank, "")
+        for rank, seen in enumerate(ranks):
             if seen.state.end == "failed":
                 return Verdict(rank, f"{seen.name} failed: {seen.state.reason}", _PATIENCE_S)
         for rank, seen in enumerate(ranks):

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
-from megatron_mux.errors import UserError, is_of_a_connection, tell, told_elsewhere
+from megatron_mux.errors import UserError, first_sentence, is_of_a_connection, tell, told_elsewhere
 from megatron_mux.liveness.heartbeat import End, Heartbeat, Look, Mark, State
 from megatron_mux.liveness.post import Hub, Post, Spoke
 from megatron_mux.liveness.verdict import BEAT_S, Judge, Verdict
@@ -33,7 +34,8 @@ class Liveness(Heartbeat):
     died, has failed or keeps others waiting, it says so, and the threads end all processes at once, since main threads
     may be stuck in a collective for good. Of rank 0 itself the others find out by their connections.
 
-    Leaving it by an error that is the echo of another rank's death waits for the verdict, which ends the process.
+    Leaving it by an error that another rank's death caused waits for the verdict, which ends the process. Leaving it
+    out of memory ends all processes: the others may wait in a collective for what this one has not computed.
 
     Args:
         rank, world_size: Of this process.
@@ -103,12 +105,22 @@ class Liveness(Heartbeat):
         """Say how this rank leaves; where another one is to blame, wait to be ended."""
         if error is None:
             self._leave("done")
+        elif isinstance(error, torch.OutOfMemoryError):
+            self._end_all(error)
         elif isinstance(error, RuntimeError) and is_of_a_connection(error):
             self._wait_to_be_ended(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):
             self._leave("failed", _in_a_line(error))
         else:
             self._leave("told")  # to be, at least; and who is interrupted knows why
+
+    def _end_all(self, error: torch.OutOfMemoryError) -> None:
+        """Say what ran out of memory, and end all ranks: others may wait for this one in a collective."""
+        self._limit_time()
+        self._say(f"{self._name} ran out of memory at {self._mark.what}: {first_sentence(error)}")
+        self._leave("out of memory")
+        self._farewell()
+        os._exit(1)
 
     def _wait_to_be_ended(self, error: RuntimeError) -> None:
         # The launcher tells everyone to stop as soon as one is gone; the reason is still to be said.
@@ -156,13 +168,20 @@ class Liveness(Heartbeat):
 
     def _end(self, verdict: Verdict) -> None:
         """End the process, having said why: rank 0 says it, and every other rank where that is gone."""
+        self._limit_time()
+        if verdict.text and not verdict.said:
+            self._say(verdict.text)
+        self._farewell()
+        os._exit(1)
+
+    def _say(self, why: str) -> None:
+        tell(UserError(f"{why}: stopping. {self._advice}"), self._program)
+
+    def _limit_time(self) -> None:
+        """End the process soon, even if saying why takes too long."""
         late = threading.Timer(_SECONDS_TO_END, os._exit, (1,))
         late.daemon = True
         late.start()
-        if verdict.text and not verdict.said:
-            tell(UserError(f"{verdict.text}: stopping. {self._advice}"), self._program)
-        self._farewell()
-        os._exit(1)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -76,7 +76,7 @@ def _gradients(
             assert p.value.grad is not None
             found[f"{name}/{p.key}"] = p.value.grad.clone()
 
-    for name, running in engine._running.items():
+    for name, running in engine._tasks.items():
         running.optimizer.clip = partial(clip, name, running.optimizer)  # type: ignore[method-assign]
     engine.step()
     engine.step()
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_one_process(
     found, engine = _gradients(path, parallel, dtype, policy, split, kind, recompute)
     parts = {
         f"{name}/{p.key}": p.slice_of(expected[f"{name}/{p.key}"])
-        for name, running in engine._running.items()
+        for name, running in engine._tasks.items()
         for p in running.optimizer.parameters
     }
     far = {key: relative(found[key], part) for key, part in parts.items()}

@@ -99,7 +99,7 @@ def test_adapters_of_every_kind(name: str, path: Path, joined: Callable[..., Par
     shape = read_shape(path)
     found, wanted = {}, {}
     for case in cases:
-        parameters = engine._running[case.name].optimizer.parameters
+        parameters = engine._tasks[case.name].optimizer.parameters
         found[case.name] = sum(p.value.numel() for p in parameters)
         wanted[case.name] = TaskAdapters.of(case.task.spec, shape).values(backbone.layers, method.tensor)
     everyone: list[Any] = [None] * dist.get_world_size()

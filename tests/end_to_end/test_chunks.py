@@ -34,10 +34,10 @@ class Watched(Engine):
         self.gradients = {}
         super().register_tasks(tasks)
         for name in (task.spec.name for task in tasks):
-            self._running[name].optimizer.clip = partial(self._clip, name)  # type: ignore[method-assign]
+            self._tasks[name].optimizer.clip = partial(self._clip, name)  # type: ignore[method-assign]
 
     def _clip(self, name: str, norm: Tensor) -> None:
-        running = self._running[name]
+        running = self._tasks[name]
         self.gradients |= {
             f"{name}: {p.key}": p.value.grad.clone()  # type: ignore[union-attr]
             for p in running.adapter.parameters
@@ -145,7 +145,7 @@ def test_a_neighbour_that_is_not_finite_stays_alone(backbone_of: BackboneOf, par
         engine = Watched(backbone, parallel, Planning("spatial", 1, chunk=CHUNK))
         engine.register_tasks([case.task for case in cases])
         if spoilt:
-            for p in engine._running["mixed"].adapter.parameters:
+            for p in engine._tasks["mixed"].adapter.parameters:
                 p.value.data.fill_(float("nan"))
         results = engine.step()
         found.append((results["lora"].loss, {k: g for k, g in engine.gradients.items() if "lora:" in k}))

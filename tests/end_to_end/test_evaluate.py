@@ -135,17 +135,10 @@ def test_the_batch_size_bounds_a_pass_and_a_group(
     records.most = 0
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task])
-    found = evaluate_module.evaluate(
-        engine.stages,
-        parallel,
-        engine.communicator,
-        "task",
-        records.as_dataset(),
-        0,
-        0,
-        engine.room,
-        batch_size,
+    evaluator = evaluate_module.Evaluator(
+        engine.stages, parallel, engine.communicator, "task", 0, 0, batch_size=batch_size
     )
+    found = evaluator.evaluate(records.as_dataset())
     engine.remove_task("task")
     assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE
     assert found.loss == pytest.approx(wanted.loss, rel=1e-12) and found.accuracy == wanted.accuracy

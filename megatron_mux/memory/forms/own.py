@@ -9,11 +9,6 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.kept import Pass, Saved, Where
 from megatron_mux.memory.forms.sites import OPS, Site, TaskAdapters
 
-SUMMED_AT_ONCE = 1 << 22
-"""Elements of gradients that one collective sums over ranks, unless a single gradient has more."""
-
-WEIGHTS_AT_ONCE = 1 << 26
-"""Bytes of a unit, at the most, that one message brings: `backbone.residence.PIECE`."""
 
 
 def inputs(tasks: Sequence[TaskAdapters], layer: int) -> frozenset[str]:
@@ -38,14 +33,6 @@ def whole(tasks: Sequence[TaskAdapters], layer: int, architecture: Architecture,
         if any(k.replaces_input for k in own) and any(k.input and not k.replaces_input for k in own):
             saved.append(Saved("input after adapters", "columns", into, run.size))
     return saved
-
-
-def message(architecture: Architecture, tensor: int, size: int) -> float:
-    """Bytes of a row of the largest message between tensor ranks: `engine.messages.largest_message`."""
-    if tensor == 1:
-        return 0.0
-    whole = architecture.queries + 2 * architecture.keys
-    return size * max(architecture.hidden, whole if architecture.kv_heads < tensor else 0)
 
 
 def rows(task: TaskAdapters, layer: int, architecture: Architecture, run: Pass) -> list[Saved]:

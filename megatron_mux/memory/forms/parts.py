@@ -24,6 +24,7 @@ from megatron_mux.memory.forms.shards import Stage, stages
 from megatron_mux.memory.forms.sites import OPS
 from megatron_mux.memory.invisible import MANY_TOKENS, SMALL_INDEX, embedding
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
+from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 _COMES_AND_GOES = frozenset({"activations", "logits", "workspace", "communication"})
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
@@ -237,10 +238,7 @@ class Parts:
         return share * self.recipe.step(stage.values, stage.shapes)
 
     def _adapters(self, stage: Stage) -> Iterator[Line]:
-        """Of all tasks: fp32 values and moments; and room to sum gradients over ranks, and for a pass's message.
-
-        Of gradients and rows the larger is taken: both, here.
-        """
+        """Of all tasks: fp32 values and moments; and the buffer that gradients are summed over ranks in."""
         total = 0.0
         for task in self.recipe.adapters:
             values = task.values(stage.layers, self.method.tensor)
@@ -248,11 +246,7 @@ class Parts:
             yield Line("optimizer", 0 if task.optimizer == "sgd" else 8 * values)
             total += values
         if self.method.data * self.method.tensor > 1:
-            room = 4 * min(total, own.SUMMED_AT_ONCE)
-            if self.method.zero == 3:
-                room = max(room, min(own.WEIGHTS_AT_ONCE, stage.largest * self.recipe.size))
-            row = own.message(self.architecture, self.method.tensor, self._run.size)
-            yield Line("communication", room, row)
+            yield Line("communication", 4 * min(total, GRADIENTS_AT_ONCE))
 
     def _adapter_gradients(self, layers: range) -> Line:
         """Of all tasks, in fp32."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute
-from megatron_mux.backbone.residence import PIECE, Residence, Unit, unit_of
+from megatron_mux.backbone.residence import Residence, Unit, unit_of
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.memory.forms import own
 from megatron_mux.runtime import Parallel
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, Trained, assert_same, random_records, train
@@ -180,7 +179,3 @@ def test_a_second_backward_is_not_taken_for_a_changed_weight(parallel: Parallel)
     layers.hidden.sum().backward()
     expected: Tensor = torch.ones(3, 4) @ wanted @ wanted
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_memory_is_predicted_with_messages_as_large_as_they_are() -> None:
-    assert PIECE == own.WEIGHTS_AT_ONCE

@@ -1,4 +1,4 @@
-"""What stands in for a pass that found no memory takes none itself."""
+"""What stands in for the output of a pass that ran out of memory takes no memory itself."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.engine.compute import EvaluationCompute, TrainingCompute
-from megatron_mux.engine.messages import Messages
-from megatron_mux.engine.out_of_memory import Shortage
-from megatron_mux.engine.room import Room
+from megatron_mux.engine.evaluation_compute import EvaluationCompute
+from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.training_compute import TrainingCompute
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
 
 ROWS, HIDDEN = 1000, 64
 DEVICE = torch.device("cpu")
-PARALLEL: Any = SimpleNamespace(rank=0, world_size=1, dp_size=1, tp_size=1, device=DEVICE)
+
+
+def parallel(tensor: int = 1) -> Any:
+    return SimpleNamespace(rank=0, world_size=1, dp_size=1, tp_size=tensor, device=DEVICE)
 
 
 def stage(last: bool) -> Any:
-    """One that never finds memory."""
+    """One that never has memory."""
 
     def forward(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("made to fail. Nothing is short")
@@ -33,34 +35,44 @@ def stage(last: bool) -> Any:
         device=DEVICE,
         hidden_shape=lambda batch: (batch.rows, 1, HIDDEN),
         forward=forward,
+        residence=SimpleNamespace(in_step=False, abandon=lambda: None),
     )
 
 
 class Batches(dict[Any, Any]):
-    most_rows = ROWS
+    max_rows = ROWS
 
     def __missing__(self, unit: Any) -> Any:
         return (SimpleNamespace(rows=ROWS - 1),)
 
 
+def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
+    if not training:
+        return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, 3, 7, failed)  # type: ignore[list-item]
+    finalizer: Any = SimpleNamespace(failed=failed, tokens=[{}], buckets=[0], tasks={}, parallel=parallel())
+    batches: Any = Batches()
+    return TrainingCompute(stages, batches, finalizer)
+
+
 @pytest.mark.parametrize(("number", "last"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("training", [True, False])
 def test_zeros_are_there_already(training: bool, number: int, last: bool) -> None:
-    shortage = Shortage(1, PARALLEL, Messages([], PARALLEL, Room(DEVICE)))
     stages = {number: stage(last)}
-    compute: Any
-    if training:
-        ends: Any = SimpleNamespace(
-            shortage=shortage, tokens=[{}], buckets=[0], running={}, parallel=PARALLEL
-        )
-        batches: Any = Batches()
-        compute = TrainingCompute(stages, batches, ends)
-    else:
-        compute = EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, 3, 7, shortage)  # type: ignore[list-item]
+    failed = FailedBuckets(1, stages.values(), parallel())
+    compute = compute_of(training, stages, failed)
     hidden = None if number == 0 else torch.ones(ROWS - 1, 1, HIDDEN, requires_grad=training)
     with Budget(limit=512) as budget:
         made = [compute.forward(Action(number, "F", 0, 0), hidden) for _ in range(2)]  # fails; is left out
-    assert budget.failures == 0 and shortage.concerns(0)
+    assert budget.failures == 0 and 0 in failed
     for one in made:
         assert one.shape == (() if last and training else (ROWS - 1, 1, HIDDEN))
         assert one.is_contiguous() and not (training and one.count_nonzero())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_where_ranks_meet_the_error_is_raised(training: bool) -> None:
+    stages = {0: stage(False)}
+    failed = FailedBuckets(1, stages.values(), parallel(tensor=2))
+    with pytest.raises(torch.OutOfMemoryError, match="made to fail"):
+        compute_of(training, stages, failed).forward(Action(0, "F", 0, 0), None)
+    assert not failed

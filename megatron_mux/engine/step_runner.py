@@ -1,0 +1,211 @@
+"""Runs the steps of a plan: reads their batches, tries the plan, executes its template, and finishes its buckets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_mux.engine.batches import Batches, read_together
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
+from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.task_state import StepResult, TaskState
+from megatron_mux.engine.training_compute import Stages, TrainingCompute
+from megatron_mux.engine.trial import Trials
+from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.fusion.plan import ROLLING, Plan
+from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
+from megatron_mux.layout import PackedSequence
+from megatron_mux.pipeline.check import check
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.pipeline.execute import Timer, execute
+from megatron_mux.pipeline.template import Template, most_in_flight
+from megatron_mux.runtime import Parallel
+
+Results = list[dict[str, StepResult]]
+"""For each step, a result per task."""
+
+
+class StepRunner:
+    """Runs steps on this rank.
+
+    Args:
+        stages: This rank's.
+        parallel: Where this rank stands.
+        planning: Is told which steps were taken, and which plans did not fit.
+        communicator: This rank's transfers.
+        trials: Tries plans first; None: memory cannot run out, or only where a pass recovers from it.
+
+    Attributes:
+        last_plan: The plan of the last steps.
+        buffer: `[n]` uint8 in which gradients are summed over ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        parallel: Parallel,
+        planning: Planning,
+        communicator: Communicator,
+        trials: Trials | None,
+    ) -> None:
+        self.stages = stages
+        self.parallel = parallel
+        self.planning = planning
+        self.communicator = communicator
+        self.trials = trials
+        self.last_plan: Plan | None = None
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=parallel.device)
+        self._checked: deque[Plan] = deque(maxlen=8)
+
+    def run(self, plan: Plan, tasks: Mapping[str, TaskState], max_steps: int, timer: Timer | None) -> Results:
+        """Take steps of a plan that begins now.
+
+        Args:
+            plan: The plan.
+            tasks: All registered tasks.
+            max_steps: Steps to take at the most.
+            timer: Called with each action of this rank as it is done.
+
+        Returns:
+            See `Engine.steps`; empty if the plan did not fit: another one is to follow.
+        """
+        plan = self._for_this_mesh(plan)
+        max_steps = max_steps if plan.schedule in ROLLING else 1
+        count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
+        pad_to = padded_lengths(
+            plan.alignment, {name: tasks[name].task.spec.data.max_length for name in plan.tasks}
+        )
+        sequences, problems = read_together(
+            plan.tasks,
+            lambda name, later: tasks[name].sequences(later, pad_to.get(name, 0)),
+            count,
+            self.parallel,
+        )
+        failures = {name: tasks[name].fail(reason) for name, reason in problems.items()}
+        plan = plan.only(sequences[0])  # without those that failed
+        self.last_plan = plan if plan.tasks else self.last_plan
+        if not plan.tasks:
+            # Nothing is left; or a serial run's next task, which takes the next step.
+            self.planning.count(len(sequences) - 1)
+            return [failures]
+        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, pad_to, sequences, timer)
+        if failures:
+            results = results or [{}]
+            results[0] = {**failures, **results[0]}
+        return results
+
+    def _run(
+        self,
+        plan: Plan,
+        tasks: Mapping[str, TaskState],
+        pad_to: Mapping[str, int],
+        sequences: Sequence[Mapping[str, list[PackedSequence]]],
+        timer: Timer | None,
+    ) -> Results:
+        """Compute steps whose records have been read."""
+        lengths = [
+            {name: task.lengths(later, pad_to.get(name, 0)) for name, task in tasks.items()}
+            for later in range(len(sequences))
+        ]
+        grids = [self._grid(plan, own) for own in lengths]
+        template = self._template(plan, grids)
+        batches = Batches(
+            grids,
+            [{name: own[name] for name in tasks} for own in sequences],
+            {name: task.step for name, task in tasks.items()},
+            {name: task.position_offset for name, task in tasks.items()},
+            self.parallel,
+        )
+        tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
+
+        def compute(failed: FailedBuckets, batches: Batches) -> TrainingCompute:
+            finalizer = BucketFinalizer(tasks, plan.buckets, tokens, self.parallel, failed, self.buffer)
+            return TrainingCompute(self.stages, batches, finalizer)
+
+        if self.trials is not None:
+            actions = template[self.parallel.pp_rank]
+            reasons = self.trials.of_plan(
+                plan, actions, batches.rows, lambda failed: compute(failed, batches.anew())
+            )
+            if reasons:
+                failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
+                return [failures] if failures else []
+        self.planning.count(len(sequences) - 1)
+        failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
+        work = compute(failed, batches)
+        self._execute(template, work, plan, timer)
+        results = work.finalizer.finish()
+        if skipped := work.finalizer.skipped:
+            results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")
+        return results
+
+    def _template(self, plan: Plan, grids: Sequence[StepGrid]) -> Template:
+        sizes = [bucket for grid in grids for bucket in grid.sizes]
+        template = step_template(plan, sizes)
+        if plan not in self._checked:  # once a plan: later templates are made by the same rules
+            check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
+            self._checked.append(plan)
+        return template
+
+    def _make_smaller(
+        self,
+        plan: Plan,
+        tasks: Mapping[str, TaskState],
+        failed: Collection[int],
+        reasons: Mapping[int, str],
+        verb: str,
+    ) -> dict[str, StepResult]:
+        """Have buckets that ran out of memory computed in smaller parts from now on, or their task parked.
+
+        Args:
+            plan: The plan that did not fit.
+            tasks: Its tasks.
+            failed: The buckets.
+            reasons: Where and why, by bucket.
+            verb: What becomes of the step.
+
+        Returns:
+            Results of tasks that do not fit by themselves.
+        """
+        failures: dict[str, StepResult] = {}
+        sequences = {name: len(task.load.tokens) for name, task in tasks.items()}
+        relieved = plan
+        for index in sorted(failed, reverse=True):  # from behind: the others keep their places
+            names = plan.buckets[index].label
+            smaller = relieved.smaller(index, sequences)
+            if smaller is not None:
+                relieved = smaller
+                then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
+            elif len(plan.tasks) > 1:
+                then = "once another task has left"
+                tasks[names].parked = True
+            else:
+                reason = f"one sequence of it alone ran out of memory ({reasons[index]})"
+                failures[names] = tasks[names].fail(reason)
+                continue
+            news = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
+            self.planning.news.append(news)
+        self.planning.relieve(relieved)
+        return failures
+
+    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
+        """Run this rank's actions."""
+        self.communicator.expect(most_in_flight(template) + len(plan.buckets))
+        dtype = next(iter(self.stages.values())).dtype
+        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
+
+    def _grid(self, plan: Plan, lengths: Mapping[str, Lengths]) -> StepGrid:
+        """What this pipeline computes in a step."""
+        rank = self.parallel.dp_rank
+        in_step = next(iter(self.stages.values())).residence.in_step
+        if not (in_step or must_keep_step(plan)):
+            return step_grid(plan, lengths, rank)
+        return lockstep([step_grid(plan, lengths, other) for other in range(self.parallel.dp_size)])[rank]
+
+    def _for_this_mesh(self, plan: Plan) -> Plan:
+        """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""
+        return plan if plan.data == self.parallel.dp_size else replace(plan, data=self.parallel.dp_size)

@@ -1,0 +1,135 @@
+"""What a pipeline stage computes for a micro-batch in training: the backbone with its adapters, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.batches import Batches
+from megatron_mux.engine.bucket_finalizer import COLUMNS, BucketFinalizer
+from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.layout import MicroBatch
+from megatron_mux.pipeline.action import Action, Unit
+
+Stages = Mapping[int, Backbone]
+"""A rank's stages by their number."""
+
+
+def zeros_for_next_stage(stages: Stages, rows: int, failed: FailedBuckets) -> Tensor:
+    """`[rows, 1, H]` zeros, allocated up front, for the first stage to send in place of an output that failed.
+
+    Other stages overwrite what they received. One row where nothing like that is sent.
+    """
+    one = next(iter(stages.values()))
+    sends = failed.recovers and 0 in stages and not stages[0].last
+    return torch.zeros(rows if sends else 1, 1, one.shape.hidden, dtype=one.dtype, device=one.device)
+
+
+class TrainingCompute:
+    """Forward and backward of the units of one or several steps, and the ends of their buckets.
+
+    Args:
+        stages: This rank's.
+        batches: For each unit, a batch for each hybrid task in it: computed one after the other.
+        finalizer: Of the buckets' steps.
+    """
+
+    def __init__(self, stages: Stages, batches: Batches, finalizer: BucketFinalizer) -> None:
+        self.stages = stages
+        self.batches = batches
+        self.finalizer = finalizer
+        self.failed = finalizer.failed
+        # Summed per bucket's step and task on the device. A row each: a task's NaN is its own.
+        shape = (len(finalizer.tokens) * len(finalizer.buckets), len(finalizer.tasks))
+        self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
+        self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
+        self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
+
+    def shape(self, action: Action) -> tuple[int, ...]:
+        """Shape of what travels between stages."""
+        if not action.is_pass:
+            return len(self.finalizer.bucket(action.bucket).tasks), COLUMNS
+        backbone, batches = self.stages[action.stage], self.batches[action.unit]
+        rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
+        return (rows, *backbone.hidden_shape(batches[0])[1:])
+
+    def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        """Hidden states, or the step's share of the loss on the last stage; zeros once memory has run out."""
+        made = self.failed.attempt(action, lambda: self._together(action, hidden))
+        if made is not None:
+            return made
+        self._outputs.pop((action.stage, action.unit), None)
+        if self.stages[action.stage].last:
+            return self._zeros[0, 0, 0]
+        # Memory that is there already: zeros must not run out of it, too.
+        return self._zeros[: self.shape(action)[0]] if hidden is None else hidden.detach().zero_()
+
+    def _together(self, action: Action, hidden: Tensor | None) -> Tensor:
+        """The batches of a unit, one after the other."""
+        backbone, batches = self.stages[action.stage], self.batches[action.unit]
+        if len(batches) == 1:
+            return self._forward(action, batches[0], hidden)
+        sizes = [backbone.hidden_shape(batch)[0] for batch in batches]
+        parts: Sequence[Tensor | None] = [None] * len(batches)
+        if hidden is not None:
+            parts = hidden.split(sizes)
+        outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
+        self._outputs[action.stage, action.unit] = outputs
+        # Each batch is back-propagated by itself, below.
+        with torch.no_grad():
+            return torch.stack(outputs).sum() if backbone.last else torch.cat(outputs)
+
+    def _forward(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        backbone = self.stages[action.stage]
+        with layout.activate(batch):
+            output = backbone.forward(batch, hidden, labelled_only=True)
+            if not backbone.last:
+                return output
+            loss, nll = backbone.loss(output, batch)
+        self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
+        return loss
+
+    def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
+        """Back-propagate to the adapters and to the stage's input, unless memory has run out."""
+        outputs = self._outputs.pop((action.stage, action.unit), [output])
+        self.failed.attempt(action, lambda: self._back(action, outputs, gradient))
+        if action.bucket in self.failed:
+            # What there is of gradients will not be needed.
+            for name in self.finalizer.bucket(action.bucket).tasks:
+                self.finalizer.tasks[name].optimizer.zero()
+        if action.stage == min(self.stages):  # the last on this rank to be back-propagated
+            self.batches.forget(action.unit)
+
+    def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
+        batches = self.batches[action.unit]
+        gradients: Sequence[Tensor | None] = [None] * len(outputs)
+        if gradient is not None:
+            gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
+        for batch, out, own in zip(batches, outputs, gradients, strict=True):
+            if out.requires_grad:  # not on a first stage without adapters
+                with layout.activate(batch):
+                    torch.autograd.backward((out,), (own,))
+            if batch.carry is not None:
+                batch.carry.forget(batch.segments, self.stages[action.stage].layers)
+
+    def drop(self, forward: Action) -> None:
+        """Free what a forward pass keeps for a backward pass that will not come."""
+        self._outputs.pop((forward.stage, forward.unit), None)
+        self.batches.forget(forward.unit)
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
+        return self.finalizer.norm(action, self.losses[action.bucket], others)
+
+    def update(self, action: Action, whole: Tensor | None) -> Tensor:
+        """Let the bucket's tasks step."""
+        return self.finalizer.update(action.bucket, whole)
+
+    def label(self, action: Action) -> str:
+        """Tasks of the bucket."""
+        own = self.batches.label(action) if action.is_pass else ""
+        return own or self.finalizer.bucket(action.bucket).label
