@@ -1,4 +1,4 @@
-"""What one rank meets, all have to know: a rank that gave up alone would leave the others waiting for it."""
+"""Ranks agree on problems: a rank that stopped alone would leave the others waiting for it in a collective."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_mux.runtime import Parallel
 
 
 def first_problem(problem: str, parallel: Parallel) -> str:
-    """The problem of the first rank that has one, in the same words on every rank; empty if none has.
+    """Return the first rank's problem on every rank; empty if no rank has one.
 
-    Every rank calls it. Not for a step's hot path: objects travel.
+    Every rank calls it. It gathers objects: not for a step's hot path.
 
     Args:
         problem: This rank's, or empty.
@@ -31,14 +31,14 @@ def first_problem(problem: str, parallel: Parallel) -> str:
 
 
 def raise_on_every_rank(problem: str, parallel: Parallel) -> None:
-    """Go on only if no rank has a problem. Every rank calls it.
+    """Raise on every rank if any rank has a problem. Every rank calls it.
 
     Args:
         problem: This rank's, or empty.
         parallel: Where this rank stands.
 
     Raises:
-        SharedError: On every rank, with the words of the first that has a problem.
+        SharedError: With the problem of the first rank that has one.
     """
     if parallel.total([bool(problem)])[0]:
         raise SharedError(first_problem(problem, parallel))

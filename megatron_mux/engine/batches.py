@@ -1,4 +1,4 @@
-"""From a task's records to the micro-batches of a step: which lengths it has, what lies in each chunk, the tensors."""
+"""From a task's records to the micro-batches of a step: their lengths, their tokens, and the tensors of each chunk."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def lengths_of(data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> Lengths:
-    """What the data's index says of the records of a step: the same on every rank, without reading them."""
+    """Lengths of a step's records from the data's index: the same on every rank, without reading them."""
     chosen = list(records)
     return Lengths(tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to)
 
 
 def weighted(name: str, data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> list[PackedSequence]:
-    """The sequences of a task's step, weighted so that its loss is the mean over their labels.
+    """Read the sequences of a task's step, weighted so that its loss is the mean over their labels.
 
     Args:
         name: The task.
         data: Its training records.
-        records: Which of them the step takes.
-        pad_to: Put tokens that are no labels behind shorter sequences, up to so many in all; none of the sequence's
-            own tokens sees them.
+        records: Indices of the records that the step takes.
+        pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
+            sequence attends to.
 
     Raises:
         UserError: The data cannot be read any more.
@@ -60,17 +60,17 @@ def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
 def read_together(
     names: Sequence[str], read: Callable[[str, int], list[PackedSequence]], steps: int, parallel: Parallel
 ) -> tuple[list[dict[str, list[PackedSequence]]], dict[str, str]]:
-    """Read each task's next batches; data that cannot be read on some rank count as unreadable on all of them.
+    """Read each task's next batches; what one rank cannot read counts as unreadable on every rank.
 
     Args:
         names: The tasks of the steps.
-        read: Gives a task's sequences of a step from now; a `UserError` says why it cannot.
+        read: Reads a task's sequences of a step from now; raises a `UserError` if it cannot.
         steps: How many steps.
         parallel: Where this rank stands.
 
     Returns:
-        For each step up to the first that lacks something, at least one, the sequences of the tasks that can take the
-        first; and of the others what is wrong: the same on every rank.
+        For each step before the first with an unreadable batch, at least one, the sequences of the tasks whose first
+        batch was read; and for the other tasks what is wrong. The same on every rank.
     """
     found: list[dict[str, list[PackedSequence]]] = [{} for _ in range(steps)]
     problems: list[dict[str, str]] = [{} for _ in range(steps)]
@@ -90,10 +90,10 @@ def read_together(
 
 
 class Batches:
-    """What this pipeline computes in one or several steps; a unit is laid out when it is first asked for.
+    """The micro-batches of this pipeline in one or several steps; a unit is laid out when it is first asked for.
 
     Args:
-        grids: For each step, what lies in each chunk.
+        grids: For each step, the sequences in each chunk.
         fetched: For each step, each task's sequences over all pipelines.
         steps: Optimizer steps each task has done before the first of them.
         offsets: Virtual tokens in front of each task's sequences.
@@ -119,7 +119,7 @@ class Batches:
         self._carries: dict[tuple[int, int], Carry] = {}
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
-        """A batch for each hybrid task that has something in the unit; without rows if others alone have it."""
+        """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
         if unit not in self._laid_out:
             self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
         return self._laid_out[unit]
@@ -138,17 +138,17 @@ class Batches:
         return max(rows, default=1)
 
     def anew(self) -> Batches:
-        """The same, nothing laid out yet."""
+        """A copy with nothing laid out yet."""
         return Batches(self.grids, self.fetched, self.steps, self.offsets, self.parallel)
 
     def forget(self, unit: Unit) -> None:
-        """Drop a unit that is done; nothing was laid out of one that was left out."""
+        """Drop a unit that is done; harmless for one that was never laid out."""
         self._laid_out.pop(unit, None)
         if not unit.chunk:  # the last to be back-propagated
             self._carries.pop((unit.bucket, unit.micro_batch), None)
 
     def label(self, action: Action) -> str:
-        """What to write on a pass: the tasks in it, hybrid task by hybrid task."""
+        """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""
         order = self.names.index
         return " | ".join(
             "+".join(sorted({piece.task for piece in chunk}, key=order))

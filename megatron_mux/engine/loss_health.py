@@ -1,4 +1,4 @@
-"""Whether a task's loss goes its usual way: a loss may be far gone before it stops being finite."""
+"""Judges by its losses whether a task has diverged: a loss may explode long before it stops being finite."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-# Losses that are looked at together: their median does not follow a single batch.
+# Losses whose median is taken, so that a single batch does not count.
 _WINDOW = 5
 
 
 @dataclass
 class LossHealth:
-    """What a task's losses tell of its adapter, each of it as it was before that step's update.
+    """Follows a task's losses; each tells of the adapter as it was before that step's update.
 
-    A step is good if its loss is finite and at most 1 more than twice the lowest that the task has held: the lowest
-    median of five losses in a row. That lets batches differ and a task unlearn a little, and tells a loss that has
-    exploded: below 5 for a task that has been at 2, where a model that knows nothing is at 10 or 11.
+    A step is good if its loss is finite and at most twice the lowest median of five losses in a row, plus 1. Batches
+    may differ and a task may unlearn a little, yet a loss that has exploded stands out: the bound is 5 for a task that
+    has been at 2, where a model that knows nothing is at 10 or 11.
 
     Attributes:
-        good: Whether the last step was good; so it is before the first.
+        good: Whether the last step was good; True before the first.
         lowest: The lowest median of five losses in a row; None before the fifth step.
         recent: The last losses, at most five.
     """
@@ -29,7 +29,7 @@ class LossHealth:
     recent: list[float] = field(default_factory=list)
 
     def note(self, loss: float) -> None:
-        """A step had this loss; one that is not finite stops the task and is the last."""
+        """Count a step's loss; one that is not finite stops the task and is the last."""
         if not math.isfinite(loss):
             self.good = False
             return

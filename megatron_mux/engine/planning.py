@@ -1,9 +1,9 @@
-"""Which plan the next step follows; a new one is made beside the running steps and takes over between two of them.
+"""Chooses the plan of the next step; new plans are made in a thread while steps run, and take over between two steps.
 
-When tasks join or leave, nobody waits: those that are left go on with the plan they have, newcomers in a hybrid task of
-their own, while the planner works in a thread. The new plan takes over after a number of steps that is fixed when the
-planner sets out, so that every rank changes at the same step, and a resumed run at the same step as one that was never
-interrupted. One rank plans for all: rounding must not make them differ.
+When tasks join or leave, nobody waits: the remaining tasks keep their plan, and newcomers train in a hybrid task of
+their own until the planner is done. The new plan takes over after a number of steps that is fixed when planning begins,
+so that every rank changes at the same step, and a resumed run at the same step as an uninterrupted one. One rank plans
+for all, since rounding could make plans differ.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
 
 _LEAST_SECONDS = 0.5
 _SECONDS_A_TASK_AND_STAGE = 0.004
-"""How long planning may take beside running steps: twice what it does, and more for few tasks."""
+"""Time that planning may take while steps run: twice what it usually does, and more for few tasks."""
 
 _MOST_STEPS = 50
-"""Steps after which a new plan takes over at the latest, however short they are."""
+"""Most steps before a new plan takes over, however short they are."""
 
 
-_FOR_GOOD = 1 << 30
-"""Steps that no run reaches."""
+_FOREVER = 1 << 30
+"""More steps than any run takes."""
 
 
 class MakesPlans(Protocol):
-    """The planner, as the engine sees it."""
+    """The interface of the planner to the engine."""
 
     @property
     def memory_limit(self) -> float | None:
@@ -49,27 +49,27 @@ class MakesPlans(Protocol):
         ...
 
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The same plan with what is predicted of it for these tasks, its buckets in the order that follows."""
+        """The same plan with predictions for these tasks, its buckets in the predicted order."""
         ...
 
 
 class Planning:
-    """The plans of an engine.
+    """Chooses an engine's plans.
 
     Args:
-        policy: Which plans to follow.
+        policy: `serial`, `temporal`, `spatial` or `auto`.
         stages: Of the pipeline, virtual ones included.
         planner: Makes plans for the policy `auto`.
         micro_batches, chunk, alignment: For the other policies, see `plan_for`.
         given: A plan to begin with, for `auto`: from a file, or of the run that is continued.
-        leads: Whether this rank makes the plans that others follow.
+        leads: Whether this rank makes the plans for all ranks.
         virtual: Stages of each rank.
-        split: Layers of each stage; empty: as even as can be.
+        split: Layers of each stage; empty: as even as possible.
         schedule: See `Plan`.
-        share: Gives every rank what the one that leads has; all of them call it between the same two steps.
+        share: Broadcasts from the rank that leads; every rank calls it between the same two steps.
 
     Attributes:
-        news: What has changed, for people; whoever tells them empties it.
+        news: Changes of the plan to report; whoever reports them empties it.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Planning:
         self.news: list[str] = []
 
     def next(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan of the next step, without a change to anything: what a continued run goes on with.
+        """The plan that the next step would follow: a continued run goes on with it. Changes nothing.
 
         Args:
             loads: The tasks that take part, in the order of `serial`.
@@ -129,7 +129,7 @@ class Planning:
         return replace(plan, replan_in=left)
 
     def begin(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan of the step that begins now; every rank calls it. Sets the planner to work if tasks have changed."""
+        """The plan of the step that begins now; starts the planner if tasks have changed. Every rank calls it."""
         if self.policy != "auto" or not loads:
             return self.next(loads)
         assert self.planner is not None
@@ -151,7 +151,7 @@ class Planning:
     @property
     def steps_left(self) -> int:
         """Number of steps, counting the current one, for which this plan stays valid unless a task joins or leaves."""
-        return self._left or _FOR_GOOD
+        return self._left or _FOREVER
 
     def count(self, steps: int) -> None:
         """Count steps of the same plan that follow the one that has begun; fewer than `steps_left`."""
@@ -166,7 +166,7 @@ class Planning:
             self._relieved = plan
 
     def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
-        """What to follow with these tasks, and after how many steps, the coming one included, a new plan takes over."""
+        """The plan until the planner is done, and for how many steps, the coming one included."""
         assert self.planner is not None
         if frozenset(loads) == frozenset(plan.tasks):
             return plan, self._left
@@ -183,8 +183,8 @@ class Planning:
     def _ways_to_take_in(
         self, plan: Plan, new: Sequence[TaskLoad], loads: Mapping[str, TaskLoad]
     ) -> Iterator[Plan]:
-        """Plans with newcomers, each taking less memory than the one before: as users asked, the newcomers one sequence
-        at a time, everybody so.
+        """Plans with newcomers, each taking less memory than the one before: accumulation as asked for, newcomers one
+        sequence at a time, all tasks one sequence at a time.
         """
         yield add_tasks(plan, list(loads), max((n.accumulation for n in new), default=1))
         yield add_tasks(plan, list(loads), max((len(n.tokens) for n in new), default=1))
@@ -193,7 +193,7 @@ class Planning:
         yield replace(plan, buckets=alone.buckets)
 
     def _take_over(self) -> None:
-        """Follow the new plan, on every rank the first one's. If there is none, the old one does."""
+        """Switch every rank to the new plan; keep the old one if planning failed."""
         made: tuple[Plan | None, str] = (None, "")
         if self._making is not None:
             try:
@@ -204,9 +204,9 @@ class Planning:
         plan, problem = self._share(made)
         if plan is not None:
             self._plan = plan
-            self.news.append(f"from here on {plan}")
+            self.news.append(f"new {plan}")
         else:
-            self.news.append(f"no new plan, going on with the old one: {problem}")
+            self.news.append(f"planning failed, keeping the old plan: {problem}")
 
     def _start(self, loads: Mapping[str, TaskLoad]) -> Future[Plan]:
         assert self.planner is not None

@@ -163,7 +163,7 @@ def norm(self, action, losses, others):
     if "lora" in self.bucket(action.bucket).tasks:
         steps += 1
         if steps > 4:
-            losses[list(self.running).index("lora")] = 60.0 if steps < 10 else math.nan
+            losses[list(self.tasks).index("lora")] = 60.0 if steps < 10 else math.nan
     return real(self, action, losses, others)
 
 BucketFinalizer.norm = norm

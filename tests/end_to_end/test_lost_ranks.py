@@ -108,6 +108,24 @@ def test_a_tensor_parallel_neighbour_is_not_blamed(kind: str, workplace: Workpla
     assert "rank 3" not in line
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_out_of_memory_where_ranks_meet_ends_all_of_them_at_once(
+    rank: int, workplace: Workplace, server: Server
+) -> None:
+    save = workplace.root / f"out-of-memory-{rank}"
+    tensor = ("--tensor-model-parallel-size", "2")
+    fault = Fault("megatron_mux.backbone.model:Backbone.forward", 30, "no memory")
+    runs = run_ranks(server, arguments_of(workplace, save, *tensor, timeout=90), 2, {rank: fault})
+    assert [run.status for run in runs] == [1, 1], "".join(run.errors for run in runs)
+    assert abs(runs[0].seconds - runs[1].seconds) < GRACE_S, "not the timeout"
+    (line,) = said(runs)
+    assert f"rank {rank} (pipeline stage 0, " in line
+    assert "ran out of memory at 0F" in line and "a device's memory ran out: stopping." in line
+    assert line.endswith(f"Continue from the last save with --load {save}."), line
+    runs = run_ranks(server, arguments_of(workplace, save, "--load", save, *tensor), 2)
+    assert [run.status for run in runs] == [0, 0], "".join(run.errors for run in runs)
+
+
 # A main thread that stalls, under torchrun.
 STALLS = """
 import os, sys, time

@@ -126,7 +126,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_old_one() -> None:
     for _ in range(5):
         plan = planning.begin(loads("abc"))
     assert sorted(plan.tasks) == ["a", "b", "c"]
-    assert planning.news == ["no new plan, going on with the old one: too large"]
+    assert planning.news == ["planning failed, keeping the old plan: too large"]
 
 
 def test_ranks_follow_the_first() -> None:
