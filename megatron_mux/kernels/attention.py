@@ -154,16 +154,16 @@ def _varlen_kernel() -> Callable[..., Any] | None:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    # Before torch 2.11 it knows neither windows nor scales.
+    # Before torch 2.11 it takes neither windows nor scales.
     known = inspect.signature(kernel).parameters
     return kernel if {"window_size", "scale"} <= set(known) else None
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What the variable-length kernel asks about a micro-batch.
+    """Arguments of the variable-length kernel for a micro-batch.
 
-    `gather` says which rows of (prefixes, then pasts, then tokens) make up the keys; None where tokens alone do.
+    `gather` holds the rows of (prefixes, then pasts, then tokens) that make up the keys; None if they are the tokens.
     """
 
     queries: Tensor
@@ -177,7 +177,7 @@ class _Bounds:
 def _bounds(
     segments: tuple[Segment, ...], prefix_lengths: tuple[tuple[str, int], ...], device: torch.device
 ) -> _Bounds:
-    """Cached: every layer of a micro-batch asks for the same, and the answer has to travel to the device."""
+    """Cached, since every layer of a micro-batch needs the same, and it has to be copied to the device."""
     starts, at = {}, 0
     for task, length in prefix_lengths:
         starts[task] = (at, length)

@@ -1,10 +1,9 @@
-"""Keys and values from chunk to chunk of a sequence, and their gradients back (MuxTune section 3.5).
+"""Carries keys and values from chunk to chunk of a sequence, and their gradients back (MuxTune section 3.5).
 
-The chunks of a pack are computed one after another. Each leaves the keys and values of sequences that go on in the next
-chunk; a later chunk attends to them as if they were its own. Backward passes run in reverse: a later chunk's gradients
+The chunks of a pack are computed one after another. Each leaves the keys and values of sequences that continue in the
+next chunk, and later chunks attend to them as to their own. Backward passes run in reverse: gradients of later chunks
 with respect to what earlier ones left are summed here, in fp32 (fp64 for fp64) whatever the backbone's dtype, and each
-earlier chunk adds its part to its own when its turn comes. The sum is over all later chunks, so that chunked gradients
-equal unchunked ones.
+earlier chunk adds its part in its own backward pass. Chunked gradients so equal unchunked ones.
 Shapes: n rows of a segment, T rows of the chunk, p rows of earlier chunks, g key-value heads, D head size.
 """
 
@@ -23,7 +22,7 @@ _Key = tuple[int, str, int]  # layer, task, sequence
 
 
 class Carry:
-    """What the chunks of one micro-batch leave for each other on one stage.
+    """Keys, values and gradients that the chunks of one micro-batch leave for each other on one stage.
 
     Forward passes must come in the order of chunks, backward passes in reverse; what a chunk left is dropped once its
     backward pass has run. A forward pass that is computed again (recomputation) finds what it found the first time.
@@ -36,7 +35,7 @@ class Carry:
     def extend(
         self, layer: int, key: Tensor, value: Tensor, segments: Sequence[Segment]
     ) -> tuple[Tensor, Tensor]:
-        """Put what earlier chunks left before this chunk's keys and values, and leave these for later ones.
+        """Prepend what earlier chunks left to this chunk's keys and values, and leave these for later ones.
 
         Args:
             layer: Global index of the layer.
@@ -56,7 +55,7 @@ class Carry:
         """The keys and values of a segment's tokens in earlier chunks, chunk by chunk.
 
         Raises:
-            RuntimeError: They were not computed, or are gone.
+            RuntimeError: They have not been computed, or have been dropped.
         """
         found, rows = [], 0
         for pair in self._left.get((layer, segment.task, segment.sequence), []):
@@ -91,7 +90,7 @@ class Carry:
             at = rows.stop
 
     def forget(self, segments: Sequence[Segment], layers: range) -> None:
-        """Drop what a chunk left in these layers, once its backward pass is done: also where nothing had a gradient."""
+        """Drop what a chunk left in these layers, once its backward pass is done, even if nothing had a gradient."""
         for segment in segments:
             if not segment.continues:
                 continue

@@ -1,8 +1,8 @@
-"""Random numbers that are a function of where they are used, not of when: masks that packing and ranks cannot change.
+"""Counter-based random numbers: dropout masks that do not depend on packing, ranks or the order of computation.
 
-A counter-based generator: each value is a hash of a key (task seed, step, module) and of a place (sequence, token,
-feature, or an element of a matrix). The same task gets the same masks alone or among others, at any tensor- or
-pipeline-parallel size, on CPU and on GPU, and again when a forward is recomputed.
+Each value is a hash of a key (task seed, step, module) and of a place (sequence, token, feature, or an element of a
+matrix). The same task gets the same masks alone or among others, at any tensor- or pipeline-parallel size, on CPU and on
+GPU, and again when a forward is recomputed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def key_of(*parts: int | str) -> int:
     """A 64-bit key of seeds, counters and names; equal parts give equal keys, on every machine and Python.
 
     Args:
-        parts: What the random numbers may depend on, in a fixed order.
+        parts: Everything that the random numbers depend on, in a fixed order.
     """
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
 """Products of row groups with a small matrix each: the arithmetic of fused ("horizontal") LoRA adapters.
 
 Rows of one task are one contiguous range of the token axis and meet that task's matrices only: no row is multiplied
-with, or added to, another group's values, not even by zero, so a group's NaN stays its own. (A masked block-diagonal
+with, or added to, another group's values, not even zeros, so a group's NaN stays its own. (A masked block-diagonal
 product would be one call too, but 0 x NaN is NaN.)
 
 Two implementations of three products. `LoopProducts` calls BLAS once per group and writes results in place; it is
@@ -172,7 +172,7 @@ def _stack(weights: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
 def _runs(rows: Rows, device: torch.device) -> tuple[tuple[int, int, int, int, Tensor], ...]:
     """Stretches of adjoining groups: (first row, last row, first group, last group, each group's end in the stretch).
 
-    Cached, since all BaseOps of a micro-batch ask the same and the ends must lie on the device.
+    Cached, since all BaseOps of a micro-batch need the same, and the ends have to be copied to the device.
     """
     runs = []
     first = 0

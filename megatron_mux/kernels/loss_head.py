@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""How many logits to hold at once, by kind of device: 64 and 512 MiB in fp32. Fewer make products too thin."""
+"""Logits to hold at once, by kind of device: 64 and 512 MiB in fp32. With fewer, products get too thin."""
 
 _CPU_COLUMNS = 3072
 """Vocabulary rows per product on a CPU, where BLAS is slower on all of a vocabulary at once."""
@@ -52,7 +52,7 @@ class OutputLayer:
         return max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
 
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their `logits`, `chunk_rows` at a time. Each chunk's logits take the place of the last one's."""
+        """Rows and their `logits`, `chunk_rows` at a time; each chunk's logits overwrite those of the last."""
         size = self.chunk_rows()
         place = hidden.new_empty(min(size, hidden.shape[0]), self.weight.shape[0])
         for start in range(0, hidden.shape[0], size):

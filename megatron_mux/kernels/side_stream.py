@@ -1,4 +1,4 @@
-"""Work beside what a device computes."""
+"""A CUDA stream beside the one that computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class SideStream:
-    """Work beside what a device computes: a stream of its own on a GPU; on a CPU it is done on the spot.
+    """Runs work beside computation: on a stream of its own on a GPU, at once on a CPU.
 
     Args:
         device: The device.
@@ -22,7 +22,7 @@ class SideStream:
 
     @contextmanager
     def after_what_came_before(self) -> Iterator[None]:
-        """Let what is begun inside wait for what the device was told before, and for nothing after that."""
+        """Run what is enqueued inside on the side stream, after everything enqueued before."""
         if self._stream is None:
             yield
             return
@@ -31,6 +31,6 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let what the device is told from here on wait for the work beside."""
+        """Let computation enqueued from now on wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -1,4 +1,4 @@
-"""Whether every rank still lives and gets on, so that none waits for one that does not."""
+"""Detects ranks that died or stall, and ends all ranks then, so that none waits for ever."""
 
 from megatron_mux.liveness.heartbeat import Heartbeat as Heartbeat
-from megatron_mux.liveness.watch import Liveness as Liveness
+from megatron_mux.liveness.liveness import Liveness as Liveness

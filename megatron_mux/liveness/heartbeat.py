@@ -13,25 +13,24 @@ End = Literal["", "done", "told", "failed", "out of memory"]
 
 
 class Heartbeat:
-    """Hears what the main thread is at. This one keeps nothing: for a process that nobody waits for."""
+    """Is told what the main thread does. This one ignores it: for a process that nobody watches."""
 
     def at(self, what: object, long: bool = False) -> None:
-        """The main thread begins something. Called in a step's hot path: `what` is not made a text of here.
+        """Note what the main thread begins. Called in a step's hot path: `what` is formatted later, if at all.
 
         Args:
             what: An action, or words such as "saving".
-            long: It may take longer than the timeout, as long as no other rank waits for it that long.
+            long: Whether it may take longer than the timeout, provided that no other rank waits for it that long.
         """
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What the main thread said last.
+class Activity:
+    """What the main thread does.
 
     Attributes:
-        what: See `Heartbeat.at`.
-        long: See there.
-        since: When, in seconds of this host's monotonic clock.
+        what, long: See `Heartbeat.at`.
+        since: When it began, in seconds of this host's monotonic clock.
     """
 
     what: object
@@ -41,15 +40,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says of itself with each beat; as JSON on its way.
+    """A rank's state, sent as JSON with each beat.
 
     Attributes:
-        what: What its main thread is at.
+        what: What its main thread does.
         where: File and line of that.
-        long: It may take longer than the timeout.
-        seconds: For how long it has been at it.
-        waited: For how long, up to now and without a break, it has waited for other ranks in that; None: it works.
-        lost: For how long it has been without a connection to another rank; None: it lost none.
+        long: Whether it may take longer than the timeout.
+        seconds: How long it has been doing it.
+        waited: How long it has been waiting for other ranks in that, without a break until now; None: it works.
+        lost: Seconds since it lost a connection to another rank; None: it lost none.
         end: How it left, or empty.
         reason: The error that it left with, or lost the connection with.
     """
@@ -64,33 +63,35 @@ class State:
     reason: str = ""
 
 
-class Look:
-    """Looks at the main thread from beat to beat."""
+class Observer:
+    """Observes the main thread from beat to beat."""
 
     def __init__(self) -> None:
-        self._mark: Mark | None = None
+        self._activity: Activity | None = None
         self._waits_since: float | None = None
 
-    def __call__(self, mark: Mark, frame: FrameType | None, lost_since: float | None, now: float) -> State:
-        """The main thread as it is now.
+    def __call__(
+        self, activity: Activity, frame: FrameType | None, lost_since: float | None, now: float
+    ) -> State:
+        """The state of the main thread now.
 
         Args:
-            mark: What it said last.
+            activity: What it does.
             frame: Its innermost Python frame.
-            lost_since: When it met a lost connection, if it did.
-            now: On the clock of `mark`.
+            lost_since: When it lost a connection, if it did.
+            now: On the clock of `activity`.
         """
-        if mark is not self._mark:
-            self._mark, self._waits_since = mark, None
+        if activity is not self._activity:
+            self._activity, self._waits_since = activity, None
         if lost_since is None and not (frame is not None and waits_for_others(frame)):
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = now
         return State(
-            what=str(mark.what),
+            what=str(activity.what),
             where="" if frame is None else f"{PurePath(frame.f_code.co_filename).name}:{_line(frame)}",
-            long=mark.long,
-            seconds=now - mark.since,
+            long=activity.long,
+            seconds=now - activity.since,
             waited=None if self._waits_since is None else now - self._waits_since,
             lost=None if lost_since is None else now - lost_since,
         )
@@ -99,8 +100,8 @@ class Look:
 def waits_for_others(frame: FrameType) -> bool:
     """Whether a thread with this innermost frame waits for other ranks.
 
-    That is seen here instead of being said by the main thread, since ranks wait in many places, Megatron-Core's among
-    them: in collectives, which end in a function of `torch.distributed`, and for operations under way (`work.wait()`).
+    Found from the frame, not told by the main thread, since ranks wait in many places, Megatron-Core's among them: in
+    collectives, which end in a function of `torch.distributed`, and for pending operations (`work.wait()`).
     """
     if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
         return True
@@ -108,6 +109,6 @@ def waits_for_others(frame: FrameType) -> bool:
 
 
 def _line(frame: FrameType) -> int:
-    """The line a frame is at; a running one may be between lines, at none."""
+    """The current line of a frame; 0 while it is between lines."""
     line: int | None = frame.f_lineno
     return line or 0

@@ -1,4 +1,4 @@
-"""Who is to blame when ranks no longer get on: a function of what is known of each rank."""
+"""Finds the rank that failed or keeps the others waiting: a function of what is known of each rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_mux.liveness.heartbeat import State
 BEAT_S = 1.0
 """Seconds between two beats of a rank."""
 
-_MOST_SILENCE_S = 60.0
-"""Seconds of silence after which a rank counts as lost, if the timeout is long. A process that ends is seen at once, by
-its connection: this is for one that is stopped or whose machine or network is gone. One whose beat is merely held up,
+_MAX_SILENCE_S = 60.0
+"""Seconds of silence after which a rank counts as lost, if the timeout is long. A process that ends is noticed at once,
+by its connection: this is for one that is stopped or whose machine or network is gone. One whose beat is only held up,
 by a library that keeps Python's lock, is back by then."""
 
 _PATIENCE_S = 3.0
@@ -21,14 +21,14 @@ by itself says more than one that is ended."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of one rank.
+class RankView:
+    """What rank 0 knows of one rank.
 
     Attributes:
         name: Rank, stage and host.
-        state: What it said last.
+        state: Its last state.
         silent: Seconds since then.
-        closed: Its connection is closed.
+        closed: Whether its connection is closed.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Verdict:
     """Why every rank has to stop.
 
     Attributes:
-        rank: Who is to blame; None where that cannot be said.
-        text: What to say; empty if it was told already.
+        rank: The rank to blame; None if it is not known.
+        text: The message; empty if it has been printed.
         patience: Seconds in which ranks may still leave by themselves.
-        said: Rank 0 says it, so that no other has to.
+        said: Whether rank 0 prints it, so that no other rank has to.
     """
 
     rank: int | None
@@ -55,75 +55,75 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judge:
+class FailureDetector:
     """Decides whether all ranks have to stop.
 
     Attributes:
-        timeout: The seconds that a rank may keep others waiting.
+        timeout: Seconds that a rank may keep others waiting.
     """
 
     timeout: float
 
     @property
-    def most_silence(self) -> float:
+    def max_silence(self) -> float:
         """Seconds of silence after which a rank counts as lost."""
-        return min(_MOST_SILENCE_S, self.timeout / 2)
+        return min(_MAX_SILENCE_S, self.timeout / 2)
 
-    def __call__(self, ranks: Sequence[Seen]) -> Verdict | None:
-        """The reason to stop, if there is one. What is a cause comes before what may be its consequence.
+    def __call__(self, ranks: Sequence[RankView]) -> Verdict | None:
+        """The reason to stop, if any; causes are looked for before their possible consequences.
 
         Args:
-            ranks: All ranks that are watched, by rank.
+            ranks: Every watched rank, by its number.
         """
         return self._dead(ranks) or self._failed(ranks) or self._lost(ranks) or self._stalled(ranks)
 
-    def _dead(self, ranks: Sequence[Seen]) -> Verdict | None:
-        gone = [rank for rank, seen in enumerate(ranks) if seen.closed and not seen.state.end]
+    def _dead(self, ranks: Sequence[RankView]) -> Verdict | None:
+        gone = [rank for rank, view in enumerate(ranks) if view.closed and not view.state.end]
         if gone:
             return Verdict(gone[0], gone_text([ranks[rank].name for rank in gone]))
         silent = [
             rank
-            for rank, seen in enumerate(ranks)
-            if not seen.state.end and not seen.closed and seen.silent >= self.most_silence
+            for rank, view in enumerate(ranks)
+            if not view.state.end and not view.closed and view.silent >= self.max_silence
         ]
         if silent:
-            return Verdict(silent[0], silent_text([ranks[rank].name for rank in silent], self.most_silence))
+            return Verdict(silent[0], silent_text([ranks[rank].name for rank in silent], self.max_silence))
         return None
 
-    def _failed(self, ranks: Sequence[Seen]) -> Verdict | None:
-        for rank, seen in enumerate(ranks):
-            if seen.state.end == "out of memory":  # the others wait for it in a collective for good
+    def _failed(self, ranks: Sequence[RankView]) -> Verdict | None:
+        for rank, view in enumerate(ranks):
+            if view.state.end == "out of memory":  # the others wait for it in a collective for good
                 return Verdict(rank, "")
-        for rank, seen in enumerate(ranks):
-            if seen.state.end == "failed":
-                return Verdict(rank, f"{seen.name} failed: {seen.state.reason}", _PATIENCE_S)
-        for rank, seen in enumerate(ranks):
-            if seen.state.end == "told":
+        for rank, view in enumerate(ranks):
+            if view.state.end == "failed":
+                return Verdict(rank, f"{view.name} failed: {view.state.reason}", _PATIENCE_S)
+        for rank, view in enumerate(ranks):
+            if view.state.end == "told":
                 return Verdict(rank, "", _PATIENCE_S)
         return None
 
-    def _lost(self, ranks: Sequence[Seen]) -> Verdict | None:
-        """A rank whose connections broke, though by now whoever closed them would be known."""
+    def _lost(self, ranks: Sequence[RankView]) -> Verdict | None:
+        """A rank that lost its connections, though the rank that closed them would be known by now."""
         lost = {
-            rank: seen
-            for rank, seen in enumerate(ranks)
-            if not seen.state.end and (seen.state.lost or 0.0) >= _PATIENCE_S
+            rank: view
+            for rank, view in enumerate(ranks)
+            if not view.state.end and (view.state.lost or 0.0) >= _PATIENCE_S
         }
         if any(
-            "timeout" in seen.state.reason.lower().replace("timed out", "timeout") for seen in lost.values()
+            "timeout" in view.state.reason.lower().replace("timed out", "timeout") for view in lost.values()
         ):
             return _blame(ranks)
-        for rank, seen in lost.items():
-            return Verdict(rank, f"{seen.name} lost its connections: {seen.state.reason}")
+        for rank, view in lost.items():
+            return Verdict(rank, f"{view.name} lost its connections: {view.state.reason}")
         return None
 
-    def _stalled(self, ranks: Sequence[Seen]) -> Verdict | None:
-        """A rank that keeps another one waiting for too long, or that itself is at one thing for too long.
+    def _stalled(self, ranks: Sequence[RankView]) -> Verdict | None:
+        """A rank that keeps another one waiting for too long, or that does one thing for too long.
 
-        The former alone would do on CPUs. On GPUs a host that waits for another rank's operation waits in any call that
+        The former would do on CPUs. On GPUs a host that waits for another rank's operation waits in whichever call
         needs a result, and looks like one that works.
         """
-        for state in (seen.state for seen in ranks if not seen.state.end):
+        for state in (view.state for view in ranks if not view.state.end):
             if state.seconds >= self.timeout and not state.long and state.waited is None:
                 return _blame(ranks)
             if state.waited is not None and state.waited >= self.timeout:
@@ -131,29 +131,29 @@ class Judge:
         return None
 
 
-def _blame(ranks: Sequence[Seen]) -> Verdict:
-    """Who keeps the others waiting: of those that do not wait themselves, who came to a halt first."""
-    present = {rank: seen for rank, seen in enumerate(ranks) if not seen.state.end}
-    working = {rank: seen for rank, seen in present.items() if seen.state.waited is None}
+def _blame(ranks: Sequence[RankView]) -> Verdict:
+    """The rank that keeps the others waiting: of those that do not wait themselves, the one that halted first."""
+    present = {rank: view for rank, view in enumerate(ranks) if not view.state.end}
+    working = {rank: view for rank, view in present.items() if view.state.waited is None}
     if not working:
-        at = "; ".join(f"{seen.name} at {_place(seen.state)}" for seen in present.values())
+        at = "; ".join(f"{view.name} at {_place(view.state)}" for view in present.values())
         return Verdict(None, f"all ranks wait for each other: {at}")
-    longest = max(seen.state.seconds + seen.silent for seen in working.values())
-    # What was said a beat ago is too old to tell apart who came a beat before another.
-    first = {r: seen for r, seen in working.items() if seen.state.seconds + seen.silent > longest - BEAT_S}
+    longest = max(view.state.seconds + view.silent for view in working.values())
+    # States are a beat old: two ranks that halted within a beat cannot be told apart.
+    first = {r: view for r, view in working.items() if view.state.seconds + view.silent > longest - BEAT_S}
     said = [f"{s.name} has been at {_place(s.state)} for {s.state.seconds:.0f} s" for s in first.values()]
     waits = "" if len(working) == len(present) else " while others wait"
     return Verdict(min(first), "; ".join(said) + waits)
 
 
 def gone_text(names: Sequence[str]) -> str:
-    """What to say of ranks whose connection is closed though they did not say that they leave."""
+    """The message for ranks whose connection closed without their leaving."""
     verb = "is" if len(names) == 1 else "are"
     return f"{' and '.join(names)} {verb} gone: killed, out of memory, or crashed"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
-    """What to say of ranks that no longer answer."""
+    """The message for ranks that do not answer."""
     verb = "has" if len(names) == 1 else "have"
     return f"{' and '.join(names)} {verb} not answered for {seconds:.0f} s"
 

@@ -1,7 +1,7 @@
 """Lines of JSON between rank 0 and each other rank, on connections of their own.
 
-Not over the process groups, whose operations are what ranks get stuck in, nor over torch's store: a connection that
-closes tells at once that a process is gone, however it ended, and costs no time to wait for.
+Not over the process groups, in whose operations ranks get stuck, nor over torch's store: a connection that closes
+shows at once that a process is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 Message = dict[str, Any]
 
 _SECONDS_TO_SEND = 5.0
-"""A message is far smaller than what a connection holds: one that takes longer is not read."""
+"""Longest time to send a message: it is far smaller than a connection's buffer, so a slower receiver reads nothing."""
 
 _LONGEST = 1 << 16
-"""Bytes of a message."""
+"""Most bytes of a message."""
 
 _MOST_RANKS = 4096
 """Ranks that may connect at once."""
@@ -32,8 +32,8 @@ class Link:
         connection: The connected socket.
 
     Attributes:
-        closed: The other end is gone, or this one was closed.
-        heard: When something came last, by the monotonic clock.
+        closed: Whether the other end is gone, or this one was closed.
+        heard: When something was received last, by the monotonic clock.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,7 +44,7 @@ class Link:
         self._begun = b""
 
     def send(self, message: Message) -> None:
-        """Send it; nothing is sent to an end that is gone."""
+        """Send a message, unless the other end is gone."""
         if self.closed:
             return
         try:
@@ -53,10 +53,10 @@ class Link:
             self.closed = True
 
     def receive(self) -> list[Message]:
-        """What has come; called when something has, or when the other end has closed.
+        """Messages received; called when the socket is ready, also because the other end has closed.
 
         Raises:
-            ValueError: It is no message.
+            ValueError: Something else than a message was received.
         """
         try:
             came = self.socket.recv(1 << 16)
@@ -75,7 +75,7 @@ class Link:
         return messages
 
     def say_no_more(self) -> None:
-        """Close one direction: the other end gets all that was sent, then sees the end."""
+        """Close one direction: the other end receives what was sent, then the end."""
         try:
             self.socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -100,11 +100,11 @@ def listen() -> socket.socket:
 
 
 def ready(sockets: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
-    """The sockets from which something can be read, after `seconds` at the most; at once if there is one.
+    """The sockets that can be read, after at most `seconds`; at once if there is one.
 
     Args:
-        sockets: Open ones.
-        seconds: To wait; 0 to look only.
+        sockets: Open sockets.
+        seconds: Longest time to wait; 0: not at all.
     """
     with selectors.DefaultSelector() as selector:
         for one in sockets:

@@ -13,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.errors import is_of_a_connection
-from megatron_mux.liveness.heartbeat import Look, Mark, State, waits_for_others
-from megatron_mux.liveness.post import Hub, Spoke
-from megatron_mux.liveness.verdict import Judge, Seen, Verdict
+from megatron_mux.liveness.endpoint import Hub, Spoke
+from megatron_mux.liveness.heartbeat import Activity, Observer, State, waits_for_others
+from megatron_mux.liveness.verdict import FailureDetector, RankView, Verdict
 from megatron_mux.pipeline.action import Action
 
 TIMEOUT = 100.0
-JUDGE = Judge(TIMEOUT)
+DETECTOR = FailureDetector(TIMEOUT)
 
 seconds = st.floats(0.0, 3 * TIMEOUT)
 
 
-def working(name: str, at: float, long: bool = False) -> Seen:
-    return Seen(name, State(f"what {name} does", "file.py:1", long, at))
+def working(name: str, at: float, long: bool = False) -> RankView:
+    return RankView(name, State(f"what {name} does", "file.py:1", long, at))
 
 
-def waiting(name: str, waited: float) -> Seen:
-    return Seen(name, State("an action", "", False, waited, waited))
+def waiting(name: str, waited: float) -> RankView:
+    return RankView(name, State("an action", "", False, waited, waited))
 
 
 # -- verdicts
@@ -39,15 +39,15 @@ def waiting(name: str, waited: float) -> Seen:
 @given(st.lists(st.floats(0.0, 0.99 * TIMEOUT), min_size=1), st.lists(st.floats(0.0, 0.99 * TIMEOUT)))
 def test_ranks_that_get_on_are_left_alone(works: list[float], waits: list[float]) -> None:
     ranks = [working("a", at) for at in works] + [waiting("b", waited) for waited in waits]
-    assert JUDGE(ranks) is None
-    assert JUDGE([*ranks, Seen("c", State("", "", True, 0.0, end="done"), 9e9, closed=True)]) is None
+    assert DETECTOR(ranks) is None
+    assert DETECTOR([*ranks, RankView("c", State("", "", True, 0.0, end="done"), 9e9, closed=True)]) is None
 
 
 @settings(deadline=None)
 @given(st.floats(TIMEOUT, 3 * TIMEOUT), st.lists(st.floats(0.0, 2 * TIMEOUT), max_size=4))
 def test_who_waits_is_not_to_blame(at: float, waits: list[float]) -> None:
     ranks = [*(waiting(f"w{i}", waited) for i, waited in enumerate(waits)), working("culprit", at)]
-    verdict = JUDGE(ranks)
+    verdict = DETECTOR(ranks)
     assert verdict is not None and verdict.rank == len(waits)
     assert verdict.text.startswith("culprit has been at 'what culprit does' (file.py:1) for ")
     assert ("while others wait" in verdict.text) == bool(waits)
@@ -57,7 +57,7 @@ def test_who_waits_is_not_to_blame(at: float, waits: list[float]) -> None:
 @settings(deadline=None)
 @given(st.lists(seconds, min_size=1, max_size=6))
 def test_of_several_that_work_the_first_to_halt_is_named(at: list[float]) -> None:
-    verdict = JUDGE([waiting("w", TIMEOUT), *(working(f"rank {i}", one) for i, one in enumerate(at))])
+    verdict = DETECTOR([waiting("w", TIMEOUT), *(working(f"rank {i}", one) for i, one in enumerate(at))])
     assert verdict is not None and verdict.rank is not None
     assert f"rank {at.index(max(at))} has been at" in verdict.text
     for i, one in enumerate(at):
@@ -65,50 +65,55 @@ def test_of_several_that_work_the_first_to_halt_is_named(at: list[float]) -> Non
 
 
 def test_what_may_take_long_may_as_long_as_nobody_waits_too_long() -> None:
-    assert JUDGE([working("a", 9 * TIMEOUT, long=True), waiting("b", 0.9 * TIMEOUT)]) is None
-    verdict = JUDGE([working("a", 9 * TIMEOUT, long=True), waiting("b", TIMEOUT)])
+    assert DETECTOR([working("a", 9 * TIMEOUT, long=True), waiting("b", 0.9 * TIMEOUT)]) is None
+    verdict = DETECTOR([working("a", 9 * TIMEOUT, long=True), waiting("b", TIMEOUT)])
     assert verdict is not None and verdict.rank == 0
 
 
 def test_when_all_wait_all_are_named() -> None:
-    verdict = JUDGE([waiting("a", TIMEOUT), waiting("b", TIMEOUT)])
+    verdict = DETECTOR([waiting("a", TIMEOUT), waiting("b", TIMEOUT)])
     assert verdict is not None and verdict.rank is None
     assert verdict.text == "all ranks wait for each other: a at 'an action'; b at 'an action'"
 
 
 @settings(deadline=None)
-@given(st.floats(0.0, 2 * JUDGE.most_silence))
+@given(st.floats(0.0, 2 * DETECTOR.max_silence))
 def test_silence_counts_once_it_lasts(silent: float) -> None:
-    verdict = JUDGE([working("a", 0.0), Seen("b", working("b", 0.0).state, silent)])
-    assert (verdict is None) == (silent < JUDGE.most_silence)
+    verdict = DETECTOR([working("a", 0.0), RankView("b", working("b", 0.0).state, silent)])
+    assert (verdict is None) == (silent < DETECTOR.max_silence)
     assert verdict is None or verdict.text == "b has not answered for 50 s"
 
 
 def test_a_death_comes_before_what_follows_from_it() -> None:
-    gone = Seen("gone", State("an action", "", False, 1.0), closed=True)
-    failed = Seen("failed", State("", "", False, 1.0, end="failed", reason="why"))
-    lost = Seen("lost", State("", "", False, 9.0, 9.0, 9.0, reason="Connection closed by peer"))
+    gone = RankView("gone", State("an action", "", False, 1.0), closed=True)
+    failed = RankView("failed", State("", "", False, 1.0, end="failed", reason="why"))
+    lost = RankView("lost", State("", "", False, 9.0, 9.0, 9.0, reason="Connection closed by peer"))
     stalled = working("stalled", 2 * TIMEOUT)
     order = [stalled, lost, failed, gone]
     while order:
-        verdict = JUDGE(order)
+        verdict = DETECTOR(order)
         assert verdict is not None and verdict.rank == len(order) - 1, order[-1].name
         order.pop()
 
 
+def test_a_rank_out_of_memory_ends_the_others_at_once() -> None:
+    gone = RankView("b", State("0F0.0", "", False, 1.0, end="out of memory"))
+    assert DETECTOR([waiting("a", 1.0), gone]) == Verdict(1, "", patience=0.0), "it has said why"
+
+
 def test_what_was_told_is_not_said_again_and_leaves_time() -> None:
-    told = Seen("a", State("", "", True, 0.0, end="told"), closed=True)
-    assert JUDGE([told, waiting("b", 0.0)]) == Verdict(0, "", patience=3.0)
+    told = RankView("a", State("", "", True, 0.0, end="told"), closed=True)
+    assert DETECTOR([told, waiting("b", 0.0)]) == Verdict(0, "", patience=3.0)
 
 
 def test_a_lost_connection_is_given_time_and_a_timeout_blames_who_works() -> None:
-    def lost(seconds: float, reason: str) -> Seen:
-        return Seen("b", State("an action", "", False, 5.0, 5.0, seconds, reason=reason))
+    def lost(seconds: float, reason: str) -> RankView:
+        return RankView("b", State("an action", "", False, 5.0, 5.0, seconds, reason=reason))
 
-    assert JUDGE([working("a", 5.0), lost(1.0, "Connection closed by peer")]) is None
-    verdict = JUDGE([working("a", 5.0), lost(3.0, "Connection closed by peer")])
+    assert DETECTOR([working("a", 5.0), lost(1.0, "Connection closed by peer")]) is None
+    verdict = DETECTOR([working("a", 5.0), lost(3.0, "Connection closed by peer")])
     assert verdict == Verdict(1, "b lost its connections: Connection closed by peer")
-    verdict = JUDGE([working("a", 5.0), lost(3.0, "Timed out waiting 12000ms for recv operation")])
+    verdict = DETECTOR([working("a", 5.0), lost(3.0, "Timed out waiting 12000ms for recv operation")])
     assert verdict is not None and verdict.rank == 0
 
 
@@ -142,14 +147,14 @@ def test_waiting_is_seen_in_the_thread_itself() -> None:
 
 
 def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
-    event, look = threading.Event(), Look()
+    event, look = threading.Event(), Observer()
     waiter = threading.Thread(target=for_another, args=(event,), daemon=True)
     waiter.start()
     time.sleep(0.1)
     frame = sys._current_frames()[waiter.ident or 0]
     while frame.f_back is not None and frame.f_code.co_name != "for_another":
         frame = frame.f_back
-    one, other = Mark(Action.parse("0F1.3"), False, 10.0), Mark("saving", False, 30.0)
+    one, other = Activity(Action.parse("0F1.3"), False, 10.0), Activity("saving", False, 30.0)
     assert look(one, None, None, 11.0).waited is None
     assert look(one, frame, None, 12.0).waited == 0.0
     state = look(one, frame, None, 20.0)
@@ -167,11 +172,11 @@ def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Spoke]]:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    hub = Hub(JUDGE, "rank 0 (here)", 2, State("starting", "", True, 0.0))
-    spoke = Spoke(JUDGE, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
+    hub = Hub(DETECTOR, "rank 0 (here)", 2, State("starting", "", True, 0.0))
+    spoke = Spoke(DETECTOR, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
     yield hub, spoke
-    spoke.part(None)
-    hub.part(None)
+    spoke.leave(None)
+    hub.leave(None)
 
 
 def soon() -> float:
@@ -197,17 +202,17 @@ def test_every_rank_hears_the_verdict(pair: tuple[Hub, Spoke]) -> None:
     hub, spoke = pair
     assert hub.exchange(BUSY, soon()) is None
     verdict = Verdict(1, "rank 1 stalls", 3.0)
-    telling = threading.Thread(target=hub.part, args=(verdict,))
+    telling = threading.Thread(target=hub.leave, args=(verdict,))
     telling.start()
     assert spoke.exchange(BUSY, time.monotonic() + 5) == Verdict(1, "rank 1 stalls", 3.0, said=True)
-    spoke.part(verdict)
+    spoke.leave(verdict)
     telling.join()
 
 
 def test_a_closed_connection_is_a_death_on_either_end(pair: tuple[Hub, Spoke]) -> None:
     hub, spoke = pair
     assert hub.exchange(BUSY, soon()) is None
-    spoke.part(None)  # without a word before
+    spoke.leave(None)  # without a word before
     verdict = hub.exchange(BUSY, time.monotonic() + 5)
     assert verdict == Verdict(1, "rank 1 (there) is gone: killed, out of memory, or crashed")
 
@@ -217,7 +222,7 @@ def test_who_has_done_its_work_may_leave_first(pair: tuple[Hub, Spoke]) -> None:
     done = State("", "", True, 0.0, end="done")
     assert hub.exchange(BUSY, soon()) is None
     assert spoke.exchange(done, soon()) is None
-    spoke.part(None)
+    spoke.leave(None)
     assert hub.exchange(BUSY, soon()) is None
     assert hub.exchange(BUSY, soon()) is None
 
@@ -225,10 +230,10 @@ def test_who_has_done_its_work_may_leave_first(pair: tuple[Hub, Spoke]) -> None:
 def test_rank_0_may_leave_first(pair: tuple[Hub, Spoke]) -> None:
     hub, spoke = pair
     assert hub.exchange(BUSY, soon()) is None
-    leaving = threading.Thread(target=hub.part, args=(None,))
+    leaving = threading.Thread(target=hub.leave, args=(None,))
     leaving.start()
     assert spoke.exchange(BUSY, time.monotonic() + 5) is None and spoke.over
-    spoke.part(None)
+    spoke.leave(None)
     leaving.join()
 
 

@@ -1,4 +1,4 @@
-"""The two ends of the watch: rank 0 hears every rank and judges; the others tell it, and hear what it decides."""
+"""The endpoints of the watch: rank 0 receives every rank's state and decides; the others send theirs and obey."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataclasses import asdict, replace
 from typing import Protocol
 
 from megatron_mux.liveness.heartbeat import State
-from megatron_mux.liveness.verdict import Judge, Seen, Verdict, gone_text, silent_text
+from megatron_mux.liveness.verdict import FailureDetector, RankView, Verdict, gone_text, silent_text
 from megatron_mux.liveness.wire import Link, Message, listen, ready
 
 _SECONDS_TO_CONNECT = 60.0
-_SECONDS_TO_PART = 2.0
+_SECONDS_TO_LEAVE = 2.0
 
 
-class Post(Protocol):
+class Endpoint(Protocol):
     """One end of the watch.
 
     Attributes:
-        over: Rank 0 has done its work: nobody watches any longer.
+        over: Whether rank 0 has finished its work: then nobody watches any longer.
     """
 
     over: bool
 
     def exchange(self, state: State, until: float) -> Verdict | None:
-        """One beat: tell, and hear until a moment of the monotonic clock, or until there is something to decide.
+        """One beat: send, then receive until a moment of the monotonic clock, or until there is a verdict.
 
         Args:
-            state: This rank's. One that has left hears no longer.
+            state: This rank's. One that has left does not receive.
             until: When the next beat is due.
 
         Returns:
@@ -43,11 +43,11 @@ class Post(Protocol):
         """Let `exchange`, called by another thread, return."""
         ...
 
-    def part(self, verdict: Verdict | None) -> None:
-        """Let every other rank know of the end, and close.
+    def leave(self, verdict: Verdict | None) -> None:
+        """Tell every other rank of the end, and close.
 
         Args:
-            verdict: Why all have to stop; None: this rank has done its work.
+            verdict: Why all have to stop; None: this rank has finished its work.
         """
         ...
 
@@ -66,18 +66,18 @@ class Hub:
     """Rank 0's end.
 
     Args:
-        judge: Decides.
-        name: Of rank 0, to people.
-        world_size: Ranks.
-        state: Rank 0's, and of each other rank until it tells its own.
+        detector: Decides.
+        name: Of rank 0, in messages.
+        world_size: Number of ranks.
+        state: Rank 0's, and that of each other rank until it sends its own.
 
     Attributes:
         address: Port and password, for the others.
     """
 
-    def __init__(self, judge: Judge, name: str, world_size: int, state: State) -> None:
+    def __init__(self, detector: FailureDetector, name: str, world_size: int, state: State) -> None:
         self.over = False
-        self._judge = judge
+        self._detector = detector
         self._names = [name, *(f"rank {rank}" for rank in range(1, world_size))]
         self._states = [state] * world_size
         self._links: list[Link | None] = [None] * world_size
@@ -88,7 +88,7 @@ class Hub:
         self.address = (int(self._listener.getsockname()[1]), self._password)
 
     def exchange(self, state: State, until: float) -> Verdict | None:
-        """See `Post`."""
+        """See `Endpoint`."""
         self._states[0] = state
         for link in self._present():
             link.send({})
@@ -101,20 +101,20 @@ class Hub:
                     self._accept()
                 elif one in sockets:
                     self._hear(sockets[one])
-            # As of before it looked: had this thread been held up since, it would not have heard what came meanwhile.
-            if verdict := self._judge(self._seen(now)):
+            # The time before it received: had this thread been held up since, messages could be waiting.
+            if verdict := self._detector(self._views(now)):
                 return verdict
             if self._bell.rung in found:
                 return None
             now = time.monotonic()
-        return self._judge(self._seen(now)) if state.end else None
+        return self._detector(self._views(now)) if state.end else None
 
     def wake(self) -> None:
-        """See `Post`."""
+        """See `Endpoint`."""
         self._bell.ring()
 
-    def part(self, verdict: Verdict | None) -> None:
-        """See `Post`."""
+    def leave(self, verdict: Verdict | None) -> None:
+        """See `Endpoint`."""
         last: Message = {"end": True}
         if verdict is not None:
             here = not self._states[0].end
@@ -122,8 +122,8 @@ class Hub:
         for link in self._present():
             link.send(last)
             link.say_no_more()
-        # What one end has not read when it closes makes the other lose what was sent: each has to close first.
-        until = time.monotonic() + _SECONDS_TO_PART
+        # Closing with unread input would reset the connection and lose what was sent: wait until the others close.
+        until = time.monotonic() + _SECONDS_TO_LEAVE
         while (waiting := {link.socket: link for link in self._present()}) and time.monotonic() < until:
             for one in ready(waiting, until - time.monotonic()):
                 self._hear(waiting[one])
@@ -132,9 +132,11 @@ class Hub:
     def _present(self) -> list[Link]:
         return [link for link in self._links if link is not None and not link.closed]
 
-    def _seen(self, now: float) -> list[Seen]:
+    def _views(self, now: float) -> list[RankView]:
         return [
-            Seen(name, state, now - link.heard, link.closed) if link is not None else Seen(name, state)
+            RankView(name, state, now - link.heard, link.closed)
+            if link is not None
+            else RankView(name, state)
             for name, state, link in zip(self._names, self._states, self._links, strict=True)
         ]
 
@@ -142,7 +144,7 @@ class Hub:
         try:
             self._strangers.append(Link(self._listener.accept()[0]))
         except OSError:
-            pass  # it has thought better of it
+            pass  # it has closed already
 
     def _hear(self, link: Link) -> None:
         try:
@@ -152,7 +154,7 @@ class Hub:
                 else:
                     self._states[self._links.index(link)] = State(**message)
         except (ValueError, TypeError, KeyError, IndexError):
-            link.close()  # not one of ours
+            link.close()  # not one of our ranks
         if link.closed and link in self._strangers:
             self._strangers.remove(link)
 
@@ -168,9 +170,9 @@ class Spoke:
     """The end of a rank that is not 0.
 
     Args:
-        judge: For its limits.
+        detector: For its limits.
         rank: This one.
-        name: Of this rank, to people.
+        name: Of this rank, in messages.
         hub: The name of rank 0.
         address: Of `Hub`.
 
@@ -178,10 +180,12 @@ class Spoke:
         OSError: Rank 0 cannot be reached.
     """
 
-    def __init__(self, judge: Judge, rank: int, name: str, hub: str, address: tuple[int, str]) -> None:
+    def __init__(
+        self, detector: FailureDetector, rank: int, name: str, hub: str, address: tuple[int, str]
+    ) -> None:
         port, password = address
         self.over = False
-        self._judge = judge
+        self._detector = detector
         self._hub = hub
         # torchrun and its like name rank 0's host to every process.
         host = os.environ.get("MASTER_ADDR", "localhost")
@@ -190,7 +194,7 @@ class Spoke:
         self._bell = _Bell()
 
     def exchange(self, state: State, until: float) -> Verdict | None:
-        """See `Post`."""
+        """See `Endpoint`."""
         self._link.send(asdict(state))
         now = time.monotonic()
         while now < until and not state.end:
@@ -203,15 +207,17 @@ class Spoke:
                 return None
             if self._link.closed:
                 return Verdict(0, gone_text([self._hub]))
-            if now - self._link.heard >= self._judge.most_silence:  # as of before it looked, as in `Hub`
-                return Verdict(0, silent_text([self._hub], self._judge.most_silence))
+            if (
+                now - self._link.heard >= self._detector.max_silence
+            ):  # the time before it received, as in `Hub`
+                return Verdict(0, silent_text([self._hub], self._detector.max_silence))
             now = time.monotonic()
         return None
 
     def wake(self) -> None:
-        """See `Post`."""
+        """See `Endpoint`."""
         self._bell.ring()
 
-    def part(self, verdict: Verdict | None) -> None:
-        """See `Post`."""
+    def leave(self, verdict: Verdict | None) -> None:
+        """See `Endpoint`."""
         self._link.close()

@@ -1,4 +1,4 @@
-"""The watch over all ranks: when one dies or stalls, every rank says so, or lets it be said, and ends."""
+"""Watches all ranks: when one dies or stalls, one rank says so, and all of them end."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.errors import UserError, first_sentence, is_of_a_connection, tell, told_elsewhere
-from megatron_mux.liveness.heartbeat import End, Heartbeat, Look, Mark, State
-from megatron_mux.liveness.post import Hub, Post, Spoke
-from megatron_mux.liveness.verdict import BEAT_S, Judge, Verdict
+from megatron_mux.liveness.endpoint import Endpoint, Hub, Spoke
+from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, Observer, State
+from megatron_mux.liveness.verdict import BEAT_S, FailureDetector, Verdict
 
 _SECONDS_TO_END = 15.0
-"""What saying why may take, before the process ends without."""
+"""Seconds that saying why may take before the process ends without."""
 
-_SECONDS_TO_PART = 5.0
-"""How long leaving waits for the watching thread."""
+_SECONDS_TO_LEAVE = 5.0
+"""Seconds that leaving waits for the watching thread."""
 
 
 class Liveness(Heartbeat):
-    """Watches all ranks while it is entered. Every rank of a world of several makes and enters one.
+    """Watches all ranks while it is entered; every rank of a world of several enters one.
 
-    A thread of each rank tells rank 0 once a second what the main thread is at. Where rank 0 finds that a rank has
-    died, has failed or keeps others waiting, it says so, and the threads end all processes at once, since main threads
-    may be stuck in a collective for good. Of rank 0 itself the others find out by their connections.
+    A thread of each rank tells rank 0 once a second what the main thread does. If a rank has died, has failed or keeps
+    others waiting, rank 0 says so, and the threads end all processes at once, since main threads may be stuck in a
+    collective for ever. If rank 0 itself dies, the others notice by their connections.
 
     Leaving it by an error that another rank's death caused waits for the verdict, which ends the process. Leaving it
     out of memory ends all processes: the others may wait in a collective for what this one has not computed.
 
     Args:
         rank, world_size: Of this process.
-        stage: Its pipeline stage, for people.
+        stage: Its pipeline stage, in messages.
         timeout: Seconds that a rank may keep others waiting.
-        advice: What to do after such an end, a sentence.
+        advice: A sentence that says what to do after such an end.
         farewell: Called before the process ends.
-        program: Put before what is said.
+        program: Put before every message.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class Liveness(Heartbeat):
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._name = f"rank {rank} (pipeline stage {stage}, {socket.gethostname()})"
-        self._judge = Judge(timeout)
+        self._detector = FailureDetector(timeout)
         self._advice = advice
         self._farewell = farewell
         self._program = program
-        self._mark = Mark("starting", True, time.monotonic())
+        self._activity = Activity("starting", True, time.monotonic())
         self._lost_since: float | None = None
         self._how: End = ""
         self._reason = ""
         self._left = threading.Event()
-        self._look = Look()
-        self._post: Post
+        self._observer = Observer()
+        self._endpoint: Endpoint
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
     def at(self, what: object, long: bool = False) -> None:
         """See `Heartbeat`."""
-        self._mark = Mark(what, long, time.monotonic())
+        self._activity = Activity(what, long, time.monotonic())
 
     def __enter__(self) -> Liveness:
         """Connect; every rank does.
@@ -83,15 +83,15 @@ class Liveness(Heartbeat):
         """
         shared: list[object] = [None, None, None]
         if self.rank == 0:
-            hub = Hub(self._judge, self._name, self.world_size, self._state())
-            self._post = hub
+            hub = Hub(self._detector, self._name, self.world_size, self._state())
+            self._endpoint = hub
             shared = [*hub.address, self._name]
         dist.broadcast_object_list(shared, src=0)
         if self.rank != 0:
             port, password, name = shared
             try:
                 address = int(str(port)), str(password)
-                self._post = Spoke(self._judge, self.rank, self._name, str(name), address)
+                self._endpoint = Spoke(self._detector, self.rank, self._name, str(name), address)
             except OSError as error:
                 raise UserError(
                     f"{name} cannot be reached on port {port}: {error}: let processes connect to each other"
@@ -102,7 +102,7 @@ class Liveness(Heartbeat):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say how this rank leaves; where another one is to blame, wait to be ended."""
+        """Tell how this rank leaves; if another rank is to blame, wait to be ended."""
         if error is None:
             self._leave("done")
         elif isinstance(error, torch.OutOfMemoryError):
@@ -112,12 +112,12 @@ class Liveness(Heartbeat):
         elif isinstance(error, Exception) and not isinstance(error, UserError):
             self._leave("failed", _in_a_line(error))
         else:
-            self._leave("told")  # to be, at least; and who is interrupted knows why
+            self._leave("told")  # the caller tells it; whoever interrupts a run knows why
 
     def _end_all(self, error: torch.OutOfMemoryError) -> None:
         """Say what ran out of memory, and end all ranks: others may wait for this one in a collective."""
         self._limit_time()
-        self._say(f"{self._name} ran out of memory at {self._mark.what}: {first_sentence(error)}")
+        self._say(f"{self._name} ran out of memory at {self._activity.what}: {first_sentence(error)}")
         self._leave("out of memory")
         self._farewell()
         os._exit(1)
@@ -127,7 +127,7 @@ class Liveness(Heartbeat):
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._reason, self._lost_since = _in_a_line(error), time.monotonic()
         if not told_elsewhere(error):
-            self._thread.join(self._judge.most_silence + _SECONDS_TO_END)
+            self._thread.join(self._detector.max_silence + _SECONDS_TO_END)
         signal.signal(signal.SIGTERM, before)
         self._leave("told")
 
@@ -135,39 +135,39 @@ class Liveness(Heartbeat):
         self._reason = reason or self._reason
         self._how = end
         self._left.set()
-        self._post.wake()
-        self._thread.join(_SECONDS_TO_PART)
+        self._endpoint.wake()
+        self._thread.join(_SECONDS_TO_LEAVE)
 
     def _state(self) -> State:
-        """This rank as it is now."""
+        """This rank's state now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        state = self._look(self._mark, frame, self._lost_since, time.monotonic())
+        state = self._observer(self._activity, frame, self._lost_since, time.monotonic())
         return replace(state, end=self._how, reason=self._reason)
 
     def _watch(self) -> None:
-        """What the thread does."""
+        """The thread's work."""
         try:
             verdict = self._beat()
-        except BaseException:  # a defect of the watch ends the watch, not the run
-            self._post.exchange(State("", "", True, 0.0, end="done"), time.monotonic())
-            self._post.part(None)
+        except BaseException:  # a defect here ends the watch, not the run
+            self._endpoint.exchange(State("", "", True, 0.0, end="done"), time.monotonic())
+            self._endpoint.leave(None)
             raise
-        self._post.part(verdict)
+        self._endpoint.leave(verdict)
         if verdict is not None and not self._left.wait(verdict.patience):
             self._end(verdict)
 
     def _beat(self) -> Verdict | None:
-        """Until this rank has left, or all have to stop, or rank 0 watches no longer."""
-        beat = min(BEAT_S, self._judge.most_silence / 5)
-        while not self._post.over:
+        """Beat until this rank has left, all have to stop, or rank 0 no longer watches."""
+        beat = min(BEAT_S, self._detector.max_silence / 5)
+        while not self._endpoint.over:
             state = self._state()
-            verdict = self._post.exchange(state, time.monotonic() + beat)
+            verdict = self._endpoint.exchange(state, time.monotonic() + beat)
             if verdict is not None or state.end:
                 return verdict
         return None
 
     def _end(self, verdict: Verdict) -> None:
-        """End the process, having said why: rank 0 says it, and every other rank where that is gone."""
+        """Say why, then end the process: rank 0 says it, or every other rank if rank 0 is gone."""
         self._limit_time()
         if verdict.text and not verdict.said:
             self._say(verdict.text)
