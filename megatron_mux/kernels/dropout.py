@@ -1,8 +1,8 @@
 """Counter-based random numbers: dropout masks that do not depend on packing, ranks or the order of computation.
 
 Each value is a hash of a key (task seed, step, module) and of a place (sequence, token, feature, or an element of a
-matrix). The same task gets the same masks alone or among others, at any tensor- or pipeline-parallel size, on CPU and on
-GPU, and again when a forward is recomputed.
+matrix). The same task gets the same masks alone or among others, at any tensor- or pipeline-parallel size, on CPU and
+on GPU, and again when a forward is recomputed.
 """
 
 from __future__ import annotations
