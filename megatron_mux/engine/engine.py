@@ -60,7 +60,7 @@ class Engine:
         self.communicator = Communicator.between_stages(parallel)
         if tries_plans is None:
             tries_plans = runtime.memory_can_run_out(parallel.device)
-        self._trials = Trials(self.stages, parallel) if tries_plans else None
+        self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
         self._runner = StepRunner(self.stages, parallel, self.planning, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
 

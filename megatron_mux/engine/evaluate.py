@@ -167,45 +167,56 @@ class Evaluator:
         sequences = sum(len(record.candidates) for record in group)
         while True:
             batches = self._passes(group, tokens)
-
-            def compute(failed: FailedBuckets, batches: Sequence[MicroBatch] = batches) -> EvaluationCompute:
-                return EvaluationCompute(self.stages, batches, sequences, end_of_sequence, failed)
-
-            rows = [batch.rows for batch in batches]
-            failed = None if self.trials is None else self.trials.of_evaluation(rows, compute)
-            if failed is None or not self._is_out_of_memory(failed):
+            rows = max((batch.rows for batch in batches), default=0)
+            failed = self._tried(batches, rows, sequences)
+            if self.trials is None or not self._is_out_of_memory(failed):
                 failed = FailedBuckets(1, self.stages.values(), self.parallel)
-                found = self._sums(group, compute(failed))
+                compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence, failed)
+                self._execute(compute)
                 if not self._is_out_of_memory(failed):
-                    return found, tokens
+                    return self._sums(group, compute.sums), tokens
             if tokens == 1:
                 raise SharedError(f"one sequence alone ran out of memory ({failed.everywhere()[0]})")
-            (largest,) = self.parallel.most([max(rows, default=0)])
-            tokens = max(1, min(tokens, int(largest)) // 2)
+            tokens = max(1, min(tokens, int(self.parallel.most([rows])[0])) // 2)
+
+    def _tried(self, batches: Sequence[MicroBatch], rows: int, sequences: int) -> FailedBuckets:
+        """Whether the largest pass, of so many rows, runs out of memory on this rank; where trials are made."""
+        failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers=False)
+        if self.trials is not None and rows > self.trials.evaluated:
+            largest = [batch for batch in batches if batch.rows == rows][:1]
+            self.trials.run(
+                failed, lambda: self._execute(EvaluationCompute(self.stages, largest, sequences, 0, failed))
+            )
+            if not failed:
+                self.trials.evaluated = rows
+        return failed
 
     def _is_out_of_memory(self, failed: FailedBuckets) -> bool:
         """Whether some rank ran out of memory; every rank calls it."""
         return self.parallel.total([bool(failed)])[0] > 0
 
-    def _sums(self, group: list[_Record], compute: EvaluationCompute) -> Tensor:
-        """Evaluate a group.
+    def _execute(self, compute: EvaluationCompute) -> None:
+        """Run this rank's passes."""
+        ranks, each = self.parallel.pp_size, len(self.stages)
+        dtype = next(iter(self.stages.values())).dtype
+        template = forward_only(ranks, len(compute.batches), each)
+        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
+
+    def _sums(self, group: list[_Record], sums: Tensor) -> Tensor:
+        """Add up what was found of a group.
 
         Args:
             group: Records of this pipeline.
-            compute: Of their passes; if it runs out of memory, the sums are wrong.
+            sums: See `EvaluationCompute`.
 
         Returns:
             `[5]` fp64: over the records' own sequences the negative log-likelihood, labels, labels predicted and labels
             that are no end-of-sequence; and the records whose own candidate is the likeliest. Zeros on ranks that do
             not speak for their pipeline, so that the sum over all ranks counts every record once.
         """
-        ranks, each = self.parallel.pp_size, len(self.stages)
-        dtype = next(iter(self.stages.values())).dtype
-        template = forward_only(ranks, len(compute.batches), each)
-        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
         if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
             return torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
-        table = compute.sums.view(len(group), -1, 4)  # [record, candidate, ...]
+        table = sums.view(len(group), -1, 4)  # [record, candidate, ...]
         own = torch.tensor([record.own for record in group], device=table.device)
         chosen = table[torch.arange(len(group), device=table.device), own].sum(dim=0)
         likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)

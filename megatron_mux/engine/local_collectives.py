@@ -1,4 +1,4 @@
-"""Collectives without other ranks: each becomes a local operation on tensors of the same size."""
+"""Communication without other ranks: collectives and transfers become local operations of the same size."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_IN_PLACE = ("allreduce_", "broadcast_")
+_INPUTS = ("allreduce_", "broadcast_", "send")
+"""Operators whose first argument stays as it is; that of the others is what they receive."""
 
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Run Megatron-Core's and our collectives on this rank alone; nothing is exchanged.
+    """Run Megatron-Core's and our communication on this rank alone; nothing is exchanged.
 
-    A reduction leaves its tensor as it is, a gather fills its output with zeros: memory and shapes are those of the
-    real operation, values are not. Backward passes run on this thread, so that it holds for their collectives too.
+    A sum leaves its tensor as it is, and what is gathered or received is zeros: memory and shapes are those of the real
+    operation, values are not. Backward passes run on this thread, so that it holds for their collectives too.
     """
     with torch.autograd.set_multithreading_enabled(False), _LocalCollectives():
         yield
 
 
 class _LocalCollectives(TorchDispatchMode):
-    """Intercepts `c10d` operators: every collective of `torch.distributed` becomes one, whoever calls it."""
+    """Intercepts `c10d` operators: every operation of `torch.distributed` becomes one, whoever calls it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,7 +35,7 @@ class _LocalCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
-        if func._schema.name.split("::")[1] not in _IN_PLACE:
+        if func._schema.name.removeprefix("c10d::") not in _INPUTS:
             for output in tree_leaves(args[0]):
                 if isinstance(output, Tensor):
                     output.zero_()

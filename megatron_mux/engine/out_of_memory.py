@@ -37,6 +37,9 @@ class FailedBuckets:
         stages: This rank's.
         parallel: Where this rank stands.
         recovers: Whether passes that run out of memory are skipped, else raise; by default unless ranks meet in them.
+
+    Attributes:
+        at: The action attempted last.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class FailedBuckets:
         self._stages = list(stages)
         self._parallel = parallel
         self._reasons: dict[int, str] = {}
+        self.at = Action(parallel.pp_rank, "F", 0)
         self.recovers = not ranks_meet(self._stages, parallel) if recovers is None else recovers
 
     def __bool__(self) -> bool:
@@ -62,6 +66,7 @@ class FailedBuckets:
         Raises:
             torch.OutOfMemoryError: It ran out of memory, and is not recovered from.
         """
+        self.at = action
         if action.bucket in self:
             return None
         if not self.recovers:

@@ -128,7 +128,8 @@ class StepRunner:
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]
-            reasons = self.trials.of_plan(
+            self.communicator.expect(most_in_flight(template) + len(plan.buckets))
+            reasons = self.trials.failures(
                 plan, actions, batches.rows, lambda failed: compute(failed, batches.anew())
             )
             if reasons:

@@ -116,11 +116,6 @@ class TrainingCompute:
             if batch.carry is not None:
                 batch.carry.forget(batch.segments, self.stages[action.stage].layers)
 
-    def drop(self, forward: Action) -> None:
-        """Free what a forward pass keeps for a backward pass that will not come."""
-        self._outputs.pop((forward.stage, forward.unit), None)
-        self.batches.forget(forward.unit)
-
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
         return self.finalizer.norm(action, self.losses[action.bucket], others)

@@ -15,7 +15,7 @@ from megatron_mux.liveness import Heartbeat
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
-AHEAD = 2
+_AHEAD = 2
 """Number of receives posted ahead of their use, so that a tensor travels while its receiver computes."""
 
 
@@ -67,7 +67,7 @@ class Inbox:
 
     def post(self) -> None:
         """Post the next receives, so that tensors arrive while this stage computes."""
-        while len(self._posted) < AHEAD and (message := next(self._coming, None)) is not None:
+        while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
             work = None
             if buffer.numel():  # empty tensors are not sent: both sides know the shape

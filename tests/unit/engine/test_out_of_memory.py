@@ -19,7 +19,7 @@ DEVICE = torch.device("cpu")
 
 
 def parallel(tensor: int = 1) -> Any:
-    return SimpleNamespace(rank=0, world_size=1, dp_size=1, tp_size=tensor, device=DEVICE)
+    return SimpleNamespace(rank=0, pp_rank=0, world_size=1, dp_size=1, tp_size=tensor, device=DEVICE)
 
 
 def stage(last: bool) -> Any:

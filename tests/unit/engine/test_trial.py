@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.trial import Trials, _PlanTrial, fullest
+from megatron_mux.engine.trial import Trials, actions_of_trial, fullest
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from megatron_mux.runtime import initialize
@@ -84,15 +84,15 @@ def state_of(engine: Engine) -> list[tuple[str, Tensor | None]]:
 
 
 @contextmanager
-def trials() -> Iterator[list[_PlanTrial]]:
+def trials() -> Iterator[list[Trials]]:
     """The trials that run meanwhile."""
-    run, found = _PlanTrial.run, []
+    run, found = Trials.run, []
 
-    def counted(self: _PlanTrial, *given: Any) -> None:
+    def counted(self: Trials, *given: Any) -> None:
         found.append(self)
         run(self, *given)
 
-    with mock.patch.object(_PlanTrial, "run", counted):
+    with mock.patch.object(Trials, "run", counted):
         yield found
 
 
@@ -102,13 +102,13 @@ def trials() -> Iterator[list[_PlanTrial]]:
 def test_nothing_changes_by_a_trial(
     policy: Any, chunk: int | None, residence: Kind, engine_of: EngineOf
 ) -> None:
-    of_plan, tried = Trials.of_plan, 0
+    failures, tried = Trials.failures, 0
 
     def watched(self: Trials, *given: Any) -> dict[int, str]:
         nonlocal tried
         before = state_of(engine)
         with trials() as found:
-            reasons = of_plan(self, *given)
+            reasons = failures(self, *given)
         tried += len(found)
         after = state_of(engine)
         assert [key for key, _ in after] == [key for key, _ in before]
@@ -119,7 +119,7 @@ def test_nothing_changes_by_a_trial(
 
     engine = engine_of(Planning(policy, 1, micro_batches=2, chunk=chunk), residence=residence)
     engine.register_tasks([case.task for case in cases_of()])
-    with mock.patch.object(Trials, "of_plan", watched):
+    with mock.patch.object(Trials, "failures", watched):
         while engine.active:
             engine.steps(2)
     assert tried
@@ -164,20 +164,26 @@ def test_the_fullest_moment_is_the_template_s(schedule: Any) -> None:
     for rank, actions in enumerate(schedule(3, plain([4, 4]))):
         passes, size = fullest(actions, lambda unit: rows[unit.bucket], 2)
         if schedule is gpipe:
-            assert len(passes) == 8 and size.kept == 4 * 10 + 4 * 7 + 7
+            assert len(passes) == 8 and size == (4 * 10 + 4 * 7 + 7, 10, 7)
         else:
             assert passes == [Action(rank, "F", 0, i) for i in range(3 - rank)]
-            assert size.kept == 10 * (3 - rank + 1)
-        assert size.largest == (10, 7)
+            assert size == (10 * (3 - rank + 1), 10, 7)
 
 
-def test_a_size_covers_what_is_nowhere_larger() -> None:
-    def size(*rows: int) -> Any:
-        actions = one_f_one_b(1, plain([1, 1]))[0]
-        return fullest(actions, lambda unit: rows[unit.bucket], 2)[1]
-
-    assert size(8, 4).covers(size(8, 4)) and size(8, 4).covers(size(7, 3))
-    assert not size(8, 4).covers(size(7, 5)) and not size(8, 4).covers(size(9, 1))
+def test_a_bucket_ends_once_it_has_no_pass_left() -> None:
+    passes = [Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 1, 1)]
+    actions = actions_of_trial(passes, 0, 3)
+    assert list(map(str, actions[3:])) == [
+        "0B1.1",
+        "0B1.0",
+        "0N1",
+        "0U1",
+        "0B0.0",
+        "0N0",
+        "0U0",
+        "0N2",
+        "0U2",
+    ]
 
 
 def test_the_chunks_of_a_micro_batch_are_kept_together() -> None:
