@@ -17,6 +17,7 @@ from megatron_mux.engine.training_compute import Stages, TrainingCompute
 from megatron_mux.engine.trial import Trials
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import ROLLING, Plan
+from megatron_mux.fusion.plan_edits import keep_tasks, shrink_bucket
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.check import check
@@ -86,7 +87,7 @@ class StepRunner:
             self.parallel,
         )
         failures = {name: tasks[name].fail(reason) for name, reason in problems.items()}
-        plan = plan.only(sequences[0])  # without those that failed
+        plan = keep_tasks(plan, sequences[0])  # without those that failed
         self.last_plan = plan if plan.tasks else self.last_plan
         if not plan.tasks:
             # Nothing is left; or a serial run's next task, which takes the next step.
@@ -177,7 +178,7 @@ class StepRunner:
         relieved = plan
         for index in sorted(failed, reverse=True):  # from behind: the others keep their places
             names = plan.buckets[index].label
-            smaller = relieved.smaller(index, sequences)
+            smaller = shrink_bucket(relieved, index, sequences)
             if smaller is not None:
                 relieved = smaller
                 then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
