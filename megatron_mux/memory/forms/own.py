@@ -10,7 +10,6 @@ from megatron_mux.memory.forms.kept import Pass, Saved, Where
 from megatron_mux.memory.forms.sites import OPS, Site, TaskAdapters
 
 
-
 def inputs(tasks: Sequence[TaskAdapters], layer: int) -> frozenset[str]:
     """BaseOps of a layer whose input some task's adapter needs: one tensor for all of them."""
     return frozenset(str(site.op) for task in tasks for site in _at(task, layer) if site.kept.input)
