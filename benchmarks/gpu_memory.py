@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         publish(result := predictions(arguments), predicted_table(result), arguments.output)
         return 0
     predicted = json.loads(arguments.predicted.read_text())
-    result = {**predicted, "machine": machine(), **measurements(predicted, arguments.only)}
+    found = measurements(predicted, arguments.only, arguments.output.with_suffix(".partial.json"))
+    # Last, for it has a CUDA context, whose memory measured processes would miss.
+    result = {**predicted, **found, "machine": machine()}
     publish(result, measured_tables(result), arguments.output)
     return 0
 
@@ -250,16 +252,18 @@ def megatron_report(case: Any, skeleton: Any) -> float:
 # -- after
 
 
-def measurements(predicted: Mapping[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
-    """Every case and every limit, each run in a process of its own."""
-    cases = {name: about for name, about in predicted["cases"].items() if wanted(name, only)}
-    found = {}
-    for name, about in cases.items():
-        found[name] = {
-            **about,
-            "measured": run({**about["asked"], "limit": None, "history": True}, name),
-        }
-    limits = []
+def measurements(predicted: Mapping[str, Any], only: Sequence[str] | None, partial: Path) -> dict[str, Any]:
+    """Every case and every limit, each run in a process of its own; written to a file as they are obtained."""
+    found: dict[str, Any] = {"cases": {}, "limits": []}
+
+    def save() -> None:
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+
+    for name, about in predicted["cases"].items():
+        if wanted(name, only):
+            measured = run({**about["asked"], "limit": None, "history": True}, name)
+            found["cases"][name] = {**about, "measured": measured}
+            save()
     for about in predicted["limits"]:
         if not wanted(about["case"], only):
             continue
@@ -269,8 +273,9 @@ def measurements(predicted: Mapping[str, Any], only: Sequence[str] | None) -> di
             name = f"{about['case']}, {case['batch']} sequences in {about['limit'] // GIB} GiB"
             asked = {"case": case, "limit": about["limit"], "history": False}
             ran[str(case["batch"])] = run(asked, name) if case["batch"] else {"fits": True}
-        limits.append({**about, "measured": ran})
-    return {"cases": found, "limits": limits}
+        found["limits"].append({**about, "measured": ran})
+        save()
+    return found
 
 
 def run(asked: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -347,7 +352,7 @@ def measured_tables(result: Mapping[str, Any]) -> str:
             continue
         reserved = told["peak_reserved"]
         errors.append(off := error(one["peak_reserved"], reserved))
-        replayed = told["first_event_replayed_otherwise"] is None
+        replayed = "replay_failed" not in told and told["first_event_replayed_otherwise"] is None
         exact += replayed
         process = reserved + told["outside"]
         for other, said in one["others"].items():
@@ -360,7 +365,9 @@ def measured_tables(result: Mapping[str, Any]) -> str:
                 f"{reserved / GIB:.3f}",
                 f"{off:+.2%}",
                 f"{error(one['peak_allocated'], told['peak_allocated']):+.2%}",
-                "yes" if replayed else f"not event {told['first_event_replayed_otherwise']}",
+                "yes"
+                if replayed
+                else told.get("replay_failed") or f"not event {told['first_event_replayed_otherwise']}",
             )
         )
     head = ", ".join(f"{name} {number}" for name, number in result["machine"].items())

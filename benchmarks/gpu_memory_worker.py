@@ -59,7 +59,10 @@ def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
         "outside": total - free - torch.cuda.memory_reserved(),
     }
     if asked["history"]:
-        found |= replayed(torch.cuda.memory._snapshot()["device_traces"][0])
+        try:
+            found |= replayed(torch.cuda.memory._snapshot()["device_traces"][0])
+        except Exception as error:  # what was measured stands
+            found["replay_failed"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -81,7 +84,7 @@ def train(case: Mapping[str, Any], device: torch.device) -> None:
     """Some steps of a case, as a user of `transformers` and `peft` takes them."""
     from transformers import Trainer
 
-    model = build(case).to(device)
+    model = filled(build(case), device)
     batch, length, vocabulary = case["batch"], case["length"], model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
@@ -93,21 +96,39 @@ def train(case: Mapping[str, Any], device: torch.device) -> None:
 
 
 def build(case: Mapping[str, Any]) -> nn.Module:
-    """The model with random weights, in host memory."""
+    """The model: its parameters on the meta device, its buffers in host memory."""
+    from accelerate import init_empty_weights
     from peft import PeftType, get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     fields = dict(case["config"])
     config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, case["weights"]), attn_implementation=case["attention"]
-    )
-    if case["adapter"] is None:
-        return model  # type: ignore[no-any-return]
-    fields = dict(case["adapter"])
-    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields.pop("peft_type"))]
-    return get_peft_model(model, kind(task_type="CAUSAL_LM", **fields))
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, case["weights"]), attn_implementation=case["attention"]
+        )
+        if case["adapter"] is None:
+            return model  # type: ignore[no-any-return]
+        fields = dict(case["adapter"])
+        kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields.pop("peft_type"))]
+        return get_peft_model(model, kind(task_type="CAUSAL_LM", **fields))
+
+
+def filled(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on a device, in the order in which `Module.to` brings it there; weights are random, made in place."""
+    made: dict[int, torch.Tensor] = {}
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_like(tensor, device=device).normal_(0.0, 0.02)
+        return made[id(tensor)]
+
+    model._apply(bring)
+    model.tie_weights()  # type: ignore[operator]
+    return model
 
 
 def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> Any:

@@ -131,6 +131,8 @@ def test_predictions_are_written_down_and_compared(
     said = (tmp_path / "measured.md").read_text()
     assert "median 3.85% off (goal 1%), worst 3.85% (goal 3%), of 3; 0 histories" in said
     assert "not event 7" in said and "| runs | does not fit |" in said
+    partial = json.loads((tmp_path / "measured.partial.json").read_text())
+    assert partial["cases"].keys() == predicted["cases"].keys() and len(partial["limits"]) == 1
 
 
 def test_measuring_without_predictions_is_refused() -> None:

@@ -142,10 +142,23 @@ class _Training:
 
 @contextlib.contextmanager
 def _as_if_real() -> Iterator[None]:
-    """`transformers` makes masks that it would not make otherwise, for tensors that it finds to be fake."""
+    """Inside, `transformers` does with fake tensors what it does with real ones.
+
+    It would make masks for fake tensors that it does not make otherwise. And torch's fake kernel of grouped products
+    knows bf16 alone: other precisions take the fallback of `transformers`, which allocates the same.
+    """
+    from transformers.integrations import moe
     from transformers.utils import import_utils
 
-    with replaced(import_utils, "is_fake_tensor", lambda _: False):
+    can_use = moe._can_use_grouped_mm
+
+    def usable(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> bool:
+        return weight.dtype == torch.bfloat16 and bool(can_use(rows, weight, offsets))
+
+    with (
+        replaced(import_utils, "is_fake_tensor", lambda _: False),
+        replaced(moe, "_can_use_grouped_mm", usable),
+    ):
         yield
 
 

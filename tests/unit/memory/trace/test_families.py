@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -77,14 +77,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_few_layers_tell_of_more(family: str, tmp_path: Path) -> None:
-    more, first, depth = FAMILIES[family]
-    file = tmp_path / "config.json"
+def _case(family: str, directory: Path, options: Options) -> Case:
+    """A step of a family's small model."""
+    more, _, depth = FAMILIES[family]
+    file = directory / "config.json"
     config = {"model_type": family, **USUAL, **more}
     file.write_text(json.dumps({**config, "num_hidden_layers": depth, "n_layer": depth, "n_layers": depth}))
     skeleton = Skeleton(file)
-    case = replace(Options(master_weights=False).case(skeleton.raw, skeleton.tensors, 16, 2), steps=1)
+    return replace(options.case(skeleton.raw, skeleton.tensors, 16, 2), steps=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_layers_tell_of_more(family: str, tmp_path: Path) -> None:
+    _, first, depth = FAMILIES[family]
+    case = _case(family, tmp_path, Options(master_weights=False))
     assert case.layers == depth
 
     def few(cases: Sequence[Case]) -> list[Stream]:
@@ -95,3 +101,15 @@ def test_few_layers_tell_of_more(family: str, tmp_path: Path) -> None:
     for index, (one, other) in enumerate(zip(found, whole, strict=False)):
         assert one == other, f"event {index}"
     assert len(found) == len(whole)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_experts_whose_weights_are_not_bf16(
+    family: str, precision: Literal["bf16", "fp32"], tmp_path: Path
+) -> None:
+    """Grouped products of fp32 weights, by default under autocast."""
+    case = _case(family, tmp_path, Options(precision=precision))
+    assert case.weights == "float32"
+    operators = {event.moment.operator for event in trace(replace(case, layers=2))}
+    assert any("grouped_mm_fallback_backward" in operator for operator in operators)
