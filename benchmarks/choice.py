@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_mux.choice.recipes import TaskFile
     from megatron_mux.fusion.device import Device
     from megatron_mux.memory.forms.architecture import Architecture
-    from megatron_mux.memory.forms.methods import Recipe
+    from megatron_mux.memory.forms.recipe import Recipe
 
 RANKS = 4
 SMALL = {
@@ -98,11 +98,11 @@ def _make(directory: Path, layers: int, sequences: int) -> None:
 
 def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.choice.recipes import TaskFile
-    from megatron_mux.memory.forms.architecture import Architecture
-    from megatron_mux.memory.forms.methods import Recipe
+    from megatron_mux.memory.forms.recipe import Recipe
+    from megatron_mux.memory.forms.skeleton import read_architecture
     from megatron_mux.memory.tensors import Skeleton
 
-    architecture = Architecture.of(Skeleton(directory))
+    architecture = read_architecture(Skeleton(directory))
     file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
     recipe = Recipe(LENGTH, "fp32", adapters=file.adapters)
     device = measured_device(architecture)

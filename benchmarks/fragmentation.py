@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dry_run_streams() -> Iterator[tuple[str, Stream]]:
     """Steps of our engine."""
     from megatron_mux.dry_run.process import dry_runs
-    from megatron_mux.memory.forms.methods import Method
+    from megatron_mux.memory.forms.method import Method
     from tests.end_to_end.test_memory_forms import setting_of
 
     methods = {

@@ -205,9 +205,9 @@ def megatron_report(case: Any, skeleton: Any) -> float:
     """
     from megatron.training import theoretical_memory_usage as theory
 
-    from megatron_mux.memory.forms.architecture import Architecture
+    from megatron_mux.memory.forms.skeleton import read_architecture
 
-    a = Architecture.of(skeleton)
+    a = read_architecture(skeleton)
     gated = a.inner > a.ffn
     arguments = argparse.Namespace(
         add_bias_linear=not a.rms_norm,

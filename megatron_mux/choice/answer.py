@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_mux.choice.ranking import Ranking, rank
 from megatron_mux.choice.recipes import TaskFile, gpu
-from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.methods import Recipe, impossible
+from megatron_mux.memory.forms.methods import impossible
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.question import Question
 
 
@@ -43,7 +44,7 @@ class Choice:
             UserError: A name is not as it must be, or the model is not understood.
         """
         device = gpu(how.device)
-        architecture = Architecture.of(question.skeleton)
+        architecture = read_architecture(question.skeleton) if file is None else file.architecture
         adapters = file.adapters if file is not None else ()
         recipe = Recipe(
             question.length, how.precision, how.optimizer, how.master_weights, how.attention, adapters

@@ -9,8 +9,10 @@ from megatron_mux.choice.speed import Work
 from megatron_mux.choice.step import Content, FileStep
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.methods import Method, Recipe
-from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.phases import StepMemory
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.largest_batch import largest_batch
 
 SEQUENCES = 64
@@ -24,7 +26,7 @@ class Fit:
 
     Attributes:
         method: With its number of micro-batches.
-        parts: Its memory, for the heaviest micro-batch.
+        memory: Of a step, for the heaviest micro-batch.
         rows: Tokens of that.
         sequences: Of it.
         largest: Sequences that it could have, of the same tasks in the same proportion; 0 if not even one fits.
@@ -32,7 +34,7 @@ class Fit:
     """
 
     method: Method
-    parts: Parts
+    memory: StepMemory
     rows: int
     sequences: int
     largest: int
@@ -62,20 +64,20 @@ def as_many_as_fit(
         device: `cuda` or `cpu`.
         gpu: Which one.
     """
-    parts = Parts(architecture, recipe, method, device, gpu=gpu)
-    largest = largest_batch(lambda count: parts.peak(count * recipe.length), memory)
+    step = step_memory(architecture, recipe, method, device=device, gpu=gpu)
+    largest = largest_batch(lambda count: step.peak(count * recipe.length), memory)
     shown = batch or max(largest, 1)
     rows = shown * recipe.length
     if batch is None:
         together = method.data * method.micro_batches * shown
         count = method.micro_batches * -(-SEQUENCES // together)
         accumulated = replace(method, parts=count)
-        with_sums = Parts(architecture, recipe, accumulated, device, gpu=gpu)
+        with_sums = step_memory(architecture, recipe, accumulated, device=device, gpu=gpu)
         # Else gradients have to be gone before the next micro-batch.
         if with_sums.peak(rows) <= memory or shown > largest:
-            method, parts = accumulated, with_sums
+            method, step = accumulated, with_sums
     count = method.micro_batches
-    return Fit(method, parts, rows, shown, largest, Work(rows, count, method.data * count * rows))
+    return Fit(method, step, rows, shown, largest, Work(rows, count, method.data * count * rows))
 
 
 def of_file(
@@ -100,15 +102,15 @@ def of_file(
     def fit(count: int) -> Fit:
         own = replace(method, parts=count)
         division = step.divided(method.data, count)
-        parts, content = max(
+        found, content = max(
             (
-                (Parts(architecture, step.mix(content, recipe), own, device, gpu=gpu), content)
+                (step_memory(architecture, step.mix(content, recipe), own, device=device, gpu=gpu), content)
                 for content in division.heaviest
             ),
             key=lambda pair: pair[0].peak(pair[1].total),
         )
         work = Work(division.rows / division.micro_batches, division.micro_batches, step.tokens)
-        return Fit(own, parts, content.total, content.count, _largest(parts, content, memory), work)
+        return Fit(own, found, content.total, content.count, _largest(found, content, memory), work)
 
     most = step.most(method.data)
     low = min(method.micro_batches, most)
@@ -129,8 +131,8 @@ def of_file(
     return last
 
 
-def _largest(parts: Parts, content: Content, memory: int) -> int:
-    return largest_batch(lambda count: parts.peak(_rows(content, count)), memory)
+def _largest(step: StepMemory, content: Content, memory: int) -> int:
+    return largest_batch(lambda count: step.peak(_rows(content, count)), memory)
 
 
 def _rows(content: Content, sequences: int) -> int:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.memory.forms.methods import Method, Precision, Recipe
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.recipe import Precision, Recipe
 
 TRAINER = "TrainingArguments"
 

@@ -148,7 +148,7 @@ class MemoryAnswer:
             panels.append(traced(self.trace.prediction, title))
         for ranked in self.choice.ranking.entries[:_DRAWN] if self.choice is not None else ():
             name = " ".join((ranked.method.name, ranked.method.details)).strip()
-            panels.append(closed(f"{name}\nbatch {ranked.batch}: ours", ranked.instants))
+            panels.append(closed(f"{name}\nbatch {ranked.batch}: ours", ranked.phases))
         question = self.question
         title = f"{question.skeleton.tensors.model_type}, {question.length} tokens, {question.gpus} GPU(s)"
         draw(panels, title, question.gpu_memory, file)

@@ -21,8 +21,10 @@ from megatron_mux.choice.step import FileStep
 from megatron_mux.fusion.device import Device
 from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.instants import Instant
-from megatron_mux.memory.forms.methods import Method, Recipe, methods
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.phases import Phase
+from megatron_mux.memory.forms.recipe import Recipe
 
 OFFLOAD = "offload"
 """What is selected where nothing fits unless host memory takes a part."""
@@ -39,7 +41,7 @@ class Ranked:
         largest_batch: The most that fit, of the same tasks in the same proportion; 0 if not even one does.
         worst: When and on which stage memory is at its highest.
         breakdown: Bytes of that rank then, by part.
-        instants: The same at every instant of its step that is looked at, in order, by the instant's name.
+        phases: The same in every phase of its step, in order, by the phase's name.
         interval: The least and the most bytes of that rank's process, by what is not known.
         host: Bytes of host memory for what a rank keeps there.
         speed: Of a step.
@@ -53,9 +55,9 @@ class Ranked:
     fits: bool
     batch: int
     largest_batch: int
-    worst: Instant
+    worst: Phase
     breakdown: Mapping[str, int]
-    instants: Mapping[str, Mapping[str, int]]
+    phases: Mapping[str, Mapping[str, int]]
     interval: tuple[int, int]
     host: int
     speed: Speed
@@ -178,10 +180,10 @@ def rank(
 
 
 def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device) -> Ranked:
-    method, parts = fit.method, fit.parts
+    method, memory = fit.method, fit.memory
     elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
-    worst = parts.worst(fit.rows)
-    own = [instant for instant in parts.instants if instant.stage == worst.stage]
+    phases = memory.phases(fit.rows)
+    worst = max(phases, key=lambda phase: phase.bytes)
     program = whose(recipe, here=not elsewhere)
     if program == TRAINER:
         words = trainer_flags(method, recipe, fit.sequences)
@@ -193,11 +195,11 @@ def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device
         fit.sequences,
         fit.largest,
         worst,
-        worst.breakdown(fit.rows),
-        {instant.name: instant.breakdown(fit.rows) for instant in own},
-        parts.interval(fit.rows),
-        parts.host,
-        speed(architecture, parts.recipe, method, fit.work, device),
+        worst.breakdown,
+        {phase.name: phase.breakdown for phase in phases if phase.stage == worst.stage},
+        memory.interval(fit.rows),
+        memory.host,
+        speed(architecture, memory.recipe, method, fit.work, device),
         tuple(words),
         program,
         elsewhere,

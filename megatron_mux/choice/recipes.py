@@ -10,7 +10,9 @@ from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.gpus import known
-from megatron_mux.memory.forms.sites import TaskAdapters
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import load_task_file
 
 DEFAULT_DEVICE = "A100"
@@ -22,11 +24,13 @@ class TaskFile:
 
     Attributes:
         path: Where it is.
+        architecture: The backbone's.
         adapters: Of its tasks, in the file's order.
         step: The sequences of one optimizer step of each.
     """
 
     path: Path
+    architecture: Architecture
     adapters: tuple[TaskAdapters, ...]
     step: FileStep
 
@@ -47,7 +51,12 @@ class TaskFile:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
-        return cls(tasks, tuple(found), FileStep(tuple(TaskBatch.of(spec) for spec in specs)))
+        return cls(
+            tasks,
+            architecture_of(shape),
+            tuple(found),
+            FileStep(tuple(TaskBatch.of(spec) for spec in specs)),
+        )
 
     def check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user has it.

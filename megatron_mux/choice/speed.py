@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.methods import Method, Recipe
-from megatron_mux.memory.forms.shards import Stage, stages
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.stages import Stage, stages
 
 HOST_LINK = 25e9
 """Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""

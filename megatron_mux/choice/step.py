@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from megatron_mux.fusion.alignment import Chunk
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.memory.forms.methods import Portion, Recipe
+from megatron_mux.memory.forms.recipe import Portion, Recipe
 from megatron_mux.tasks import TaskSpec
 
 

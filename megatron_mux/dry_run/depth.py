@@ -103,7 +103,7 @@ def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     spec = TaskSpec.model_validate(one.task)
     load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info.shape)
     sites = defaultdict(set)
-    for site in load.sites:
+    for site in load.ops:
         sites[site.layer].add((site.op, site.curve))
     if load.virtual_tokens or spec.adapter.acts_after_steps:
         return False

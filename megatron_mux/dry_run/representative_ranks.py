@@ -14,11 +14,10 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.alignment import Slice, padded_lengths
-from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.stage_memory import Rows, StageMemory
+from megatron_mux.fusion.load import TaskLoad, engine_memory
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.memory.forms.backbones import architecture_of
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
+from megatron_mux.memory.forms.method import Method
 from megatron_mux.tasks import TaskSpec
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -71,8 +70,8 @@ class _Work:
         self._units = _units(run)
         plan = run.plan
         layers = stage_layers(plan.split or even_split(info.shape.layers, plan.stages))
-        memory = StageMemory(
-            architecture_of(info.shape),
+        memory = engine_memory(
+            info.shape,
             self._loads,
             layers,
             _method(run),
@@ -90,7 +89,7 @@ class _Work:
             pipeline: Which.
         """
         sizes = [
-            sum(row.width for site in load.sites for row in site.kept.rows if row.where == "rows")
+            sum(row.width for site in load.ops for row in site.kept.rows if row.where == "rows")
             for load in self._loads
         ]
         most = np.zeros(self._tensor)
@@ -102,7 +101,7 @@ class _Work:
             most = np.maximum(most, [part.sum() for part in parts])
         return int(most.argmax())
 
-    def _most(self, memory: StageMemory, units: Sequence[Sequence[Slice]]) -> Array:
+    def _most(self, memory: EngineMemory, units: Sequence[Sequence[Slice]]) -> Array:
         """`[S]` bytes of the heaviest of these micro-batches."""
         if not units:
             return np.zeros(len(memory.stages))
@@ -116,8 +115,8 @@ class _Work:
                 rows[i, task] += one.tokens
                 labels[i] += max(0, min(one.stop, whole) - max(one.start, first))
                 copied[i] += self._loads[task].virtual_tokens + one.start
-        found = memory.of(Rows(rows, rows.sum(axis=1), labels, copied))
-        most: Array = (found.kept + found.working).max(axis=0)
+        found = memory.passes(Rows(rows, rows.sum(axis=1), labels, copied))
+        most: Array = (found.lasting + found.working).max(axis=0)
         return most
 
 
@@ -136,6 +135,7 @@ def _units(run: RunSpec) -> list[list[list[Slice]]]:
 def _method(run: RunSpec) -> Method:
     return Method(
         data=run.plan.data,
+        pipeline=run.plan.ranks,
         tensor=run.tensor,
         sequence_parallel=run.sequence_parallel,
         zero=3 if run.residence == "sharded" else 0,

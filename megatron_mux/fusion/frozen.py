@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.profile import Profile, summed
-from megatron_mux.memory.forms.sites import OPS
 
 Array = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Frozen:
         self.curves = curves
         self.half = summed([curves[op] for op in _ATTENTION_OPS])
         self.mlp = summed([curves[op] for op in _MLP_OPS])
-        self.below = [summed([curves[op] for op in _BELOW[op]]) for op in OPS]
+        self.below = [summed([curves[op] for op in _BELOW[op]]) for op in BASE_OPS]
         self.layers = np.array([len(layers) for layers in stages])
         self.starts = np.array([layers.start for layers in stages])
         self.stops = np.array([layers.stop for layers in stages])
@@ -54,7 +54,7 @@ class Frozen:
             attention: `[B, 2]` seconds in one layer.
             lowest: `[B]` number of the lowest BaseOp with an adapter: layer times BaseOps of a layer, and its index.
         """
-        layer, op = np.divmod(lowest, len(OPS))
+        layer, op = np.divmod(lowest, len(BASE_OPS))
         half, mlp, trimmed = self.half.many(rows), self.mlp.many(rows), self.mlp.many(labels)
         whole = half + mlp + attention.T  # [2, B]
         found = np.zeros((len(rows), 2, len(self.layers)))

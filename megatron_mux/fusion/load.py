@@ -5,13 +5,19 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters.modules import Shape
-from megatron_mux.memory.forms.sites import Site, TaskAdapters
+from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.engine_memory import EngineMemory
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 from megatron_mux.tasks import TaskSpec
 
 
@@ -25,7 +31,6 @@ class TaskLoad:
         labels: Labelled tokens of each.
         max_length: What sequences are cut to.
         accumulation: Its `gradient_accumulation_steps`: the fewest micro-batches that the user counts on.
-        virtual_tokens: Of prefix tuning.
         adapter: Where its adapter acts, and what it holds there.
         tensors: How many parameters it has.
         longest: Tokens of the longest record there is; a typical step need not have one.
@@ -36,7 +41,6 @@ class TaskLoad:
     labels: tuple[int, ...]
     max_length: int
     accumulation: int
-    virtual_tokens: int
     adapter: TaskAdapters
     tensors: int
     longest: int = 0
@@ -65,16 +69,20 @@ class TaskLoad:
             labels=tuple(int(label_counts[i]) for i in chosen),
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
-            virtual_tokens=spec.adapter.virtual_tokens,
             adapter=TaskAdapters.of(spec, shape),
             tensors=sum(tensor.trained for tensor in spec.adapter.tensors(shape).values()),
             longest=int(lengths.max()),
         )
 
     @property
-    def sites(self) -> tuple[Site, ...]:
+    def ops(self) -> tuple[AdaptedOp, ...]:
         """Where its adapter acts, by layer."""
-        return self.adapter.sites
+        return self.adapter.ops
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Of prefix tuning."""
+        return self.adapter.virtual_tokens
 
     @property
     def elements(self) -> float:
@@ -90,6 +98,22 @@ class TaskLoad:
     def total(self) -> int:
         """Tokens of a typical step."""
         return sum(self.tokens)
+
+
+def engine_memory(
+    shape: BackboneShape,
+    loads: Sequence[TaskLoad],
+    stages: Sequence[range],
+    method: Method,
+    itemsize: int,
+    device: str,
+    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
+) -> EngineMemory:
+    """The memory of these tasks on a backbone divided into stages; the arguments are those of `EngineMemory`."""
+    sequences = sum(len(load.tokens) for load in loads)
+    length = sum(load.total for load in loads) / max(1, sequences)
+    adapters = [load.adapter for load in loads]
+    return EngineMemory(architecture_of(shape), adapters, stages, method, itemsize, length, device, gpu)
 
 
 def typical(lengths: npt.NDArray[np.int32], count: int) -> list[int]:

@@ -90,8 +90,8 @@ class PlanEvaluator:
     def resident(self) -> list[float]:
         """`[ranks]` bytes that each rank always holds, those outside its tensors included."""
         memory, ranks = self.costs.memory, self.context.mesh.pipeline
-        stages = memory.resident()
-        return [memory.outside(ranks) + sum(stages[rank::ranks]) for rank in range(ranks)]
+        stages = memory.lasting.total.tolist()
+        return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
 
     @property
     def too_large(self) -> list[int]:

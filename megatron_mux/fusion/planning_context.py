@@ -13,8 +13,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.memory.forms.kept import Recompute
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Method, Recompute
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind

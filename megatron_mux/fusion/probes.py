@@ -22,13 +22,12 @@ from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.base_ops import BaseOpName
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.kernels.segment import Segment
 from megatron_mux.layout import MicroBatch
-from megatron_mux.memory.forms.sites import OPS
 from megatron_mux.tasks import TaskSpec
 
 SEGMENT = 64
@@ -129,7 +128,7 @@ class Probes:
         shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
         layer = self.layers[0]
         half = shape.out_features("linear_fc1") // tp
-        found = [self._module(op, rows, self.ops[op].module, self._width(op)) for op in OPS]
+        found = [self._module(op, rows, self.ops[op].module, self._width(op)) for op in BASE_OPS]
         found.append(self._module("norm", rows, layer.input_layernorm, shape.hidden))
         mlp = layer.mlp
         found.append(self._module("activation", rows, _activation(mlp), half))

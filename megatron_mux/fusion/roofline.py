@@ -12,10 +12,9 @@ from typing import Any
 
 from megatron_mux.adapters.costs import Place, Work
 from megatron_mux.adapters.registry import KINDS
-from megatron_mux.base_ops import BaseOpName
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
-from megatron_mux.memory.forms.sites import OPS
 
 
 def roofline(
@@ -51,7 +50,7 @@ def roofline(
     tp, h = tensor_parallel, shape.hidden
     inner = shape.out_features("linear_fc1") / tp
     curves: dict[str, Curve] = {
-        **{str(op): product(*_widths(shape, op, tp)) for op in OPS},
+        **{str(op): product(*_widths(shape, op, tp)) for op in BASE_OPS},
         "norm": passes(2 * h),
         "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if any(shape.ropes) else 0),
         "activation": passes(inner + shape.ffn / tp),

@@ -3,7 +3,7 @@
 Equation 3 has a term for the BaseOps, which depends on all rows together, and one for the adapters at each BaseOp,
 `max(sum of u_a t_a, max of t_a)`. Here the first is written out: products, norms and the rest by rows, attention by
 sequence, the loss head and the last MLP by labels, what lies below the lowest adapter without a backward pass. What it
-keeps and takes of memory, equation 5, is in `stage_memory`.
+keeps and takes of memory, equation 5, is in `memory.forms.engine_memory`.
 
 Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 """
@@ -19,18 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters.costs import Curve
-from megatron_mux.base_ops import BaseOpName
+from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import Attention, Frozen
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.load import TaskLoad, engine_memory
 from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.stage_memory import Rows, StageMemory
 from megatron_mux.gpus import Gpu, find
-from megatron_mux.memory.forms.backbones import architecture_of
-from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.sites import OPS, Site
+from megatron_mux.memory.forms.engine_memory import Rows
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.task_adapters import AdaptedOp
 
 Array = npt.NDArray[np.float64]
 
@@ -71,12 +70,12 @@ class StageCosts:
         kind = profile.about.get("kind", "cpu")
         known = find(str(profile.about.get("device", "")))
         gpu = known.gpu if known is not None else Gpu()
-        self.memory = StageMemory(architecture_of(shape), loads, stages, method, itemsize, kind, gpu)
+        self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
         self._cores = Attention(profile)
-        self._sites = [_by_stage(load.sites, self.stages) for load in self.loads]
-        self._lowest = np.array([_lowest(load.sites, shape.layers) for load in self.loads], dtype=np.int64)
+        self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
+        self._lowest = np.array([_lowest(load.ops, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([len(load.tokens) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
@@ -142,8 +141,8 @@ class StageCosts:
         rows = np.zeros((1, len(self.loads)))
         rows[0, task] = length = self._longest[task] if length is None else length
         virtual = self.loads[task].virtual_tokens
-        found = self.memory.of(Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)])))
-        return tuple((found.kept + found.working)[0].tolist())
+        found = self.memory.passes(Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)])))
+        return tuple((found.lasting + found.working)[0].tolist())
 
     def _combine(
         self, rows: Array, labels: Array, attention: Array, longest: Array, copied: Array
@@ -158,7 +157,7 @@ class StageCosts:
             copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
         """
         total = rows.sum(axis=1)
-        nothing = len(OPS) * self.shape.layers
+        nothing = len(BASE_OPS) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
         seconds = self._frozen.seconds(
             total, labels, attention + self._cores.launch, lowest
@@ -180,8 +179,8 @@ class StageCosts:
         if len(layers) > 1:
             transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
         most = np.maximum(total, longest)
-        memory = self.memory.of(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        columns = (*_passes(seconds), *_passes(messages), memory.kept, memory.working, transfer)
+        memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
+        columns = (*_passes(seconds), *_passes(messages), memory.lasting, memory.working, transfer)
         listed = zip(*(column.tolist() for column in columns), strict=True)
         return [
             HybridCost(tuple(f), tuple(b), tuple(cf), tuple(cb), tuple(k), tuple(w), tuple(t))
@@ -192,7 +191,7 @@ class StageCosts:
 
     def _adapters(self, rows: Array) -> Array:
         """`[B, 2, S]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
-        shape = (len(rows), 2, len(self.stages), len(OPS))
+        shape = (len(rows), 2, len(self.stages), len(BASE_OPS))
         fused, longest = np.zeros(shape), np.zeros(shape)
         for task in range(len(self.loads)):
             present = np.nonzero(rows[:, task])[0]
@@ -207,13 +206,13 @@ class StageCosts:
 
     def _adapters_of(self, task: int, rows: float) -> Array:
         """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
-        found = np.zeros((2, 2, len(self.stages), len(OPS)))
+        found = np.zeros((2, 2, len(self.stages), len(BASE_OPS)))
         for (op, curve), counts in self._sites[task].items():
             alone = np.array(self._adapter(curve, op, rows))
             shares = self._curves.get(f"utilisation:{curve.name}")
             share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
-            found[0, :, :, OPS.index(op)] += alone[:, None] * counts
-            found[1, :, :, OPS.index(op)] += (alone * share)[:, None] * counts
+            found[0, :, :, BASE_OPS.index(op)] += alone[:, None] * counts
+            found[1, :, :, BASE_OPS.index(op)] += (alone * share)[:, None] * counts
         return found
 
     def _adapter(self, curve: Curve, op: str, rows: float) -> tuple[float, float]:
@@ -277,7 +276,7 @@ def _passes(both: Array) -> tuple[Array, Array]:
 
 
 def _by_stage(
-    sites: Sequence[Site], stages: Sequence[range]
+    sites: Sequence[AdaptedOp], stages: Sequence[range]
 ) -> dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]]:
     """For each adapter at a BaseOp that takes seconds, `[S]` how many layers of each stage have it."""
     found: dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]] = {}
@@ -289,6 +288,9 @@ def _by_stage(
     return found
 
 
-def _lowest(sites: Sequence[Site], layers: int) -> int:
+def _lowest(sites: Sequence[AdaptedOp], layers: int) -> int:
     """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
-    return min((site.layer * len(OPS) + OPS.index(site.op) for site in sites), default=layers * len(OPS))
+    return min(
+        (site.layer * len(BASE_OPS) + BASE_OPS.index(site.op) for site in sites),
+        default=layers * len(BASE_OPS),
+    )

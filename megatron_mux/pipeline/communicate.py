@@ -15,7 +15,7 @@ from megatron_mux.liveness import Heartbeat
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
-_AHEAD = 2
+AHEAD = 2
 """Number of receives posted ahead of their use, so that a tensor travels while its receiver computes."""
 
 
@@ -67,7 +67,7 @@ class Inbox:
 
     def post(self) -> None:
         """Post the next receives, so that tensors arrive while this stage computes."""
-        while len(self._posted) < _AHEAD and (message := next(self._coming, None)) is not None:
+        while len(self._posted) < AHEAD and (message := next(self._coming, None)) is not None:
             buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
             work = None
             if buffer.numel():  # empty tensors are not sent: both sides know the shape
@@ -90,6 +90,11 @@ class Inbox:
                 work.wait()
             self._early[due] = buffer
         return self._early.pop(action)
+
+
+def sends_kept(ranks: int) -> int:
+    """How many sent tensors are kept alive in each direction, in a pipeline with few units in flight."""
+    return 2 * (ranks + 1)
 
 
 class Communicator:
@@ -127,7 +132,7 @@ class Communicator:
         # A tensor must stay alive until it is sent, and gloo completes a send only when it is waited for. Waiting for a
         # send that is more than a pipeline's depth old blocks nobody: its receiver has posted it, or posts it next.
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
-        self._most = 2 * (ranks + 1)
+        self._most = sends_kept(ranks)
         self._least = self._most
 
     @classmethod

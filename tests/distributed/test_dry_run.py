@@ -20,7 +20,7 @@ from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, grouped
-from megatron_mux.memory.forms.kept import Recompute
+from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.exchanges import OnCopies

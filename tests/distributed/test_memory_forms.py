@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.engine import Engine
-from megatron_mux.memory.forms import kept, own
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.kept import Pass
-from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.shards import Stage, stages
-from megatron_mux.memory.forms.sites import TaskAdapters
+from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.skeleton import read_architecture
+from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -46,7 +48,7 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def architecture(path: Path) -> Architecture:
-    return Architecture.of(Skeleton(path))
+    return read_architecture(Skeleton(path))
 
 
 def _assert_equal(found: float, wanted: float, slack: float) -> None:
@@ -143,26 +145,13 @@ def test_what_a_forward_pass_keeps(
     monkeypatch.setattr(Backbone, "forward", counted)
     engine.step()
     rows, labels, found = passes[0]
-    task = TaskAdapters.of(case.task.spec, read_shape(path))
-    _assert_equal(found, _kept(architecture, task, method, backbone, rows, labels), 0.01)
-
-
-def _kept(
-    architecture: Architecture, task: TaskAdapters, method: Method, backbone: Backbone, rows: int, labels: int
-) -> float:
-    """What the forms say, less what the first layer and the last one need not keep."""
-    run = Pass(4, LENGTH, device="cpu")
-    wanted = 0.0
-    for layer in backbone.layers:
-        saved = kept.engine(architecture, run, own.inputs([task], layer), selective=False)
-        saved += own.rows(task, layer, architecture, run)
-        wanted += rows * kept.total(saved, method.tensor, method.sequence_parallel)
-        wanted += own.factors(task, layer, run, method.tensor)
+    task = TaskAdapters.of(case.task.spec, backbone.shape)
+    split = stage_layers(even_split(len(architecture.layers), method.pipeline))
+    memory = EngineMemory(architecture, [task], split, method, 4, LENGTH, "cpu")
+    batch = Rows(np.array([[rows]]), np.array([rows]), np.array([labels]), np.zeros(1))
+    wanted = float(memory.passes(batch).kept[0, parallel.pp_rank])
+    # Autograd does not hold what the batch itself is, what was sent on, nor the loss's gradient.
+    wanted -= rows * 40
     share = method.tensor if method.sequence_parallel else 1
-    if backbone.first:  # embedded tokens need no gradient
-        wanted -= rows * 4 * architecture.hidden / share
-    if backbone.last:
-        left = rows if method.sequence_parallel else labels
-        wanted -= (rows - left) * 4 * (architecture.hidden + architecture.inner / method.tensor)
-        wanted += left * 4 * architecture.hidden / share  # the final norm's input
-    return wanted + rows * 4 * architecture.head_dim  # cosines and sines
+    wanted -= 4 * architecture.hidden * (labels if backbone.last else rows / share)
+    _assert_equal(found, wanted, 0.01)

@@ -14,12 +14,12 @@ from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.methods import Method, Recipe
-from megatron_mux.memory.forms.outside import Outside
-from megatron_mux.memory.forms.parts import Parts
-from megatron_mux.memory.forms.sites import TaskAdapters
-from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.step_memory import step_memory
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
 from tests.unit.memory.configs import write
 
@@ -93,9 +93,9 @@ def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[i
     step = FileStep(tuple(TaskBatch.of(spec) for spec in specs))
     content = step.divided(method.data, method.micro_batches).heaviest[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=adapters))
-    parts = Parts(Architecture.of(Skeleton(directory)), recipe, method, outside=Outside.nothing())
+    memory = step_memory(architecture_of(shape), recipe, method, overhead=ProcessOverhead.none())
     for stage in range(method.pipeline):
-        found = parts.at(stage, content.total)
+        found = memory.at(stage, content.total).breakdown
         yield sum(size for part, size in found.items() if part != "fragmentation")
 
 

@@ -1,26 +1,12 @@
-"""What of a model decides how much memory it takes when it is divided: its layers' parts and widths.
-
-Read from the parameters that `tensors` finds and from the config's sizes, so for any causal language model whose layers
-are an attention and an MLP, of one expert or of several.
-"""
+"""A model's widths and parameters, as far as they decide how much memory it takes when it is divided."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
-from megatron_mux.errors import UserError
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.memory.optimizers import Shapes
-from megatron_mux.memory.tensors import ParameterTensor, Skeleton
-
-_LAYER = re.compile(r"^\D*?\.(\d+)\.(.*)$")
-_ROW_PARALLEL = re.compile(r"(o_proj|out_proj|c_proj|down_proj|fc2|fc_out|dense_4h_to_h|dense|wo|w2)\.\w+$")
-"""Modules that end a sublayer: their input is divided among tensor ranks, and their bias is not."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +57,13 @@ class Architecture:
         vocabulary: Tokens.
         tied: Whether the output layer is the token embedding.
         layers: The layers' units, in order.
-        embedding: Of what comes before the layers.
-        head: The output layer; what it has of its own if tied.
-        final: Of what else comes behind the layers.
+        embedding: Parameters before the layers.
+        head: The output layer's own parameters; none of its weights if tied.
+        final: Parameters behind the layers besides the output layer's.
         readers: Products of a layer that take the output of a norm.
+        qk_norm: Whether queries and keys are normalised head by head.
+        output_norms: Whether the outputs of attention and of the MLP are normalised before they are added.
+        rotations: How many different rotary embeddings its layers have.
     """
 
     model_type: str
@@ -97,56 +86,9 @@ class Architecture:
     head: Unit
     final: Unit
     readers: int = 2
-
-    @classmethod
-    def of(cls, skeleton: Skeleton) -> Architecture:
-        """Read a model.
-
-        Raises:
-            UserError: Its layers are not what is known here.
-        """
-        tensors, config = skeleton.tensors, SimpleNamespace(**skeleton.tensors.config)
-        experts = _first(config, ("num_local_experts", "num_experts", "n_routed_experts")) or 1
-        if experts > 1 and not any("expert" in tensor.name for tensor in tensors.tensors):
-            experts = 1  # a config may have the field for a model without
-        reader = _Reader(skeleton, experts)
-        layers = reader.layers()
-        if len(layers) != tensors.layers or not layers[0].divided:
-            raise UserError(
-                f"{skeleton.path}: the layers of model_type {tensors.model_type!r} are not understood."
-            )
-        heads, kv_heads = tensors.heads, _kv_heads(config, tensors.heads)
-        head_dim = getattr(config, "head_dim", None) or tensors.hidden // heads
-        if reader.attention() != 2 * (heads + kv_heads) * head_dim * tensors.hidden:
-            raise UserError(f"the attention of model_type {tensors.model_type!r} is not understood.")
-        ffn, gated = reader.mlp()
-        embedding, head, final = reader.ends()
-        return cls(
-            tensors.model_type,
-            tensors.hidden,
-            heads,
-            kv_heads,
-            head_dim,
-            ffn,
-            gated,
-            str(_first(config, ("hidden_act", "activation_function")) or "gelu"),
-            any("RMSNorm" in name for name in tensors.kinds),
-            any("Rotary" in name for name in tensors.kinds)
-            or getattr(config, "rotary_dim", None) is not None,
-            any(
-                getattr(config, name, 0)
-                for name in ("resid_pdrop", "hidden_dropout", "dropout", "resid_dropout")
-            ),
-            experts,
-            (_first(config, ("num_experts_per_tok",)) or 1) if experts > 1 else 1,
-            tensors.vocabulary,
-            tensors.is_tied,
-            tuple(layers),
-            embedding,
-            head,
-            final,
-            reader.readers(),
-        )
+    qk_norm: bool = False
+    output_norms: bool = False
+    rotations: int = 1
 
     @property
     def total(self) -> int:
@@ -168,8 +110,18 @@ class Architecture:
         """Output width of the MLP's first product."""
         return self.ffn * (2 if self.gated else 1)
 
+    @property
+    def widths(self) -> Mapping[BaseOpName, tuple[int, int]]:
+        """Input and output width of every BaseOp."""
+        return {
+            "linear_qkv": (self.hidden, self.queries + 2 * self.keys),
+            "linear_proj": (self.queries, self.hidden),
+            "linear_fc1": (self.hidden, self.inner),
+            "linear_fc2": (self.ffn, self.hidden),
+        }
+
     def tensor_problem(self, tensor: int) -> str | None:
-        """What keeps so many tensor ranks from sharing a layer; None if nothing does."""
+        """Why `tensor` ranks cannot share a layer; None if they can."""
         if self.heads % tensor:
             return f"{self.heads} attention heads cannot be divided among {tensor} GPUs"
         if self.kv_heads % tensor and tensor % self.kv_heads:
@@ -177,102 +129,3 @@ class Architecture:
         if self.ffn % tensor:
             return f"an MLP of width {self.ffn} cannot be divided among {tensor} GPUs"
         return None
-
-
-class _Reader:
-    """Sorts a model's parameters."""
-
-    def __init__(self, skeleton: Skeleton, experts: int) -> None:
-        self._tensors = skeleton.tensors
-        self._experts = experts
-
-    def layers(self) -> list[Unit]:
-        """The units of the layers."""
-        units: list[Unit] = []
-        for number, tensor, _ in self._inside():
-            while len(units) <= number:
-                units.append(Unit())
-            units[number] += self._unit(tensor)
-        return units
-
-    def ends(self) -> tuple[Unit, Unit, Unit]:
-        """What comes before the layers, the output layer's own, and what else comes behind the layers."""
-        own = self._tensors.head_tensors
-        head = sum((self._unit(tensor) for tensor in own), start=Unit())
-        before, behind, passed = Unit(), Unit(), False
-        for tensor in self._tensors.tensors:
-            if _LAYER.match(tensor.name):
-                passed = True
-            elif tensor not in own and (not passed or tensor.operator == "Embedding"):
-                before += self._unit(tensor)
-            elif tensor not in own:
-                behind += self._unit(tensor)
-        return before, head, behind
-
-    def attention(self) -> int:
-        """Values of the first layer's products around attention."""
-        return sum(
-            tensor.count
-            for number, tensor, name in self._inside()
-            if not number
-            and tensor.operator == "Linear"
-            and len(tensor.shape) == 2
-            and re.search("attn|attention", name)
-        )
-
-    def readers(self) -> int:
-        """Products of the first layer into attention and into the MLP: of one matrix for several parts, one."""
-        return sum(
-            not number
-            and tensor.operator == "Linear"
-            and len(tensor.shape) == 2
-            and not _ROW_PARALLEL.search(name)
-            for number, tensor, name in self._inside()
-        )
-
-    def mlp(self) -> tuple[int, bool]:
-        """The inner width of the MLP (of one expert), and whether it is gated."""
-        into: Counter[bool] = Counter()
-        place: int | None = None
-        for number, tensor, name in self._inside():
-            of_experts = ".experts." in f".{name}" and len(tensor.shape) == 3  # all experts' in one
-            plain = self._experts == 1 and tensor.operator == "Linear" and len(tensor.shape) == 2
-            if (of_experts or plain) and not re.search("attn|attention", name):
-                place = number if place is None else place
-                if number == place:
-                    out = bool(_ROW_PARALLEL.search(f"{name}.weight" if of_experts else name))
-                    into[out] += math.prod(tensor.shape[-2:]) // self._tensors.hidden
-        if not into[True] or not into[False]:
-            raise UserError(
-                f"the MLP of model_type {self._tensors.model_type!r} is not understood: "
-                "there is no layer with a product into it and one out of it."
-            )
-        return into[True], into[False] >= 2 * into[True]
-
-    def _inside(self) -> Iterator[tuple[int, ParameterTensor, str]]:
-        """Parameters of layers: the layer, the parameter, its name within."""
-        for tensor in self._tensors.tensors:
-            match = _LAYER.match(tensor.name)
-            if match:
-                yield int(match[1]), tensor, match[2]
-
-    def _unit(self, tensor: ParameterTensor) -> Unit:
-        name, count = tensor.name, tensor.count
-        shapes = Shapes.of(tensor.shape, tensor.operator == "Embedding")
-        if ".experts." in name and "shared" not in name and self._experts > 1:
-            return Unit(experts=count, shapes=shapes)
-        tokens = name in (self._tensors.embedding, self._tensors.head)
-        bias = name.endswith("bias")
-        if tokens or (tensor.operator == "Linear" and not (bias and _ROW_PARALLEL.search(name))):
-            return Unit(divided=count, shapes=shapes)
-        return Unit(copied=count, shapes=shapes)
-
-
-def _first(config: Any, names: tuple[str, ...]) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _kv_heads(config: Any, heads: int) -> int:
-    if getattr(config, "multi_query", False):
-        return 1
-    return int(_first(config, ("num_key_value_heads", "num_kv_heads")) or heads)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-
-_COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
 
 
 def architecture_of(shape: BackboneShape) -> Architecture:
@@ -33,7 +31,10 @@ def architecture_of(shape: BackboneShape) -> Architecture:
         embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=_norm(shape)),
-        readers=sum(len(shape.names.ops[op]) for op in _COLUMN_PARALLEL),
+        readers=sum(len(shape.names.ops[op]) for op in COLUMN_PARALLEL),
+        qk_norm=shape.qk_norm,
+        output_norms=shape.output_norms,
+        rotations=len({rope for rope in shape.ropes if rope is not None}),
     )
 
 
@@ -44,7 +45,7 @@ def _layer(shape: BackboneShape) -> Unit:
         divided += shape.in_features(op) * shape.out_features(op)
         if shape.biases[op]:
             bias = shape.out_features(op)
-            divided, copied = (divided + bias, copied) if op in _COLUMN_PARALLEL else (divided, copied + bias)
+            divided, copied = (divided + bias, copied) if op in COLUMN_PARALLEL else (divided, copied + bias)
     return Unit(divided, copied)
 
 

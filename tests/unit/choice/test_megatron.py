@@ -12,9 +12,12 @@ import pytest
 
 from megatron_mux.choice.flags import megatron_flags
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.kept import Pass, total, trained
-from megatron_mux.memory.forms.methods import Method, Precision, Recipe, methods
-from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.recipe import Precision, Recipe
+from megatron_mux.memory.forms.saved import Pass, total
+from megatron_mux.memory.forms.step_memory import step_memory
+from megatron_mux.memory.forms.trained_layer import kept
 from megatron_mux.memory.optimizers import DEFAULT
 from tests.unit.memory.architectures import gpt2, llama
 
@@ -119,7 +122,7 @@ def test_weights_and_optimizer_are_those_of_megatrons_report(
 ) -> None:
     report = pytest.importorskip("megatron.training.theoretical_memory_usage")
     theirs = report.compute_weight_and_optimizer_memory(sizes(architecture, method))
-    parts = Parts(architecture, Recipe(128), method).at(0, 128)
+    parts = step_memory(architecture, Recipe(128), method).at(0, 128).breakdown
     ours = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if method.pipeline > 1:
         theirs -= (
@@ -153,7 +156,7 @@ def theirs_of_a_layer(architecture: Architecture, tensor: int, sequence_parallel
 def test_activations_are_those_of_megatrons_report(tensor: int, sequence_parallel: bool) -> None:
     """But for four fp32 numbers of a row's two norms, which the report leaves out: 0.2% of what a layer keeps here."""
     architecture = gpt2(activation="gelu")
-    ours = total(trained(architecture, Pass(2, 128), selective=True), tensor, sequence_parallel)
+    ours = total(kept(architecture, Pass(2, 128), selective=True), tensor, sequence_parallel)
     statistics = 16 / (tensor if sequence_parallel else 1)
     theirs = theirs_of_a_layer(architecture, tensor, sequence_parallel)
     assert ours == pytest.approx(theirs + statistics) and ours < 1.005 * theirs
@@ -165,7 +168,7 @@ def test_activations_of_a_llama_are_more_than_megatrons_report_has() -> None:
     """
     a = llama(8)
     theirs = theirs_of_a_layer(a, 1, True)
-    ours = total(trained(a, Pass(2, 128), selective=True), 1, False)
+    ours = total(kept(a, Pass(2, 128), selective=True), 1, False)
     gate, norms, fewer_keys, masks = 4 * a.ffn, 8 * a.hidden + 8, 4 * (a.hidden - a.keys), 2 * a.hidden
     assert ours - theirs == gate + norms - fewer_keys - masks
     assert ours / theirs == pytest.approx(1.52, abs=0.01)
@@ -177,12 +180,15 @@ def test_a_first_stage_keeps_what_megatrons_report_has_of_it() -> None:
     """
     architecture = gpt2(8, activation="gelu")
     method = Method(tensor=2, pipeline=4, sequence_parallel=True, recompute="selective")
-    parts = Parts(architecture, Recipe(128), method)
-    late = next(i for i in parts.instants if i.name == "the last layer's backward pass" and not i.stage)
-    kept = sum(line.per_row for line in late.lines if line.part == "activations")
+    memory = step_memory(architecture, Recipe(128), method)
+    less, more = (
+        next(p for p in memory.phases(rows) if p.name == "the last layer's backward pass" and not p.stage)
+        for rows in (128, 256)
+    )
+    found = (more.parts["activations"] - less.parts["activations"]) / 128
     # Selective recomputation brings back the log-sum-exp of the layer that goes backward.
-    again = total(trained(architecture, Pass(2, 128)), 2, True) - total(
-        trained(architecture, Pass(2, 128), selective=True), 2, True
+    again = total(kept(architecture, Pass(2, 128)), 2, True) - total(
+        kept(architecture, Pass(2, 128), selective=True), 2, True
     )
     layers = 8 * (theirs_of_a_layer(architecture, 2, True) + 16 / 2)
-    assert kept - again == pytest.approx(layers + 4 * 2 * architecture.hidden / 2 + 40)
+    assert found - again == pytest.approx(layers + 4 * 2 * architecture.hidden / 2 + 40)

@@ -20,9 +20,11 @@ from megatron_mux.choice.speed import Speed, Work, _Passes, speed
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.forms.parts import Parts
-from megatron_mux.memory.forms.shards import Stage, stages
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.sizes import MIB
 from tests.unit.memory.architectures import llama, lora
 
@@ -49,7 +51,7 @@ def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int |
         assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest_batch >= entry.batch)
         assert entry.peak_process == sum(entry.breakdown.values())
         assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
-        parts = Parts(ARCHITECTURE, recipe, entry.method)
+        parts = step_memory(ARCHITECTURE, recipe, entry.method)
         assert parts.peak((entry.largest_batch + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
 
@@ -66,13 +68,13 @@ def test_a_batch_that_is_given_is_not_accumulated(gpus: int) -> None:
     (one, *_), (most, *_) = (
         rank(ARCHITECTURE, bare, 1, 1200 * MIB, A100, batch).entries for batch in (3, None)
     )
-    assert one.instants["the loss"]["gradients"] == 0
+    assert one.phases["the loss"]["gradients"] == 0
     assert most.method.micro_batches * most.batch >= SEQUENCES
 
 
 def test_host_memory_helps_where_nothing_else_does() -> None:
     least = min(
-        Parts(ARCHITECTURE, FULL, m).peak(128) for m in methods(1, ARCHITECTURE, FULL) if not m.offload
+        step_memory(ARCHITECTURE, FULL, m).peak(128) for m in methods(1, ARCHITECTURE, FULL) if not m.offload
     )
     found = rank(ARCHITECTURE, FULL, 1, least - 1, A100)
     assert found.selected == "offload" and found.chosen is not None and found.chosen.method.offload

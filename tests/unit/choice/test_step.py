@@ -13,8 +13,9 @@ from megatron_mux.choice.flags import flags
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
 from megatron_mux.choice.step import Content, FileStep, TaskBatch
-from megatron_mux.memory.forms.methods import Method, Recipe
-from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.sizes import MIB
 from tests.unit.memory.architectures import llama, lora
 
@@ -60,9 +61,12 @@ def test_a_task_adds_what_its_own_rows_keep() -> None:
         for name in ("long", "short")
         for content in contents({name: 4})
     }
-    peaks = {name: Parts(ARCHITECTURE, recipe, Method()).at(0, 256) for name, recipe in of.items()}
+    peaks = {
+        name: step_memory(ARCHITECTURE, recipe, Method()).at(0, 256).breakdown for name, recipe in of.items()
+    }
     more = peaks["short"]["activations"] - peaks["long"]["activations"]
-    assert more == 256 * 8 * (2 * 64 - 2 * 8) * 2  # a low-rank product in bf16 in each of eight layers
+    # In each of eight layers, in bf16: a low-rank product for each row, and the factors of the task that is there.
+    assert more == 8 * (2 * 64 - 2 * 8) * (256 + 256 + 512) * 2
 
 
 TASKS = st.builds(TaskBatch, st.just("task"), st.integers(1, 9), st.sampled_from([32, 64, 100, 128]))
@@ -81,7 +85,7 @@ def test_the_fewest_micro_batches_that_fit(
         division = step.divided(data, count)
         own = replace(method, parts=count)
         return max(
-            Parts(ARCHITECTURE, step.mix(content, recipe), own).peak(content.total)
+            step_memory(ARCHITECTURE, step.mix(content, recipe), own).peak(content.total)
             for content in division.heaviest
         )
 
@@ -90,7 +94,7 @@ def test_the_fewest_micro_batches_that_fit(
     memory = peak(counts[-1]) + extra * MIB // 2
     found = of_file(ARCHITECTURE, recipe, method, memory, step)
     assert found.fits and found.method.parts == next(n for n in counts if peak(n) <= memory)
-    assert found.parts.peak(found.rows) == peak(found.method.micro_batches)
+    assert found.memory.peak(found.rows) == peak(found.method.micro_batches)
     assert found.largest >= found.sequences
     assert found.work.tokens == step.tokens
     assert data * found.work.rows * found.work.micro_batches >= step.tokens

@@ -11,7 +11,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from megatron_mux.choice.flags import TRAINER, trainer_flags
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.recipes import gpu
-from megatron_mux.memory.forms.methods import Method, Precision, Recipe, methods
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.sizes import GIB
 from tests.unit.memory.architectures import llama

@@ -17,7 +17,7 @@ from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
-from megatron_mux.memory.forms.sites import Site, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:
@@ -43,7 +43,7 @@ def profile(layers: int = 8, **changes: Any) -> Profile:
     return dataclasses.replace(roofline(shape(layers), about, 4, tensor, most_tokens=4096), **changes)
 
 
-def site(layer: int, kind: str = "LORA", size: int = 16) -> Site:
+def site(layer: int, kind: str = "LORA", size: int = 16) -> AdaptedOp:
     """An adapter on a layer's linear_qkv."""
     spec: AdapterSpec
     if kind.startswith("LORA"):
@@ -54,7 +54,7 @@ def site(layer: int, kind: str = "LORA", size: int = 16) -> Site:
         spec = DiffPruningSpec(peft_type="DIFF_PRUNING")
     known = shape(layer + 1)
     place = Place("linear_qkv", known.in_features("linear_qkv"), known.out_features("linear_qkv"))
-    return Site(layer, "linear_qkv", spec.curve(1), spec.kept(place, (), known))
+    return AdaptedOp(layer, "linear_qkv", spec.curve(1), spec.kept(place, (), known))
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
     layers: int = 8,
     kind: str = "LORA",
     size: int = 16,
-    sites: tuple[Site, ...] | None = None,
+    sites: tuple[AdaptedOp, ...] | None = None,
     **changes: Any,
 ) -> TaskLoad:
     """A task with sequences of these lengths, half of each labelled, its adapter on every layer's linear_qkv."""
@@ -76,7 +76,6 @@ def load(
         labels=tuple(max(1, n // 2) for n in lengths),
         max_length=max(lengths),
         accumulation=1,
-        virtual_tokens=0,
         adapter=TaskAdapters(name, "adamw", sites, values, (0.0,) * layers),
         tensors=4 * layers,
     )

@@ -15,8 +15,7 @@ from megatron_mux.fusion.cost import HybridCost
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Curve
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.memory.forms.kept import Recompute
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Method, Recompute
 from tests.unit.fusion import backbone
 
 LAYERS = 8

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.fusion.load import TaskLoad
@@ -21,12 +18,8 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
-from megatron_mux.fusion.stage_memory import Rows, StageMemory
-from megatron_mux.memory.forms.backbones import architecture_of
-from megatron_mux.memory.forms.kept import Recompute
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Recompute
 from tests.end_to_end.harness import Case, random_records
-from tests.unit.fusion import backbone
 
 LAYERS = 8
 BELOW, ABOVE = 0.02, 0.12
@@ -146,60 +139,3 @@ def test_a_plan_takes_what_is_predicted(tmp_path: Path) -> None:
             print(f"{off:+.1%} stage {stage} of {run}")
             wrong += [f"{off:+.1%}: stage {stage} of {run}"] * (not -BELOW <= off <= ABOVE)
     assert not wrong, "\n".join(wrong)
-
-
-def memory(loads: list[TaskLoad], stages: int = 1, device: str = "cpu", **method: Any) -> StageMemory:
-    divided = stage_layers(even_split(LAYERS, stages))
-    return StageMemory(architecture_of(backbone.shape(LAYERS)), loads, divided, Method(**method), 4, device)
-
-
-def test_what_is_always_there() -> None:
-    load = backbone.load("a", [64] * 4)
-    shape = backbone.shape(LAYERS)
-    layer = sum(shape.in_features(op) * shape.out_features(op) for op in ("linear_qkv", "linear_proj"))
-    layer += sum(shape.in_features(op) * shape.out_features(op) for op in ("linear_fc1", "linear_fc2"))
-    layer += 2 * shape.hidden
-    first, last = memory([load], stages=2).resident()
-    assert first == 4 * (4 * layer + shape.vocab * shape.hidden) + 16 * load.elements / 2
-    assert last == pytest.approx(first + 4 * shape.hidden), (
-        "the final norm; a tied output layer is a copy there"
-    )
-    plain = replace(load, adapter=replace(load.adapter, optimizer="sgd"))
-    assert first - memory([plain], stages=2).resident()[0] == 8 * load.elements / 2, "no moments"
-
-
-def test_weights_that_live_elsewhere_leave_room() -> None:
-    load = backbone.load("a", [64] * 4)
-    (whole,) = memory([load], data=4).resident()
-    (sharded,) = memory([load], data=4, zero=3).resident()
-    (offloaded,) = memory([load], device="cuda", data=4, offload=True).resident()
-    units = architecture_of(backbone.shape(LAYERS))
-    two = 2 * units.layers[0].total  # more than the embedding and a layer
-    assert whole - offloaded == 4 * (units.total - two)
-    assert sharded - offloaded == pytest.approx(units.total, rel=1e-3)
-
-
-def test_a_process_takes_more_than_tensors_on_a_gpu_alone() -> None:
-    assert memory([]).outside(2) == 0.0
-    alone, pair = memory([], device="cuda").outside(1), memory([], device="cuda").outside(2)
-    assert alone > 512 << 20 and pair > alone
-
-
-def test_what_is_computed_again_is_not_kept() -> None:
-    load = backbone.load("a", [64] * 4)
-    rows = Rows(np.array([[256.0]]), np.array([256.0]), np.array([128.0]), np.zeros(1))
-    plain, again = memory([load]).of(rows), memory([load], recompute="full").of(rows)
-    assert again.kept[0, 0] < plain.kept[0, 0] / 2 and again.working[0, 0] > plain.working[0, 0]
-
-
-def test_below_the_lowest_adapter_nothing_is_kept_and_tasks_share_inputs() -> None:
-    def at(name: str, layer: int) -> TaskLoad:
-        return backbone.load(name, [64], sites=(backbone.site(layer),))
-
-    low, high, twin = at("low", 1), at("high", 6), at("twin", 1)
-    model = memory([low, high, twin])
-    of = np.array([[64.0, 0.0, 0.0], [0.0, 64.0, 0.0], [32.0, 0.0, 32.0]])
-    kept = model.of(Rows(of, of.sum(axis=1), of.sum(axis=1) / 2, np.zeros(3))).kept[:, 0]
-    assert kept[1] < kept[0] / 2
-    factors = 16 * (256 + 512) * 4
-    assert kept[2] - kept[0] == pytest.approx(factors), "the input once for both, factors for each"

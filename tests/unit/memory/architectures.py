@@ -7,7 +7,7 @@ from typing import Any
 from megatron_mux.adapters.costs import Place, low_rank_kept
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.sites import Site, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 
 def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4, **more: Any) -> Architecture:
@@ -55,7 +55,7 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
     return TaskAdapters(
         name,
         "adamw",
-        tuple(Site(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
+        tuple(AdaptedOp(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
         divided=(float(rank * (a.queries + a.keys)),) * count,
         copied=(float(2 * rank * a.hidden),) * count,
     )

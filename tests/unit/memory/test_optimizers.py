@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.methods import Method, Recipe, methods
-from megatron_mux.memory.forms.outside import Outside
-from megatron_mux.memory.forms.parts import Parts
-from megatron_mux.memory.forms.shards import stages
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.skeleton import read_architecture
+from megatron_mux.memory.forms.stages import stages
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.tensors import Skeleton
@@ -53,7 +55,7 @@ def test_states_are_those_of_real_optimizers(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    (stage,) = stages(Architecture.of(Skeleton(write(tmp_path, CONFIGS[config]))), Method())
+    (stage,) = stages(read_architecture(Skeleton(write(tmp_path, CONFIGS[config]))), Method())
     assert stage.values == sum(p.numel() for p in model.parameters())
     form = OPTIMIZERS[name].states(stage.values, stage.shapes, dtype.itemsize)
     assert form == states(optimizer)
@@ -102,16 +104,19 @@ def test_shapes_by_hand() -> None:
 
 
 def test_eight_bits_by_hand(tmp_path: Path) -> None:
-    architecture = Architecture.of(Skeleton(write(tmp_path, LLAMA)))
+    architecture = read_architecture(Skeleton(write(tmp_path, LLAMA)))
     # Of each of two layers, in fp32: key and value projections of 64 x 32 values, and two norms; of the model, the
     # embedding of 160 x 64 and a norm. In bytes with a scale for each 256: queries, output, three of the MLP; the head.
     exact = 2 * (2 * 64 * 32 + 2 * 64) + 160 * 64 + 64
     coarse = 2 * (2 * 64 * 64 + 3 * 64 * 96) + 160 * 64
     assert exact + coarse == architecture.total
-    parts = Parts(
-        architecture, Recipe(16, optimizer="adamw_8bit", master=False), Method(), outside=Outside.nothing()
+    parts = step_memory(
+        architecture,
+        Recipe(16, optimizer="adamw_8bit", master=False),
+        Method(),
+        overhead=ProcessOverhead.none(),
     )
-    step = next(i for i in parts.instants if i.name == "the optimizer's step").breakdown(32)
+    step = next(i for i in parts.phases(32) if i.name == "the optimizer's step").breakdown
     assert step["optimizer"] == 8 * exact + 2 * coarse + 2 * 4 * coarse // 256 and not step["workspace"]
 
 
@@ -166,11 +171,13 @@ def test_kernels_of_bitsandbytes_step_whole_tensors() -> None:
 
 @pytest.mark.parametrize("name", [name for name, one in OPTIMIZERS.items() if type(one) is not Optimizer])
 def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -> None:
-    architecture = Architecture.of(Skeleton(write(tmp_path, LLAMA)))
+    architecture = read_architecture(Skeleton(write(tmp_path, LLAMA)))
 
     def kept(**degrees: Any) -> int:
-        parts = Parts(architecture, Recipe(16, optimizer=name), Method(**degrees), outside=Outside.nothing())
-        return parts.breakdown(32)["optimizer"]
+        parts = step_memory(
+            architecture, Recipe(16, optimizer=name), Method(**degrees), overhead=ProcessOverhead.none()
+        )
+        return parts.worst(32).breakdown["optimizer"]
 
     assert kept() == kept(data=4)
     assert kept(data=4, zero=1) == pytest.approx(kept() / 4, rel=0.01)

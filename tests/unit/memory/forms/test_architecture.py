@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.methods import Method
-from megatron_mux.memory.forms.shards import stages
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.skeleton import read_architecture
+from megatron_mux.memory.forms.stages import stages
 from megatron_mux.memory.tensors import Skeleton
 from tests.unit.memory.architectures import gpt2, llama
 from tests.unit.memory.configs import PARAMETERS, write
@@ -31,14 +31,14 @@ MIXTRAL: dict[str, Any] = {
     ],
 )
 def test_sizes(model: Callable[[str], Skeleton], name: str, sizes: tuple[Any, ...]) -> None:
-    a = Architecture.of(model(name))
+    a = read_architecture(model(name))
     found = (a.hidden, a.head_dim, a.kv_heads, a.ffn, a.gated, a.activation, a.rms_norm, a.dropout)
     assert found == sizes and a.total == PARAMETERS[name]
     assert len(a.layers) == model(name).tensors.layers and len(set(a.layers)) == 1
 
 
 def test_experts(tmp_path: Path) -> None:
-    a = Architecture.of(Skeleton(write(tmp_path, MIXTRAL)))
+    a = read_architecture(Skeleton(write(tmp_path, MIXTRAL)))
     assert (a.experts, a.experts_per_token, a.ffn, a.gated) == (8, 2, 512, True)
     assert a.layers[0].experts == 8 * 3 * 256 * 512
     one, four = (stages(a, Method(data=4, expert=size))[0] for size in (1, 4))
@@ -52,7 +52,7 @@ def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 100}
     skeleton = Skeleton(write(tmp_path, {**config, "n_routed_experts": 8, "moe_intermediate_size": 64}))
     with pytest.raises(UserError, match="attention of model_type 'deepseek_v3' is not understood"):
-        Architecture.of(skeleton)
+        read_architecture(skeleton)
 
 
 def test_every_parameter_is_somewhere_once() -> None:

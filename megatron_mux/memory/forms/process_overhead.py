@@ -1,7 +1,7 @@
-"""What a process takes on a GPU beside the tensors that its step names, for the closed forms: from the table of
-`memory.invisible`, like what is put into a traced stream.
+"""Memory that a process takes on a GPU besides tensors: its context, communicators, cuBLAS's workspaces.
 
-What kernels take within an operator is with the operators: see `kept.workspace`.
+Sizes are those of `memory.invisible`, like what is put into a traced stream. What kernels take within an operator is
+counted with the layers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.invisible import (
     COMMUNICATOR,
     CONTEXT,
@@ -23,7 +23,7 @@ from megatron_mux.memory.invisible import (
 
 
 @dataclass(frozen=True)
-class Outside:
+class ProcessOverhead:
     """Bytes of a process.
 
     Attributes:
@@ -42,7 +42,7 @@ class Outside:
         return cls(blas=THREADS * cublas_of(gpu))
 
     @classmethod
-    def nothing(cls) -> Self:
+    def none(cls) -> Self:
         """Tensors alone."""
         return cls(0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""What of a model's parameters a rank has: by pipeline stage, tensor rank and expert rank."""
+"""The part of a model's parameters that a rank has: by pipeline stage, tensor rank and expert rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.optimizers import Shapes
 
 

@@ -1,4 +1,4 @@
-"""What layers keep: against figures of a trace, and against the trace itself."""
+"""Full fine-tuning: bytes that a layer keeps, and peaks of steps, against traces of `transformers`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import pytest
 from megatron_mux.gpus import known
 from megatron_mux.memory import invisible
 from megatron_mux.memory.estimate import cublas, prediction
+from megatron_mux.memory.forms import engine_layer
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.kept import Pass, Recompute, engine, total, trained, workspace
-from megatron_mux.memory.forms.methods import Method, Precision, Recipe
-from megatron_mux.memory.forms.outside import Outside
-from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import Precision, Recipe
+from megatron_mux.memory.forms.saved import Pass, total
+from megatron_mux.memory.forms.skeleton import read_architecture
+from megatron_mux.memory.forms.step_memory import step_memory
+from megatron_mux.memory.forms.trained_layer import kept, workspace
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Stream
@@ -41,7 +45,7 @@ from tests.unit.memory.traced import GPT2, LLAMA, on_a_fake_gpu
 )
 def test_bytes_of_a_row_as_traced(architecture: Architecture, run: Pass, traced: int) -> None:
     # Traced are models of these sizes, two sequences of 128 tokens: the third layer's share.
-    assert total(trained(architecture, run), 1, False) == traced
+    assert total(kept(architecture, run), 1, False) == traced
 
 
 @on_a_fake_gpu
@@ -55,16 +59,16 @@ def test_against_a_trace(config: dict[str, Any], more: dict[str, Any], tmp_path:
     batch, length = 2, 64
     two, three = (trace(Case(config, layers, batch, length, **more)) for layers in (2, 3))
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    architecture = Architecture.of(Skeleton(write(tmp_path, {**config, layers: 3})))
+    architecture = read_architecture(Skeleton(write(tmp_path, {**config, layers: 3})))
     precision: Precision = "fp32" if more.get("weights") == "float32" else "bf16"
     recipe = Recipe(length, precision, "adamw_torch", master=False)
     method = Method(recompute="full" if more.get("recompute") else "none")
-    parts = Parts(architecture, recipe, method, outside=Outside.nothing())
+    parts = step_memory(architecture, recipe, method, overhead=ProcessOverhead.none())
     if not more.get("recompute"):
-        share = _kept(three) - _kept(two)
-        form = total(trained(architecture, Pass(recipe.size, length)), 1, False)
+        share = _activations(three) - _activations(two)
+        form = total(kept(architecture, Pass(recipe.size, length)), 1, False)
         assert share == pytest.approx(batch * length * form, rel=2e-4)  # a seed and the like
-    found = parts.breakdown(batch * length)
+    found = parts.worst(batch * length).breakdown
     allocated = sum(found.values()) - found["fragmentation"]
     assert (
         0.99 < allocated / three.peak().size < 1.1
@@ -92,12 +96,12 @@ WIDE: dict[str, dict[str, Any]] = {
 def test_peaks_of_wider_models(name: str, recompute: Recompute, tmp_path: Path) -> None:
     """As wide as a model is against its rows the optimizer's step is the peak, or the loss."""
     config = {**WIDE[name], "model_type": name}
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
     for batch, length, when in ((1, 256, "the optimizer's step"), (4, 512, "the loss")):
         peak = trace(Case(config, 4, batch, length, recompute=recompute == "full")).peak()
         recipe, method = Recipe(length, "bf16", "adamw_torch", master=False), Method(recompute=recompute)
-        parts = Parts(architecture, recipe, method, outside=Outside.nothing())
-        found = parts.breakdown(batch * length)
+        parts = step_memory(architecture, recipe, method, overhead=ProcessOverhead.none())
+        found = parts.worst(batch * length).breakdown
         assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)
         assert parts.worst(batch * length).name == when
 
@@ -112,12 +116,12 @@ def test_peaks_with_every_optimizer(optimizer: str, name: str, tmp_path: Path) -
     case = Case(config, 4, 1, 128, optimizer=optimizer, gpu=gpu)
     stream = trace(case)
     peak = inserted(stream, cublas(stream, gpu)).peak()
-    outside = replace(Outside.of(gpu), context=0)
-    assert outside.blas == (64 * MIB if name == "llama" else 2 * 8_519_680)
+    overhead = replace(ProcessOverhead.of(gpu), context=0)
+    assert overhead.blas == (64 * MIB if name == "llama" else 2 * 8_519_680)
     recipe = Recipe(128, "bf16", optimizer, master=False)
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
-    parts = Parts(architecture, recipe, Method(), outside=outside, gpu=gpu)
-    found = parts.breakdown(128)
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
+    parts = step_memory(architecture, recipe, Method(), overhead=overhead, gpu=gpu)
+    found = parts.worst(128).breakdown
     # Adafactor's update of the tensor before the largest is still there.
     least = -0.02 if optimizer == "adafactor" else -0.001
     assert least < (sum(found.values()) - found["fragmentation"]) / peak.size - 1 < 0.002
@@ -137,8 +141,8 @@ def test_peaks_with_autocast(
 ) -> None:
     """Optimizers that `transformers` alone runs, as it does by default in bf16: fp32 weights, and copies of them."""
     gpu, config = known("A100").gpu, {**WIDE[name], "model_type": name}
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
-    outside = replace(Outside.of(gpu), context=0)
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
+    overhead = replace(ProcessOverhead.of(gpu), context=0)
     for (batch, length), when in batches.items():
         case = Case(
             config, 4, batch, length, weights="float32", autocast="bfloat16", optimizer=optimizer,
@@ -147,8 +151,8 @@ def test_peaks_with_autocast(
         stream = trace(case)
         peak = inserted(stream, cublas(stream, gpu)).peak()
         recipe = Recipe(length, "bf16", optimizer)
-        parts = Parts(architecture, recipe, Method(recompute=recompute), outside=outside, gpu=gpu)
-        found = parts.breakdown(batch * length)
+        parts = step_memory(architecture, recipe, Method(recompute=recompute), overhead=overhead, gpu=gpu)
+        found = parts.worst(batch * length).breakdown
         assert sum(found.values()) - found["fragmentation"] == pytest.approx(peak.size, rel=0.01)
         assert parts.worst(batch * length).name == when
 
@@ -159,9 +163,9 @@ def test_bytes_of_a_row_with_autocast(activation: str, tmp_path: Path) -> None:
     """A layer's share, with its copies of weights but for biases."""
     config = {**GPT2, "model_type": "gpt2", "activation_function": activation}
     case = Case(config, 2, 2, 64, weights="float32", autocast="bfloat16")
-    share = _kept(trace(replace(case, layers=3))) - _kept(trace(case))
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
-    form = total(trained(architecture, Pass(2, 64, autocast=True)), 1, False)
+    share = _activations(trace(replace(case, layers=3))) - _activations(trace(case))
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
+    form = total(kept(architecture, Pass(2, 64, autocast=True)), 1, False)
     assert share - 2 * 12 * 64 * 64 == pytest.approx(2 * 64 * form, rel=2e-4)
 
 
@@ -171,14 +175,14 @@ def test_bytes_of_a_row_with_autocast(activation: str, tmp_path: Path) -> None:
 def test_buckets_of_gradients(name: str, half: bool, tmp_path: Path) -> None:
     """On two GPUs, each with the whole model, as torch's `DistributedDataParallel` has it."""
     gpu, config = known("A100").gpu, {**WIDE[name], "model_type": name}
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
     for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
         autocast: Any = "bfloat16" if half else None
         case = Case(config, 4, batch, 128, weights="float32", autocast=autocast, optimizer="rmsprop", gpu=gpu)
         traced = prediction(trace(case), case, gpus=2)
         recipe = Recipe(128, "bf16" if half else "fp32", "rmsprop")
-        parts = Parts(architecture, recipe, Method(data=2), gpu=gpu)
-        found = parts.breakdown(batch * 128)
+        parts = step_memory(architecture, recipe, Method(data=2), gpu=gpu)
+        found = parts.worst(batch * 128).breakdown
         held = sum(found.values()) - found["fragmentation"] - found["context"]
         assert held == pytest.approx(traced.stream.peak().size, rel=0.004)
         assert found["communication"] == 4 * architecture.total
@@ -204,10 +208,10 @@ def test_peaks_in_attention(device: str, groups: int, least: float, most: float,
     stream = trace(case)
     peak = inserted(stream, cublas(stream, gpu)).peak()
     recipe = Recipe(1024, "fp16" if fp16 else "bf16", "sgd", master=False)
-    architecture = Architecture.of(Skeleton(write(tmp_path, config)))
-    outside = replace(Outside.of(gpu), context=0)
-    parts = Parts(architecture, recipe, Method(recompute="full"), outside=outside, gpu=gpu)
-    found = parts.breakdown(4096)
+    architecture = read_architecture(Skeleton(write(tmp_path, config)))
+    overhead = replace(ProcessOverhead.of(gpu), context=0)
+    parts = step_memory(architecture, recipe, Method(recompute="full"), overhead=overhead, gpu=gpu)
+    found = parts.worst(4096).breakdown
     assert least < (sum(found.values()) - found["fragmentation"]) / peak.size - 1 < most
 
 
@@ -215,7 +219,8 @@ def test_attentions_scratch_is_the_tables() -> None:
     architecture, length = llama(), 512
 
     def attention(run: Pass, frozen: bool) -> float:
-        saved = workspace(replace(architecture, ffn=1), run, frozen)  # the MLP's half is smaller
+        small = replace(architecture, ffn=1)  # the MLP's half is smaller
+        saved = engine_layer.workspace(small, run) if frozen else workspace(small, run)
         return sum(one.bytes(1, False) for one in saved if one.what == "attention's scratch")
 
     by_flash, by_cudnn = known("A100").gpu, known("H100").gpu
@@ -232,41 +237,7 @@ def test_attentions_scratch_is_the_tables() -> None:
     )
 
 
-def _kept(stream: Stream) -> int:
+def _activations(stream: Stream) -> int:
     """Bytes of activations when the last forward pass is done."""
     last = max(i for i in range(len(stream)) if stream.moment(i).phase == "forward")
     return stream.breakdown(last)[Category.ACTIVATIONS]
-
-
-def test_a_frozen_layer_keeps_an_input_only_for_an_adapter() -> None:
-    architecture, run = llama(), Pass(2, 128)
-
-    def kept(*inputs: str, **more: Any) -> float:
-        saved = engine(architecture, run, frozenset(inputs), more.get("selective", False), more.get("first"))
-        return total(saved, 1, False)
-
-    plain = kept()
-    # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp and statistics in fp32.
-    assert plain == 2 * (2 * 256 + 2 * 704 + 2 * 256 + 2 * 128) + 4 * 8 + 4 * 2
-    assert kept("linear_qkv") - plain == 2 * 256
-    assert kept("linear_proj") == plain, "attention keeps its output anyway"
-    assert kept("linear_fc2") - plain == 2 * 704
-    # Of attention's output and log-sum-exp nothing; but values as they lie, beside queries and keys.
-    assert plain - kept(selective=True) == 2 * 256 + 4 * 8 - 2 * (256 + 128)
-    # Where gradients begin: the norm below needs no input, nor attention below the second BaseOp.
-    assert plain - kept(first="linear_qkv") == 2 * 256 + 4
-    assert kept(first="linear_fc1") == 2 * 2 * 704 and kept("linear_fc2", first="linear_fc2") == 2 * 704
-    assert kept("linear_proj", selective=True) - kept(selective=True) == 2 * 256
-    assert plain < total(trained(architecture, run), 1, False)
-
-
-def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> None:
-    saved = engine(llama(), Pass(2, 128), frozenset({"linear_qkv"}), selective=False)
-    whole = sum(s.width * s.size for s in saved if s.where == "all")
-    rows = sum(s.width * s.size for s in saved if s.where == "rows")
-    columns = sum(s.width * s.size for s in saved if s.where == "columns")
-    assert total(saved, 4, False) == whole + rows + columns / 4
-    assert total(saved, 4, True) == whole + (rows + columns) / 4
-    assert total(workspace(llama(), Pass(2, 4096, "eager"), frozen=False), 1, False) > total(
-        workspace(llama(), Pass(2, 4096), frozen=False), 1, False
-    )

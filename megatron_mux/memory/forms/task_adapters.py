@@ -1,11 +1,9 @@
-"""Where a task's adapter acts, and what it holds there; a config.json says it all."""
+"""Where a task's adapter acts, what it keeps there and how many values it has, from the task and a config.json."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
@@ -13,18 +11,16 @@ from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.tasks import TaskSpec
 
-OPS: tuple[BaseOpName, ...] = BASE_OPS
-
 
 @dataclass(frozen=True)
-class Site:
+class AdaptedOp:
     """A task's adapter at one BaseOp of one layer.
 
     Attributes:
         layer: Index of the layer.
-        op: Which BaseOp.
+        op: The BaseOp.
         curve: Where a profile has its seconds; None: it takes none.
-        kept: Its memory.
+        kept: Its memory there.
     """
 
     layer: int
@@ -33,7 +29,7 @@ class Site:
     kept: Kept = Kept()  # noqa: RUF009  (frozen)
 
 
-def sites_of(adapter: AdapterSpec, shape: Shape) -> tuple[Site, ...]:
+def adapted_ops(adapter: AdapterSpec, shape: Shape) -> tuple[AdaptedOp, ...]:
     """Where an adapter acts, by layer.
 
     Args:
@@ -43,12 +39,12 @@ def sites_of(adapter: AdapterSpec, shape: Shape) -> tuple[Site, ...]:
     at: dict[tuple[int, BaseOpName], list[Module]] = {}
     for module in adapter.modules(shape):
         at.setdefault((module.layer, module.op), []).append(module)
-    found: list[Site] = []
+    found: list[AdaptedOp] = []
     for (layer, op), own in at.items():
         several = len(shape.layer_modules[op]) > 1
         share = sum(module.out_features for module in own) if several else 0
         place = Place(op, shape.in_features(op), shape.out_features(op), len(own), share)
-        found.append(Site(layer, op, adapter.curve(len(own)), adapter.kept(place, own, shape)))
+        found.append(AdaptedOp(layer, op, adapter.curve(len(own)), adapter.kept(place, own, shape)))
     return tuple(found)
 
 
@@ -59,16 +55,16 @@ class TaskAdapters:
     Attributes:
         name: The task's.
         optimizer: `adamw` or `sgd`.
-        sites: Where it acts.
-        divided: `[L]` values of each layer that tensor ranks divide.
-        copied: `[L]` values of each layer that each of them has.
+        ops: The BaseOps that it acts on.
+        divided: `[L]` trained values of each layer that tensor ranks divide.
+        copied: `[L]` trained values of each layer that each of them has.
         virtual_tokens: In front of each sequence.
         fixed: Values that are not trained, on each rank with a part of the adapter.
     """
 
     name: str
     optimizer: str
-    sites: tuple[Site, ...]
+    ops: tuple[AdaptedOp, ...]
     divided: tuple[float, ...]
     copied: tuple[float, ...]
     virtual_tokens: int = 0
@@ -81,9 +77,9 @@ class TaskAdapters:
         Raises:
             UserError: It targets no module of the backbone.
         """
-        adapter = spec.adapter
-        divided, copied, fixed = [0.0] * shape.layers, [0.0] * shape.layers, 0.0
-        for tensor in adapter.tensors(shape).values():
+        divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
+        fixed = 0.0
+        for tensor in spec.adapter.tensors(shape).values():
             size = math.prod(tensor.shape)
             if not tensor.trained:
                 fixed += size
@@ -92,21 +88,21 @@ class TaskAdapters:
             else:
                 (copied if tensor.dim is None else divided)[tensor.layer] += size
         optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
-        sites = sites_of(adapter, shape)
-        return cls(spec.name, optimizer, sites, tuple(divided), tuple(copied), adapter.virtual_tokens, fixed)
+        ops = adapted_ops(spec.adapter, shape)
+        virtual = spec.adapter.virtual_tokens
+        return cls(spec.name, optimizer, ops, tuple(divided), tuple(copied), virtual, fixed)
 
-    @cached_property
-    def by_layer(self) -> Mapping[int, tuple[Site, ...]]:
-        """The sites of each layer that has any."""
-        found: dict[int, tuple[Site, ...]] = {}
-        for site in self.sites:
-            found[site.layer] = (*found.get(site.layer, ()), site)
-        return found
+    @property
+    def lowest(self) -> int:
+        """The first BaseOp with an adapter: its layer times BaseOps of a layer, and its index; if none, beyond all."""
+        count = len(BASE_OPS)
+        places = (op.layer * count + BASE_OPS.index(op.op) for op in self.ops)
+        return min(places, default=len(self.divided) * count)
 
     def values(self, layers: range, tensor: int) -> float:
-        """Number of trained values that one of so many tensor ranks has of these layers."""
+        """Number of trained values that one of `tensor` tensor ranks has of these layers."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
 
     def fixed_values(self, layers: range) -> float:
         """Number of values that are not trained, on a rank with these layers."""
-        return self.fixed if any(layer in self.by_layer for layer in layers) else 0.0
+        return self.fixed if any(op.layer in layers for op in self.ops) else 0.0

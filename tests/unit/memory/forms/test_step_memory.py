@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.instants import PARTS
-from megatron_mux.memory.forms.kept import Pass, engine, total
-from megatron_mux.memory.forms.methods import PRECISIONS, Method, Recipe, impossible, methods
-from megatron_mux.memory.forms.outside import Outside
-from megatron_mux.memory.forms.own import factors, rows
-from megatron_mux.memory.forms.parts import Parts
+from megatron_mux.memory.forms.engine_layer import kept
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.methods import impossible, methods
+from megatron_mux.memory.forms.phases import PARTS
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import PRECISIONS, Recipe
+from megatron_mux.memory.forms.saved import Pass, total
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from tests.unit.memory.architectures import gpt2, llama, lora
 
-NOTHING = Outside.nothing()
+NOTHING = ProcessOverhead.none()
 FULL = Recipe(128)
 FROZEN = Recipe(128, adapters=(lora(llama(8)), lora(llama(8), 16, "other")))
 EXPERTS = replace(
@@ -28,16 +30,16 @@ EXPERTS = replace(
 
 
 def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> dict[str, int]:
-    return Parts(llama(layers), recipe, method, outside=NOTHING, **more).breakdown(512)
+    return step_memory(llama(layers), recipe, method, overhead=NOTHING, **more).worst(512).breakdown
 
 
 BACKWARD = "the last layer's backward pass"
 
 
 def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> dict[str, int]:
-    """An instant of eight layers' last stage."""
-    parts = Parts(llama(8), recipe, method, outside=NOTHING)
-    return [i for i in parts.instants if i.name == name][-1].breakdown(rows)
+    """A phase of eight layers' last stage."""
+    memory = step_memory(llama(8), recipe, method, overhead=NOTHING)
+    return [phase for phase in memory.phases(rows) if phase.name == name][-1].breakdown
 
 
 def test_states_of_full_fine_tuning_by_hand() -> None:
@@ -56,8 +58,8 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
     head = llama().head + llama().final
     assert at(Method(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
     bare = Recipe(128, "bf16", "adamw_torch", master=False)
-    peak = Parts(llama(8), bare, Method(), outside=NOTHING)
-    step = next(i for i in peak.instants if i.name == "the optimizer's step").breakdown(512)
+    peak = step_memory(llama(8), bare, Method(), overhead=NOTHING)
+    step = next(i for i in peak.phases(512) if i.name == "the optimizer's step").breakdown
     assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
         2 * values, 2 * values, 4 * values, 2 * values,
     ]  # fmt: skip
@@ -71,22 +73,20 @@ def test_states_of_adapters_by_hand() -> None:
     assert plain["parameters"] == 2 * llama(8).total
     assert (plain["adapters"], plain["gradients"], plain["optimizer"]) == (4 * values, 4 * values, 8 * values)
     assert of(Method(tensor=2), FROZEN)["adapters"] == 4 * 8 * 24 * (512 + (256 + 128) / 2)
-    # Summed over micro-batches they are there all the time, else made by a backward pass.
-    once, often = (at(Method(parts=n), FROZEN, "the loss")["gradients"] for n in (None, 2))
-    assert (once, often) == (0, 4 * values)
-    assert at(Method(), FROZEN, BACKWARD)["gradients"] == 4 * values / 8
+    # A trial of the plan has gradients from its first pass on.
+    assert at(Method(), FROZEN, "the loss")["gradients"] == 4 * values
     layer = llama().layers[0].total
     for method, share in ((Method(data=4, zero=3), 4), (Method(data=4, zero=3, offload=True), 0)):
         found = at(method, FROZEN, BACKWARD)
-        # Two layers; and the buffer that gradients are summed in.
+        # Two layers, and the buffer that gradients are summed in.
         assert found["communication"] == 2 * 2 * layer + 4 * values
         assert found["parameters"] == pytest.approx(2 * llama(8).total / share if share else 0, rel=1e-4)
 
 
 def test_micro_batches_in_flight() -> None:
     method = Method(pipeline=4)
-    parts = Parts(llama(8), FULL, method, outside=NOTHING)
-    kept = [parts.at(stage, 512)["activations"] for stage in range(4)]
+    parts = step_memory(llama(8), FULL, method, overhead=NOTHING)
+    kept = [parts.at(stage, 512).breakdown["activations"] for stage in range(4)]
     assert kept[0] > kept[1] > kept[2]
     sent = 2 * 256 * 512  # hidden states that a stage has sent on, of each micro-batch
     rest = 512 * (40 + 64)
@@ -97,20 +97,20 @@ def test_micro_batches_in_flight() -> None:
 def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
     def above(layer: int) -> int:
         task = lora(llama(8))
-        task = replace(task, sites=tuple(site for site in task.sites if site.layer >= layer))
+        task = replace(task, ops=tuple(op for op in task.ops if op.layer >= layer))
         return of(Method(), replace(FROZEN, adapters=(task,)))["activations"]
 
     # The lowest of them keeps no input of its first norm, the others all that there is.
-    run = Pass(2, 128)
-    own_rows = rows(lora(llama(8)), 7, llama(8), run)
-    kept = engine(llama(8), run, frozenset({"linear_qkv"}), selective=False)
-    each = 512 * total([*kept, *own_rows], 1, False) + factors(lora(llama(8)), 7, run, 1)
+    saved = kept(llama(8), Pass(2, 128), inputs=frozenset({"linear_qkv"}))
+    factors = 2 * 16 * (256 + 512)
+    each = 512 * (total(saved) + 2 * 16) + factors
     assert above(0) - above(6) == 6 * each and above(6) - above(7) == each
 
 
 def test_logits_of_a_frozen_backbone_come_in_chunks() -> None:
-    big = Parts(llama(8, vocabulary=1 << 17), FROZEN, Method(), outside=NOTHING)
-    assert big.breakdown(1 << 13)["logits"] == (1 << 27) * 8 == big.breakdown(1 << 14)["logits"]
+    big = step_memory(llama(8, vocabulary=1 << 17), FROZEN, Method(), overhead=NOTHING)
+    few, many = (big.worst(1 << n).breakdown["logits"] for n in (13, 14))
+    assert few == (1 << 27) * 8 == many
 
 
 SIZES = st.sampled_from([1, 2, 4, 8])
@@ -138,13 +138,13 @@ RECIPES = st.builds(
 @given(HOW, RECIPES, st.integers(1, 64))
 @settings(max_examples=60, deadline=None)
 def test_parts_are_the_peak_and_batches_add_to_it(method: Method, recipe: Recipe, batch: int) -> None:
-    parts = Parts(llama(8), recipe, method)
-    found = parts.breakdown(batch)
+    parts = step_memory(llama(8), recipe, method)
+    found = parts.worst(batch).breakdown
     assert tuple(found) == PARTS and min(found.values()) >= 0
     assert (
         parts.peak(batch)
         == sum(found.values())
-        >= max(sum(parts.at(stage, batch).values()) for stage in range(method.pipeline))
+        >= max(sum(parts.at(stage, batch).breakdown.values()) for stage in range(method.pipeline))
     )
     assert parts.peak(batch) <= parts.peak(batch + 1)
 
@@ -170,8 +170,10 @@ def test_dividing_more_never_takes_more(method: Method, recipe: Recipe, what: st
         more = replace(method, **{what: 2 * getattr(method, what)})
         if what == "tensor" and more.tensor > 4:
             return
-    less = Parts(architecture, recipe, method, outside=NOTHING).peak(512)
-    assert Parts(architecture, recipe, more, outside=NOTHING).peak(512) <= less + 64  # values are not cut
+    less = step_memory(architecture, recipe, method, overhead=NOTHING).peak(512)
+    assert (
+        step_memory(architecture, recipe, more, overhead=NOTHING).peak(512) <= less + 64
+    )  # values are not cut
 
 
 def test_every_method_of_some_gpus() -> None:

@@ -1,0 +1,205 @@
+"""What the adapters of micro-batches keep and take in the engine, for every micro-batch at once.
+
+Tasks share tensors: the input of a BaseOp is kept once for all adapters there that need it. So each task has tables of
+what it needs in which layer, and micro-batches look up which of their tasks do.
+
+Shapes: B micro-batches, K tasks, L layers, S stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.adapters.costs import Kept
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+from megatron_mux.memory.forms import engine_layer
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.saved import Pass, Saved, total
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+
+Array = npt.NDArray[np.float64]
+
+_BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
+
+
+class AdapterBytes(NamedTuple):
+    """Of micro-batches, by which tasks are in them.
+
+    Attributes:
+        trained: `[B, S]` layers with a gradient.
+        below_first: `[B, S]` bytes of a row that the first of them does not keep, below its first adapter.
+        inputs, all_inputs: `[B, S]` bytes of a row for inputs that adapters need: of the layer that keeps most, of all.
+        own, all_own: `[B, S]` bytes of adapters' own.
+        factors, all_factors: `[B, S]` bytes of their factors as products take them.
+        scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
+        last_inputs: `[B]` bytes of a row of `inputs` behind the last layer's attention.
+        last_own: `[B]` bytes of `own` there.
+    """
+
+    trained: Array
+    below_first: Array
+    inputs: Array
+    all_inputs: Array
+    own: Array
+    all_own: Array
+    factors: Array
+    all_factors: Array
+    scratch: Array
+    last_inputs: Array
+    last_own: Array
+
+
+class AdapterTables:
+    """Tables of what each task's adapter needs in every layer.
+
+    Args:
+        architecture: The backbone.
+        tasks: The adapters.
+        stages: The layers of each stage.
+        method: How the step is divided.
+        run: How layers are computed.
+
+    Attributes:
+        of_stage: `[L, S]` 1 where a layer is a stage's.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        tasks: Sequence[TaskAdapters],
+        stages: Sequence[range],
+        method: Method,
+        run: Pass,
+    ) -> None:
+        self._a, self._method, self._run = architecture, method, run
+        layers, shape = len(architecture.layers), (len(tasks), len(architecture.layers))
+        self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
+        self._on_first = self.of_stage[:, 0] > 0
+        selective = method.recompute == "selective"
+        plain = self._total(engine_layer.kept(architecture, run, selective))
+        self._width = {
+            op: self._total(engine_layer.kept(architecture, run, selective, frozenset([op]))) - plain
+            for op in BASE_OPS
+        }
+        self._below = np.array(
+            [
+                plain - self._total(engine_layer.kept(architecture, run, selective, first=op))
+                for op in BASE_OPS
+            ]
+        )
+        self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
+        self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
+        self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
+        self._own, self._factors, self._scratch = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._own_behind = np.zeros(len(tasks))
+        # The first BaseOp with an adapter: layer times BaseOps of a layer, and its index.
+        self._lowest = np.array([task.lowest for task in tasks], dtype=np.int64)
+        known: dict[AdaptedOp, tuple[Kept, float, float]] = {}
+        for k, task in enumerate(tasks):
+            for adapted in task.ops:
+                self._enter(k, adapted, known)
+
+    def _enter(self, k: int, adapted: AdaptedOp, known: dict[AdaptedOp, tuple[Kept, float, float]]) -> None:
+        """Add an adapted BaseOp of task `k` to the tables; layers are alike."""
+        place, op = (k, adapted.layer), adapted.op
+        key = replace(adapted, layer=0)
+        if key not in known:
+            known[key] = self._priced(key)
+        found, own, factors = known[key]
+        self._inputs[op][place] = max(self._inputs[op][place], found.input)
+        self._outputs[op][place] = max(self._outputs[op][place], found.output)
+        self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
+        self._own[place] += own
+        self._factors[place] += factors
+        self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._method.tensor)
+        if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
+            self._own_behind[k] += own
+
+    def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float, float]:
+        """What an adapter keeps at a BaseOp; bytes of a row of its own, and of its factors."""
+        found, size = adapted.kept, self._run.size
+        own = self._total([Saved(what, where, width, own or size) for what, where, width, own in found.rows])
+        copied = size if size < 4 or not found.copied_if_rounded else 0
+        return found, own, copied * (found.divided / self._method.tensor + found.whole)
+
+    @property
+    def step_scratch(self) -> Array:
+        """`[S]` bytes that the optimizer step of one adapter takes for a moment."""
+        found: Array = self._most(self._scratch.max(axis=0, initial=0.0)[None, :])[0]
+        return found
+
+    def at(self, rows: Array, together: bool) -> AdapterBytes:
+        """What micro-batches of `[B, K]` rows keep and take.
+
+        Args:
+            rows: Of each task.
+            together: Whether gradients begin where those of any task do, whoever is in the micro-batch.
+        """
+        layers, count = len(self.of_stage), len(BASE_OPS)
+        present = (rows > 0).astype(float)
+        everyone = self._lowest.min(initial=layers * count)
+        lowest = np.where(rows > 0, self._lowest, layers * count).min(axis=1, initial=layers * count)
+        lowest = np.full_like(lowest, everyone) if together else lowest
+        begins = lowest // count
+        # A later stage's input has a gradient, whoever needs it.
+        trained = ((np.arange(layers) >= begins[:, None]) | ~self._on_first).astype(float)
+        first = (np.arange(layers) == begins[:, None]) & self._on_first
+        inputs, last = np.zeros_like(trained), np.zeros(len(rows))
+        for op in BASE_OPS:
+            needed = (present @ self._inputs[op] > 0) * self._width[op]
+            inputs += needed
+            if op in _BEHIND_ATTENTION:
+                last += needed[:, -1]
+        everything = rows.sum(axis=1, keepdims=True)
+        own = rows @ self._own + everything * self._shared(present)
+        factors, scratch = present @ self._factors, _largest(present, self._scratch)
+        return AdapterBytes(
+            trained=trained @ self.of_stage,
+            below_first=(first * self._below[lowest % count][:, None]) @ self.of_stage,
+            inputs=self._most(inputs),
+            all_inputs=inputs @ self.of_stage,
+            own=self._most(own),
+            all_own=own @ self.of_stage,
+            factors=self._most(factors),
+            all_factors=factors @ self.of_stage,
+            scratch=self._most(scratch),
+            last_inputs=last,
+            last_own=rows @ self._own_behind,
+        )
+
+    def _shared(self, present: Array) -> Array:
+        """`[B, L]` bytes of a row that all rows keep since some task's adapter needs its own: one tensor for all."""
+        found = np.zeros((len(present), len(self.of_stage)))
+        for op in BASE_OPS:
+            into, out = self._a.widths[op]
+            column = op in COLUMN_PARALLEL
+            output = Saved("output before adapters", "columns" if column else "rows", out, self._run.size)
+            found += (present @ self._outputs[op] > 0) * self._total([output])
+            if not column:  # who needs an input that another one replaces has it beside the replaced one
+                after = Saved("input after adapters", "columns", into, self._run.size)
+                others = self._inputs[op] * (1 - self._replaced[op])
+                both = (present @ self._replaced[op] > 0) & (present @ others > 0)
+                found += both * self._total([after])
+        return found
+
+    def _most(self, of_layers: Array) -> Array:
+        """`[B, S]` the most of any layer of a stage."""
+        columns = [of_layers[:, own > 0].max(axis=1, initial=0.0) for own in self.of_stage.T]
+        return np.stack(columns, axis=1)
+
+    def _total(self, saved: Sequence[Saved]) -> float:
+        return total(saved, self._method.tensor, self._method.sequence_parallel)
+
+
+def _largest(present: Array, table: Array) -> Array:
+    """`[B, L]` the largest entry of any task that is present."""
+    if not table.any():
+        return np.zeros((len(present), table.shape[1]))
+    found: Array = (present[:, :, None] * table).max(axis=1)
+    return found

@@ -1,0 +1,157 @@
+"""What a layer of the engine keeps from its forward to its backward pass, tensor by tensor, as closed forms.
+
+The backbone is frozen: its products keep no input unless an adapter needs it, and its norms, rotations and activations
+keep as little as can be. Which tensors there are follows from the layer's structure (`Architecture`). Forms are per
+token (a row of the micro-batch), for one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_mux.base_ops import BaseOpName
+from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.saved import Pass, Saved, total
+from megatron_mux.memory.invisible import flash_packed
+from megatron_mux.memory.sdpa import Asked, backward_scratch
+
+_ORDER = {None: 0, "linear_qkv": 1, "linear_proj": 2, "linear_fc1": 3, "linear_fc2": 4}
+"""The first part of a layer with a gradient: its first norm, attention, the second norm, the activation, the end."""
+
+
+def layer_input(architecture: Architecture, size: int) -> Saved:
+    """A layer's input: what full recomputation keeps of it."""
+    return Saved("input", "rows", architecture.hidden, size)
+
+
+def kept(
+    architecture: Architecture,
+    run: Pass,
+    selective: bool = False,
+    inputs: frozenset[BaseOpName] = frozenset(),
+    first: BaseOpName | None = None,
+) -> list[Saved]:
+    """What a layer with a gradient keeps, besides what adapters keep of their own.
+
+    Args:
+        architecture: The backbone.
+        run: How it is computed.
+        selective: Whether attention is computed again.
+        inputs: BaseOps whose input is needed to train an adapter.
+        first: The first BaseOp with an adapter, where gradients begin in this layer; what is below keeps nothing.
+    """
+    a, w, begins = architecture, run.size, _ORDER[first]
+    saved: list[Saved] = []
+    if begins == 0:
+        saved += _norm(a, run, "the first norm")
+    if begins <= 1:
+        saved += _attention(a, run, selective)
+    if begins <= 2:
+        saved += _norm(a, run, "the second norm")
+        saved += _norm(a, run, "the norm behind attention") if a.output_norms else []
+    if begins <= 3:
+        saved += _activation(a, run)
+    saved += _norm(a, run, "the norm behind the MLP") if a.output_norms else []
+    if "linear_qkv" in inputs:
+        saved.append(Saved("output of the first norm", "all", a.hidden, w))
+    if "linear_proj" in inputs and (selective or begins > 1):
+        saved.append(Saved("output of attention", "columns", a.queries, w))
+    if "linear_fc1" in inputs:
+        saved.append(Saved("output of the second norm", "all", a.hidden, w))
+    if "linear_fc2" in inputs:
+        saved.append(Saved("output of the activation", "columns", a.ffn, w))
+    return saved
+
+
+def behind_attention(architecture: Architecture, run: Pass) -> list[Saved]:
+    """Of `kept`, what lies above attention: the last layer has labelled rows only there."""
+    return kept(architecture, run, first="linear_proj")
+
+
+def _norm(a: Architecture, run: Pass, what: str) -> Iterator[Saved]:
+    yield Saved(f"input of {what}", "rows", a.hidden, run.size)
+    yield Saved(f"statistics of {what}", "rows", _statistics(a, run), 4)
+
+
+def _statistics(a: Architecture, run: Pass) -> int:
+    """Numbers that a norm keeps of a row: a CPU's RMS norm makes them again."""
+    if not a.rms_norm:
+        return 2
+    return int(run.device == "cuda")
+
+
+def _attention(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
+    """Queries, keys and values as core attention takes them, and what it keeps itself.
+
+    The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something needs:
+    queries and keys that nothing has rotated or normalised, or the inputs of their norms; values, unless one kernel
+    takes all sequences, for which they are copied. Queries of heads that share keys are copied out of it at once.
+    """
+    grouped = a.heads != a.kv_heads
+    changed = a.rotary or a.qk_norm
+    values_copied = _one_kernel(run) and not selective
+    if changed or grouped:
+        yield Saved("queries", "columns", a.queries, run.size)
+    if changed:
+        yield Saved("keys", "columns", a.keys, run.size)
+    if values_copied:
+        yield Saved("values", "columns", a.keys, run.size)
+    if a.qk_norm or not (changed and values_copied):
+        yield Saved("product of linear_qkv", "columns", a.queries + 2 * a.keys, run.size)
+    if a.qk_norm:
+        if grouped:
+            yield Saved("queries before their norm", "columns", a.queries, run.size)
+        statistics = _statistics(a, run) * (a.heads + a.kv_heads)
+        yield Saved("statistics of the norms of queries and keys", "columns", statistics, 4)
+    if not selective:
+        yield Saved("output of attention", "columns", a.queries, run.size)
+        yield Saved("log-sum-exp", "columns", a.heads, 4)
+
+
+def _one_kernel(run: Pass) -> bool:
+    """Whether one kernel computes attention of all packed sequences."""
+    return run.device == "cuda" and run.size == 2
+
+
+def _activation(a: Architecture, run: Pass) -> Iterator[Saved]:
+    """Inside the MLP: one function takes both halves of a gated one with SiLU, else autograd keeps what they make."""
+    yield Saved("input of the activation", "columns", a.inner, run.size)
+    if a.gated and a.activation not in ("silu", "swish"):
+        yield Saved("activated half", "columns", a.ffn, run.size)
+    if a.activation == "quick_gelu":
+        yield Saved("sigmoid", "columns", a.ffn, run.size)
+
+
+def logits(architecture: Architecture, run: Pass, tensor: int) -> tuple[int, int]:
+    """Of the loss under a frozen output layer: bytes of a row of logits and what is made of it; rows of a chunk."""
+    vocabulary = -(-architecture.vocabulary // tensor)
+    # Logits, in fp32 (fp64 for fp64), and rounded again for the product.
+    size = run.size if run.size >= 4 else 4 + 2 * run.size
+    return vocabulary * size, max(1, CHUNK_ELEMENTS[run.device] // vocabulary)
+
+
+def workspace(architecture: Architecture, run: Pass) -> list[Saved]:
+    """What lives for a moment while a layer goes backward: gradients of what it kept, of its widest half.
+
+    An upper bound: gradients come and go one after the other. What the MLP kept is gone when attention's turn comes.
+    """
+    a = architecture
+    hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, run.size)
+    mlp = [Saved("gradients inside the MLP", "columns", a.inner + a.ffn, run.size)]
+    attention = [Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, run.size)]
+    if run.device == "cuda":
+        attention.append(Saved("attention's scratch", "columns", _scratch(a, run), 1))
+    gone = (one._replace(what=f"gone: {one.what}", width=-one.width) for one in _activation(a, run))
+    return [hidden, *max(mlp, [*attention, *gone], key=total)]
+
+
+def _scratch(a: Architecture, run: Pass) -> float:
+    """Bytes of a row that attention's backward kernel takes for itself."""
+    length = run.length
+    if _one_kernel(run):
+        sizes = flash_packed(1, a.heads, a.kv_heads, length, length, a.head_dim, run.size)
+    else:
+        asked = Asked("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
+        sizes = backward_scratch(run.gpu, asked, 1)
+    return sum(one.size for one in sizes) / length

@@ -1,0 +1,318 @@
+"""The memory of the engine's ranks by closed forms: the one that the planner, admission and the choice go by.
+
+A rank holds memory that lasts (`EngineMemory.lasting`), and memory of micro-batches (`EngineMemory.passes`): what each
+of them keeps from its forward to its backward pass, and what a stage takes besides while it computes one. The latter is
+there once however many are in flight (equation 5 of MuxTune). All terms are constants per row, worked out once:
+thousands of micro-batches are priced in one call.
+
+Shapes: B micro-batches, K tasks, L layers, S stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.forms import engine_layer
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.engine_adapters import AdapterTables
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.phases import FRAGMENTATION
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.saved import Pass, Saved, total
+from megatron_mux.memory.forms.stages import Stage, stages_of
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.pipeline.communicate import AHEAD, sends_kept
+from megatron_mux.runtime import GRADIENTS_AT_ONCE
+
+Array = npt.NDArray[np.float64]
+
+_ROW_INPUTS = 40
+"""Bytes of a row's token, position, label, weight and place among labels."""
+
+
+class Rows(NamedTuple):
+    """Micro-batches, by their rows.
+
+    Attributes:
+        of_tasks: `[B, K]` rows of each task.
+        most: `[B]` rows that memory must suffice for: at least all of them.
+        labels: `[B]` labelled rows.
+        copied: `[B]` rows of keys and values that attention keeps a copy of beside its own.
+    """
+
+    of_tasks: Array
+    most: Array
+    labels: Array
+    copied: Array
+
+
+class Lasting(NamedTuple):
+    """`[S]` bytes of each stage's ranks that last from step to step.
+
+    Attributes:
+        parameters: The backbone's weights between uses.
+        in_use: Weights that are brought for use, where they live elsewhere: of two neighbouring units.
+        head_in_use: The same while the loss is computed: of the output layer.
+        adapters: Values of all tasks' adapters.
+        gradients: Their gradients.
+        moments: Their optimizers' moments.
+        buffer: The buffer in which gradients are summed over ranks.
+    """
+
+    parameters: Array
+    in_use: Array
+    head_in_use: Array
+    adapters: Array
+    gradients: Array
+    moments: Array
+    buffer: Array
+
+    @property
+    def total(self) -> Array:
+        """`[S]` bytes of all of them; weights of the output layer are in use when others are not."""
+        return sum((part for part in self if part is not self.head_in_use), start=np.zeros(1))
+
+
+class Passes(NamedTuple):
+    """`[B, S]` bytes of micro-batches.
+
+    Attributes:
+        kept: From the forward to the backward pass.
+        loss: Hidden states, and their gradient, while the loss is computed; zero but on the last stage.
+        logits: A chunk of logits and what is made of it, likewise.
+        workspace: For a moment, while a layer goes backward.
+        recomputed: Of the layer that is computed again for its backward pass.
+        messages: Hidden states and gradients received before their use, or sent and not let go yet.
+        fragmentation: Share of all these that the allocator needs on top.
+    """
+
+    kept: Array
+    loss: Array
+    logits: Array
+    workspace: Array
+    recomputed: Array
+    messages: Array
+    fragmentation: float
+
+    @property
+    def lasting(self) -> Array:
+        """Bytes that are there while the micro-batch is in flight, fragmentation included."""
+        return self.kept * (1 + self.fragmentation)
+
+    @property
+    def working(self) -> Array:
+        """The most bytes that are there besides while it is computed, fragmentation included."""
+        backward = self.workspace + self.recomputed
+        return (np.maximum(backward, self.loss + self.logits) + self.messages) * (1 + self.fragmentation)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of tasks on a backbone divided into stages.
+
+    Attributes:
+        architecture: The backbone.
+        tasks: The adapters.
+        layers: The layers of each stage.
+        method: How the step is divided; its `pipeline` is how many ranks share the stages, `parts` is not looked at.
+        size: Bytes of a value of the backbone's dtype.
+        length: Mean tokens of a sequence.
+        device: `cuda`, or `cpu`: where nothing but tensors counts.
+        gpu: The GPU, on `cuda`.
+        fragmentation: Whether the allocator's is counted.
+    """
+
+    architecture: Architecture
+    tasks: Sequence[TaskAdapters]
+    layers: Sequence[range]
+    method: Method
+    size: int = 2
+    length: float = 1024
+    device: str = "cuda"
+    gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
+    fragmentation: bool = True
+
+    # -- what lasts
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages' parts of the backbone."""
+        return stages_of(self.architecture, self.method, self.layers)
+
+    @cached_property
+    def lasting(self) -> Lasting:
+        """What every stage's ranks hold from step to step."""
+        stages, tensor = self.stages, self.method.tensor
+        values = np.array([[t.values(s.layers, tensor) for s in stages] for t in self.tasks])
+        values = values.reshape(-1, len(stages)) * self.adapter_size  # [K, S]
+        moments = np.array([0.0 if task.optimizer == "sgd" else 2.0 for task in self.tasks])
+        sizes = values.sum(axis=0)
+        fixed = np.array([sum(task.fixed_values(stage.layers) for task in self.tasks) for stage in stages])
+        brought = self.size * self._brings_weights
+        return Lasting(
+            parameters=np.array([float(self._weights(stage)) for stage in stages]),
+            in_use=np.array([brought * float(stage.two_in_use) for stage in stages]),
+            head_in_use=np.array([brought * float(stage.units[-1].total) for stage in stages]),
+            adapters=sizes + self.adapter_size * fixed,
+            gradients=sizes,
+            moments=moments @ values,
+            buffer=np.minimum(sizes, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
+        )
+
+    @property
+    def overhead(self) -> float:
+        """Bytes that a process takes besides tensors: its context, communicators, workspaces; none on a CPU."""
+        if self.device != "cuda":
+            return 0.0
+        found = ProcessOverhead.of(self.gpu)
+        return found.total(self.method) + found.blas
+
+    @property
+    def step_scratch(self) -> Array:
+        """`[S]` bytes that an optimizer's step takes for a moment."""
+        return self._tables.step_scratch
+
+    @property
+    def adapter_size(self) -> int:
+        """Bytes of an adapter's value: fp32, fp64 if the backbone is."""
+        return max(4, self.size)
+
+    @property
+    def _brings_weights(self) -> bool:
+        """Whether weights live elsewhere between uses: then each layer is a graph of its own."""
+        return self.method.offload or self.method.zero == 3
+
+    def _weights(self, stage: Stage) -> int:
+        if self.method.offload and self.device == "cuda":  # on a CPU, host memory is what is counted
+            return 0
+        return self.size * (stage.divided(self.method) if self.method.zero == 3 else stage.values)
+
+    # -- what passes keep and take
+
+    def passes(self, rows: Rows, in_step: float = np.inf) -> Passes:
+        """What micro-batches keep and take on every stage.
+
+        Args:
+            rows: The micro-batches.
+            in_step: How many of them a step has at the most.
+        """
+        most = rows.most[:, None]
+        # Whoever may need more rows than its tasks have now, has them of the same tasks.
+        share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
+        tasks = self._tables.at(rows.of_tasks * share[:, None], self._brings_weights)
+        layer_input = self._bytes([engine_layer.layer_input(self.architecture, self.size)])
+        trains = tasks.trained > 0
+        one_layer = most * (self._plain + tasks.inputs) + tasks.own + tasks.factors
+        if self.method.recompute == "full":
+            kept = most * layer_input * tasks.trained
+        else:
+            kept = most * (self._plain * tasks.trained + tasks.all_inputs) + tasks.all_own + tasks.all_factors
+            if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
+                kept = kept - most * tasks.below_first
+        sends = np.array([not stage.last for stage in self.stages])
+        kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows.copied)
+        kept[:, -1] += self._behind_the_layers(
+            rows, tasks.trained[:, -1] > 0, tasks.last_inputs, tasks.last_own
+        )
+        workspace = most * self._bytes(engine_layer.workspace(self.architecture, self._run)) + tasks.scratch
+        workspace = np.where(trains, workspace, most * layer_input * 2)
+        recomputed = np.zeros_like(workspace)
+        if self.method.recompute == "full":
+            recomputed = np.where(trains, one_layer, 0.0)
+        elif self.method.recompute == "selective":
+            whole = engine_layer.kept(self.architecture, self._run)
+            recomputed = np.where(trains, most * max(0.0, self._bytes(whole) - self._plain), 0.0)
+        loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
+        loss[:, -1], logits[:, -1] = self._loss(rows)
+        return Passes(
+            np.maximum(kept, 0.0),
+            loss,
+            logits,
+            workspace,
+            recomputed,
+            most * layer_input * self._messages(in_step),
+            FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
+        )
+
+    @cached_property
+    def _run(self) -> Pass:
+        return Pass(self.size, max(1, round(self.length)), device=self.device, gpu=self.gpu)
+
+    @cached_property
+    def _tables(self) -> AdapterTables:
+        return AdapterTables(self.architecture, self.tasks, self.layers, self.method, self._run)
+
+    @cached_property
+    def _plain(self) -> float:
+        """Bytes of a row that a layer keeps whatever the adapters."""
+        selective = self.method.recompute == "selective"
+        return self._bytes(engine_layer.kept(self.architecture, self._run, selective))
+
+    @property
+    def _row_inputs(self) -> int:
+        a = self.architecture
+        angles = a.rotations * a.head_dim * self.size if a.rotary else 0
+        return _ROW_INPUTS + angles
+
+    def _copied(self, copied: Array) -> Array:
+        """`[B, S]` of keys and values that attention has put together."""
+        heads = max(1.0, self.architecture.kv_heads / self.method.tensor)
+        row = 2 * heads * self.architecture.head_dim * self.size
+        found: Array = copied[:, None] * row * self._tables.of_stage.sum(axis=0)
+        return found
+
+    def _behind_the_layers(
+        self, rows: Rows, trains: npt.NDArray[np.bool_], inputs: Array, own: Array
+    ) -> Array:
+        """`[B]` of the final norm and the loss's gradient, less what only unlabelled rows would need: above the last
+        layer's attention there are labelled ones only (not with sequence parallelism).
+
+        Args:
+            rows: The micro-batches.
+            trains: `[B]` whether the last stage's layers have a gradient.
+            inputs: `[B]` bytes of a row for inputs that adapters need behind the last layer's attention.
+            own: `[B]` bytes that adapters keep of their own there.
+        """
+        labels = np.minimum(rows.labels, rows.most)
+        hidden = self.architecture.hidden * self.size
+        if self.method.sequence_parallel:
+            return labels * hidden + rows.most * hidden / self.method.tensor
+        found: Array = 2 * labels * hidden
+        if self.method.recompute == "full":
+            return found
+        left_out = rows.most - labels
+        plain = self._bytes(engine_layer.behind_attention(self.architecture, self._run))
+        spared = left_out * (plain + inputs) + own * left_out / np.maximum(rows.most, 1)
+        return found - spared * trains
+
+    def _loss(self, rows: Rows) -> tuple[Array, Array]:
+        """`[B]` of hidden states and their gradient; of a chunk of logits."""
+        per_row, most = engine_layer.logits(self.architecture, self._run, self.method.tensor)
+        labels = np.minimum(rows.labels, rows.most)
+        chunk = np.minimum(labels, most)
+        return (labels + chunk) * self.architecture.hidden * self.size, chunk * per_row
+
+    def _messages(self, in_step: float) -> Array:
+        """`[S]` hidden states, and gradients of them, that a stage has of its neighbours or has sent to them."""
+        ranks, ahead = self.method.pipeline, min(AHEAD, in_step - 1)
+        share = ranks / len(self.stages)  # a rank's stages share what it keeps
+        sent = min(sends_kept(ranks), in_step - 1) * share
+        found = np.zeros(len(self.stages))
+        for i, stage in enumerate(self.stages):
+            if not stage.first:
+                found[i] += ahead + sent
+            if not stage.last:  # outputs of what is in flight are there anyway
+                found[i] += ahead + max(0.0, sent - (len(self.stages) - i))
+        if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
+            found[0] += 1  # zeros, to send where memory runs out
+        return found
+
+    def _bytes(self, saved: Sequence[Saved]) -> float:
+        return total(saved, self.method.tensor, self.method.sequence_parallel)

@@ -1,0 +1,131 @@
+"""What is trained, in which precision and with which optimizer: what changes a step's results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_mux.memory.forms.saved import Attention
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
+
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a task has of a micro-batch.
+
+    Attributes:
+        share: Of its rows.
+        length: Tokens of each of its sequences.
+    """
+
+    share: float
+    length: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how: what changes results, and so is the user's to say.
+
+    Attributes:
+        length: Tokens of the longest sequence.
+        precision: Of products: of weights and hidden states too, but for autocast.
+        optimizer: Of full fine-tuning, a name of `OPTIMIZERS`; tasks have their own.
+        master: Whether half precision has fp32 weights, gradients and moments: beside half-precision weights, as
+            Megatron's mixed precision has it, or alone, for autocast, where `transformers` runs it; else all of these
+            are in the precision.
+        attention: Whether scores are kept (`eager`).
+        adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
+        mix: A portion for each of them; empty: all have the same, of sequences of `length` tokens.
+    """
+
+    length: int
+    precision: Precision = "bf16"
+    optimizer: str = DEFAULT
+    master: bool = True
+    attention: Attention = "flash"
+    adapters: tuple[TaskAdapters, ...] = ()
+    mix: tuple[Portion, ...] = ()
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """A portion for each task."""
+        count = len(self.adapters)
+        return self.mix or (Portion(1 / count, self.length),) * count
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of the sequence that a row is of, in the mean of rows."""
+        return sum(part.share * part.length for part in self.mix) if self.mix else self.length
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return bool(self.adapters)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a weight as products take it."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def weight_size(self) -> int:
+        """Bytes of a weight between uses."""
+        return 4 if self.autocast else self.size
+
+    @property
+    def by_trainer(self) -> bool:
+        """Whether `transformers.Trainer` runs it: all is trained, by an optimizer that Megatron-LM does not have."""
+        return not self.frozen and self.keeps.megatron is None
+
+    @property
+    def autocast(self) -> bool:
+        """Whether weights are in fp32, and products take half-precision copies of them: `bf16=True` of `Trainer`."""
+        return self.by_trainer and self.master and self.size < 4
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are fp32 copies of weights."""
+        return self.master and self.size < 4 and not self.frozen and not self.by_trainer
+
+    @property
+    def gradient_size(self) -> int:
+        """Bytes of a gradient's value."""
+        return 4 if self.frozen or self.has_master else self.weight_size
+
+    @property
+    def keeps(self) -> Optimizer:
+        """The optimizer of full fine-tuning."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def state_size(self) -> float:
+        """Bytes that the optimizer has for a value of a large matrix, a master copy included."""
+        return self._master_size + self.keeps.state_size(self.gradient_size)
+
+    def states(self, values: float, shapes: Shapes) -> float:
+        """Bytes that the optimizer has for some weights, master copies included.
+
+        Args:
+            values: Of the weights.
+            shapes: Of their tensors.
+        """
+        return self._master_size * values + self.keeps.states(values, shapes, self.gradient_size)
+
+    def step(self, values: float, shapes: Shapes) -> float:
+        """Bytes that an optimizer's step makes anew; Megatron's mixed precision has optimizers that make nothing.
+
+        Args:
+            values: Of the weights.
+            shapes: Of their tensors.
+        """
+        if self.has_master:
+            return 0.0
+        return self.keeps.step(values, shapes, self.gradient_size)
+
+    @property
+    def _master_size(self) -> int:
+        return 4 if self.has_master else 0

@@ -1,0 +1,111 @@
+"""What a layer of the engine keeps, by its structure: counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_mux.base_ops import BaseOpName
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.engine_layer import behind_attention, kept, workspace
+from megatron_mux.memory.forms.saved import Pass, total
+from megatron_mux.memory.forms.trained_layer import kept as trained
+from tests.unit.memory.architectures import gpt2, llama
+
+RUN = Pass(2, 128)
+
+
+def of(
+    architecture: Architecture,
+    *inputs: BaseOpName,
+    run: Pass = RUN,
+    selective: bool = False,
+    first: Any = None,
+) -> float:
+    """Bytes of a row."""
+    return total(kept(architecture, run, selective, frozenset(inputs), first))
+
+
+def test_an_input_is_kept_only_for_an_adapter() -> None:
+    plain = of(llama())
+    # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp and statistics in fp32.
+    assert plain == 2 * (2 * 256 + 2 * 704 + 2 * 256 + 2 * 128) + 4 * 8 + 4 * 2
+    assert of(llama(), "linear_qkv") - plain == 2 * 256
+    assert of(llama(), "linear_proj") == plain, "attention keeps its output anyway"
+    assert of(llama(), "linear_fc2") - plain == 2 * 704
+    assert of(llama(), "linear_proj", selective=True) - of(llama(), selective=True) == 2 * 256
+    assert plain < total(trained(llama(), RUN))
+
+
+def test_selective_recomputation_keeps_the_product_of_linear_qkv() -> None:
+    """Of attention's output and log-sum-exp nothing; values as they lie in the product, beside queries and keys."""
+    assert of(llama()) - of(llama(), selective=True) == 2 * 256 + 4 * 8 - 2 * (256 + 128)
+
+
+def test_below_the_first_adapter_nothing_is_kept() -> None:
+    assert of(llama()) - of(llama(), first="linear_qkv") == 2 * 256 + 4, "the first norm's input"
+    assert of(llama(), first="linear_proj") == total(behind_attention(llama(), RUN))
+    assert of(llama(), first="linear_fc1") == 2 * 2 * 704
+    assert of(llama(), "linear_fc2", first="linear_fc2") == 2 * 704
+
+
+@pytest.mark.parametrize(
+    ("architecture", "run", "qkv"),
+    [
+        (llama(), RUN, 256 + 128 + 128),  # rotated queries and keys, values copied for the kernel
+        (llama(), Pass(4, 128, device="cpu"), 256 + 128 + 512),  # values as they lie in the product
+        (
+            replace(llama(), qk_norm=True),
+            RUN,
+            512 + 512 + 256,
+        ),  # the product: the norms' inputs; queries' is a copy
+        (replace(llama(kv_heads=8), qk_norm=True), RUN, 768 + 768),
+        (gpt2(), RUN, 768 + 256),  # the product, of which queries and keys are views; values are copied
+        (replace(gpt2(), kv_heads=4), RUN, 512 + 128 + 256),  # queries that share keys are copied, too
+    ],
+    ids=["rotated", "rotated, on a CPU", "normalised", "normalised, one key each", "as they are", "shared"],
+)
+def test_queries_keys_and_values(architecture: Architecture, run: Pass, qkv: int) -> None:
+    saved = kept(architecture, run)
+    names = ("queries", "keys", "values", "product of linear_qkv", "queries before their norm")
+    assert sum(one.width for one in saved if one.what in names) == qkv
+
+
+def test_norms() -> None:
+    statistics = {one.what: one.width for one in kept(gpt2(), RUN) if "statistics" in one.what}
+    assert set(statistics.values()) == {2}, "of a LayerNorm, mean and deviation"
+    more = of(replace(llama(), output_norms=True)) - of(llama())
+    assert more == 2 * (2 * 256 + 4), "inputs and statistics of two norms more"
+    many = llama(kv_heads=8)
+    heads = of(replace(many, qk_norm=True)) - of(many)
+    assert heads == 2 * 3 * 256 + 4 * 16, (
+        "the product, in which their norms' inputs lie; statistics of 16 heads"
+    )
+
+
+def test_activations() -> None:
+    def inside(architecture: Architecture) -> float:
+        return of(architecture, first="linear_fc1")
+
+    assert inside(gpt2()) == 2 * 1024 and inside(llama()) == 2 * 2 * 704, "its input alone"
+    assert inside(replace(llama(), activation="gelu_pytorch_tanh")) == 2 * 3 * 704, "and the activated half"
+    assert inside(replace(gpt2(), activation="quick_gelu")) == 2 * 2 * 1024, "and the sigmoid"
+
+
+def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> None:
+    saved = kept(llama(), RUN, inputs=frozenset({"linear_qkv"}))
+    whole, rows, columns = (
+        sum(s.width * s.size for s in saved if s.where == where) for where in ("all", "rows", "columns")
+    )
+    assert total(saved, 4, False) == whole + rows + columns / 4
+    assert total(saved, 4, True) == whole + (rows + columns) / 4
+
+
+def test_the_widest_half_of_a_layer_goes_backward() -> None:
+    """Gradients of hidden states, and of the MLP, or of attention in place of what the MLP kept."""
+    run = Pass(4, 128, device="cpu")
+    assert total(workspace(llama(), run)) == 4 * (2 * 256 + 3 * 704)
+    small = replace(llama(), ffn=64)
+    assert total(workspace(small, run)) == 4 * (2 * 256 + 3 * 256 + 2 * 128 - 2 * 64)
