@@ -43,7 +43,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 THREE = ("bottle", "lora", "scales")
 CASES: dict[str, tuple[tuple[str, ...], Method]] = {
     "all kinds": (tuple(ADAPTERS), Method()),
-    "two tensor ranks": (("diff", "prefix"), Method(tensor=2)),
+    "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
     "sequence parallel": (THREE, Method(tensor=2, sequence_parallel=True)),
     "two stages": (("lora", "bottle"), Method(pipeline=2, parts=12)),
     "two stages, all computed again": (("dropped", "scales"), Method(pipeline=2, parts=4, recompute="full")),

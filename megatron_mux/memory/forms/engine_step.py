@@ -80,7 +80,7 @@ class EngineStepMemory(StepMemory):
         yield self._phase("the optimizer's step", stage, workspace=float(self.memory.step_scratch[stage]))
 
     def _phase(self, name: str, stage: int, **parts: float) -> Phase:
-        """A phase with what lasts: gradients too, which a trial of the plan has from its first pass on."""
+        """A phase with what lasts: gradients too, which are there from the second micro-batch on, and in trials."""
         lasting = self.memory.lasting
         transient = sum(size for part, size in parts.items() if part in TRANSIENT)
         found = {
