@@ -103,14 +103,7 @@ def _open(specs: Sequence[Any], backbone: Path) -> list[Any]:
     from megatron_mux.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(backbone)
-    indices: dict[tuple[str, int], Any] = {}
-    found = []
-    for spec in specs:
-        key = (str(spec.data.path), spec.data.max_length)
-        data = TaskDataset(spec.data.path, tokenizer, spec.data.max_length, index=indices.get(key))
-        indices[key] = data.index
-        found.append(data)
-    return found
+    return [TaskDataset(spec.data.path, tokenizer, spec.data.max_length) for spec in specs]
 
 
 def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from workload import LEARNING_RATE, RANK, Pair, TaskShape, made_up_records, mix_
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.data.tokenise import load_tokenizer
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.runtime import Parallel, initialize
 from tests.reference.records import Records
 

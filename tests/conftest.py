@@ -1,7 +1,20 @@
 """Settings of all tests."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # An example may take long on a busy machine, where tests of several processes share two cores.
 settings.register_profile("any-machine", settings(), deadline=None)
 settings.load_profile("any-machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests keep tokens, profiles and the like in a directory of their own, not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_MUX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,45 +1,52 @@
-"""A task's records on disk, tokenised when they are asked for: files may be larger than memory."""
+"""A task's records: tokens from the token cache, text from the file itself; both may be larger than memory."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.data.index import DatasetIndex, Progress, build_index
 from megatron_mux.data.records import BadRecordError, Instruction, PromptCompletion, Record, parse_record
+from megatron_mux.data.token_cache import TokenCacheEntry
 from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.tokenised_file import Progress, TokenisedFile, tokenise_file
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DatasetIndex", "Example", "TaskDataset"]
+__all__ = ["Example", "TaskDataset"]
 
-# Tokens of recently used examples that stay in memory: about 9 bytes each.
-_CACHED_TOKENS = 1 << 20
+MAX_DISTINCT = 16
+"""A file with at most this many distinct completions is one of choices (see design: `eval_accuracy`)."""
 
 
 class TaskDataset:
-    """The usable records of a JSON Lines file, by number.
+    """The usable records of a JSON Lines file, by number: those with a label within the maximum length.
 
-    Opening it reads the file once, checking and tokenising every line (see `build_index`); after that only the places
-    of the records are in memory. The file is kept open: replacing it by another one does not disturb a run.
+    The file is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory. The
+    file is kept open: replacing it by another one does not disturb a run.
 
     Args:
         path: The file.
         tokenizer: The backbone's tokenizer.
         max_length: Tokens a sequence is cut to.
-        progress: Called with bytes read and bytes in all while the file is read.
-        index: What another rank found in the same file, to skip reading it again.
+        progress: Told how far tokenising is.
+        tokenised: What another process of this host made of the file; by default it is tokenised here, if need be.
+        cache: See `token_cache_directory`.
+
+    Attributes:
+        lengths: `[n]` int32, tokens of each record.
+        label_counts: `[n]` int32, labels of each record, never zero.
+        dropped: Records left out because they have no label within `max_length`.
 
     Raises:
-        UserError: See `build_index`; or `index` does not fit the file.
+        UserError: See `tokenise_file`; or no record is usable; or the file is not the one that was tokenised.
     """
 
     def __init__(
@@ -48,48 +55,54 @@ class TaskDataset:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         progress: Progress | None = None,
-        index: DatasetIndex | None = None,
+        tokenised: TokenisedFile | None = None,
+        cache: Path | None = None,
     ) -> None:
         self.path = Path(path)
+        self.max_length = max_length
         self._tokeniser = Tokeniser(tokenizer, max_length)
-        self.index = build_index(self.path, self._tokeniser, progress) if index is None else index
+        self.tokenised = tokenised or tokenise_file(self.path, tokenizer, cache, progress)
+        try:
+            self._entry = TokenCacheEntry(Path(self.tokenised.entry))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{self.path}: its tokens were taken from the cache ({self.tokenised.entry}): begin again"
+            ) from error
+        usable = self._entry.usable(max_length)
+        self._numbers, self.dropped = usable.numbers, usable.dropped
+        self.lengths: npt.NDArray[np.int32] = usable.lengths
+        self.label_counts: npt.NDArray[np.int32] = usable.label_counts
+        if not len(self):
+            raise UserError(
+                f"{self.path}: none of its {self.dropped} records has a token to learn within data.max_length "
+                f"{max_length}: raise it, or give the records something to learn"
+            )
         try:
             self._file = open(self.path, "rb")  # noqa: SIM115 (kept open)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        if os.fstat(self._file.fileno()).st_size != self.index.size or max_length != self.index.max_length:
+        if not self.tokenised.is_of(self._file):
+            self._file.close()
             raise self._changed()
         self._lock = threading.Lock()
-        self._cache: OrderedDict[int, Example] = OrderedDict()
-        self._cached_tokens = 0
 
     def __len__(self) -> int:
         """Usable records."""
-        return len(self.index.offsets)
+        return len(self._numbers)
 
     def __getitem__(self, number: int) -> Example:
-        """The example of a record; treat its arrays as read-only.
+        """The example of a record, without its completion's text.
 
         Raises:
             IndexError: There is no such record.
             UserError: The file was changed while in use.
         """
-        number = self._number(number)
-        with self._lock:
-            if number in self._cache:
-                self._cache.move_to_end(number)
-                return self._cache[number]
-        example = self._encode(self.record(number))
-        if len(example.tokens) != self.index.lengths[number]:
-            raise self._changed()
-        with self._lock:
-            if number not in self._cache:
-                self._cache[number] = example
-                self._cached_tokens += len(example.tokens)
-            while self._cached_tokens > _CACHED_TOKENS:
-                _, oldest = self._cache.popitem(last=False)
-                self._cached_tokens -= len(oldest.tokens)
-        return example
+        tokens, labelled = self._entry.read(self._row(number), self.max_length)
+        if not self.tokenised.is_of(self._file):
+            again = self._encode(self.record(number))
+            if not np.array_equal(again.tokens, tokens):
+                raise self._changed()
+        return Example(tokens, labelled, None)
 
     def record(self, number: int) -> Record:
         """A record as it stands in the file.
@@ -98,11 +111,12 @@ class TaskDataset:
             IndexError: There is no such record.
             UserError: The file was changed while in use.
         """
-        offset = int(self.index.offsets[self._number(number)])
+        offset = self._entry.line(self._row(number))
         try:
-            with self._lock:
-                self._file.seek(offset)
-                line = self._file.readline()
+            # A reader of its own: another one's buffer may hold what the file held before.
+            with self._lock, open(self._file.fileno(), "rb", closefd=False) as file:
+                file.seek(offset)
+                line = file.readline()
             record = parse_record(line)
         except (OSError, BadRecordError) as error:
             raise self._changed() from error
@@ -121,25 +135,17 @@ class TaskDataset:
         own = _completion(record)
         return [(self._encode(_answered(record, text)), text == own) for text in self.distinct_completions]
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """`[n]` tokens of each record."""
-        return self.index.lengths
-
-    @property
-    def label_counts(self) -> npt.NDArray[np.int32]:
-        """`[n]` labelled tokens of each record, never zero."""
-        return self.index.label_counts
-
-    @property
-    def dropped(self) -> int:
-        """Records left out since nothing of them is to be learned within `max_length`."""
-        return self.index.dropped
-
-    @property
+    @cached_property
     def distinct_completions(self) -> list[str] | None:
-        """The completions that occur, when every record has one and they are at most 16; else None."""
-        return self.index.distinct_completions
+        """The completions that occur, in order of appearance, if every record has one and at most 16 differ."""
+        digests = self._entry.completions(self._numbers)
+        if not digests.all():
+            return None
+        _, first = np.unique(digests, return_index=True)
+        if len(first) > MAX_DISTINCT:
+            return None
+        records = [self.record(int(number)) for number in np.sort(first)]
+        return [_completion(r) for r in records if isinstance(r, (PromptCompletion, Instruction))]
 
     @property
     def end_of_sequence(self) -> int:
@@ -149,16 +155,17 @@ class TaskDataset:
     @property
     def fingerprint(self) -> str:
         """Identifies the file's content."""
-        return self.index.fingerprint
+        return self._entry.fingerprint
 
     def close(self) -> None:
         """Close the file; the data set is of no use afterwards."""
         self._file.close()
 
-    def _number(self, number: int) -> int:
+    def _row(self, number: int) -> int:
+        """A record's row in the cache entry."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} usable records, no number {number}")
-        return number % len(self)
+        return int(self._numbers[number])
 
     def _encode(self, record: Record) -> Example:
         try:

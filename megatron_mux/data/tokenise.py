@@ -17,13 +17,12 @@ from megatron_mux.data.records import (
     Record,
     Text,
 )
-from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "Tokeniser", "instruction_prompt", "load_tokenizer"]
+__all__ = ["Example", "Tokeniser", "instruction_prompt"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +90,10 @@ class Tokeniser:
 
     Args:
         tokenizer: A Hugging Face tokenizer with an end-of-sequence token.
-        max_length: Tokens a sequence is cut to.
+        max_length: Tokens a sequence is cut to; None leaves sequences whole.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
         self.tokenizer: Any = tokenizer
         self.max_length = max_length
         self.end_of_sequence = int(self.tokenizer.eos_token_id)

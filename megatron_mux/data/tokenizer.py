@@ -1,10 +1,16 @@
-"""Loading the backbone's tokenizer."""
+"""The backbone's tokenizer: loading it, and telling it from others."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import tempfile
+from datetime import date
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 
@@ -56,3 +62,34 @@ def load_tokenizer(backbone: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         )
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Identifies what a tokenizer makes of records: SHA-256 of its content, its chat template and its libraries."""
+    template = str(tokenizer.chat_template)
+    about = {
+        "content": _content(tokenizer),
+        "class": type(tokenizer).__name__,
+        "template": template,
+        "day": str(date.today()) if "strftime_now" in template else "",  # such a template writes the day
+        "end": tokenizer.eos_token_id,
+        "special": [str(token) for token in tokenizer.all_special_tokens],
+        "split_special": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "libraries": [version("transformers"), version("tokenizers")],
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _content(tokenizer: Any) -> str:
+    """SHA-256 of the vocabulary and of the rules that go with it."""
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules.update(truncation=None, padding=None)  # the state of the last call
+        return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        for file in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

@@ -10,7 +10,6 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -150,6 +149,10 @@ def test_a_file_replaced_does_not_disturb_and_one_changed_is_noticed(
     assert data[1].tokens.tolist() == before
     assert data.record(0) == PromptCompletion("a", "yes")
     data = TaskDataset(path, tokenizer, 32)
+    os.utime(path)
+    assert data[0].tokens.tolist() == Tokeniser(tokenizer, 32).encode(data.record(0)).tokens.tolist()
+    path.write_bytes(path.read_bytes() + b"more")
+    assert len(data[0].tokens), "what is appended disturbs nobody"
     with open(path, "r+b") as file:
         file.write(b"{")
         file.truncate()
@@ -157,44 +160,32 @@ def test_a_file_replaced_does_not_disturb_and_one_changed_is_noticed(
         data[0]
 
 
-def test_one_rank_may_read_for_all(path: Path, tokenizer: Tokenizer) -> None:
+def test_one_process_may_tokenise_for_all(path: Path, tokenizer: Tokenizer) -> None:
     write(path, pair("a", "yes"), pair("b", "no"))
     first = TaskDataset(path, tokenizer, 32)
-    second = TaskDataset(path, tokenizer, 32, index=pickle.loads(pickle.dumps(first.index)))
+    second = TaskDataset(path, tokenizer, 32, tokenised=pickle.loads(pickle.dumps(first.tokenised)))
     assert [second[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
-    with pytest.raises(UserError, match="was changed"):
-        TaskDataset(path, tokenizer, 16, index=first.index)
     write(path, pair("a", "yes"))
     with pytest.raises(UserError, match="was changed"):
-        TaskDataset(path, tokenizer, 32, index=first.index)
+        TaskDataset(path, tokenizer, 32, tokenised=first.tokenised)
 
 
 def test_memory_holds_places_not_records(
     path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_mux.data.index._BATCH", 8)
+    monkeypatch.setattr("megatron_mux.data.tokenised_file._BATCH", 8)
     line = json.dumps(pair("hello world " * 200, "yes")).encode() + b"\n"
     path.write_bytes(line * 1000)  # 2.4 MB
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, int]] = []
     tracemalloc.start()
-    data = TaskDataset(path, tokenizer, 1024, progress=lambda done, size: told.append((done, size)))
+    data = TaskDataset(path, tokenizer, 1024, progress=lambda *so_far: told.append(so_far))
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(data) == 1000
     assert held < 200_000
     assert peak < 1_000_000
-    assert told[-1] == (path.stat().st_size, path.stat().st_size)
+    assert told[-1] == (path.stat().st_size, path.stat().st_size, 1000)
     assert told == sorted(told)
-
-
-def test_the_cache_is_bounded(path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_mux.data.dataset._CACHED_TOKENS", 20)
-    write(path, *(pair(f"prompt {i}", "yes") for i in range(50)))
-    data = TaskDataset(path, tokenizer, 32)
-    wanted = [data[i].tokens.tolist() for i in range(50)]
-    assert sum(len(e.tokens) for e in data._cache.values()) <= 20
-    order = np.random.default_rng(0).permutation(50)
-    assert all(data[int(i)].tokens.tolist() == wanted[i] for i in order)
     data.close()
 
 

@@ -1,0 +1,265 @@
+"""Tokenised files on disk, as memory-mapped arrays: one directory (an entry) per file content and tokenizer.
+
+An entry is written beside its final name, flushed to disk and renamed, so it is whole or not there, whatever happens to
+the process that writes it. When two processes write the same entry, the first to finish wins. Entries that nobody has
+opened for a month are removed when another one is written.
+
+Records are kept uncut: an entry serves every maximum length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.data.tokenise import Example
+from megatron_mux.files import cache_directory, sync_directory, write
+
+_FORMAT = 1
+_META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
+
+# One row per record, in the order of the file, and a last row with the ends: where the record's line begins, its first
+# token, its first span of labels, and a digest of its completion (0 where the record has none).
+_ROW = np.dtype([("line", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
+# The first label and the token after the last, counted from the record's first token.
+_SPAN = np.dtype(("<i4", 2))
+_TOKEN = np.dtype("<u4")
+
+_UNUSED_SECONDS = 30 * 86400.0
+_ABANDONED_SECONDS = 2 * 86400.0
+
+
+def token_cache_directory(given: Path | None = None) -> Path:
+    """Where tokenised files are kept.
+
+    Args:
+        given: The user's choice. By default the user's cache directory, or the system's directory for temporary files
+            where the former cannot be written.
+    """
+    if given is not None:
+        return given
+    usual = cache_directory("tokens")
+    with suppress(OSError):
+        usual.mkdir(parents=True, exist_ok=True)
+    if os.access(usual, os.W_OK):
+        return usual
+    return Path(tempfile.gettempdir()) / f"megatron-mux-{os.getuid()}" / "tokens"
+
+
+@dataclass(frozen=True, eq=False)
+class UsableRecords:
+    """The records of an entry that have a label within a maximum length.
+
+    Attributes:
+        numbers: `[n]` int64, their rows in the entry.
+        lengths: `[n]` int32, tokens of each after the cut.
+        label_counts: `[n]` int32, labels of each after the cut.
+        dropped: How many records have none.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    label_counts: npt.NDArray[np.int32]
+    dropped: int
+
+
+class TokenCacheEntry:
+    """A tokenised file, opened for reading.
+
+    Args:
+        directory: Of the entry.
+
+    Attributes:
+        fingerprint: SHA-256 of the file.
+
+    Raises:
+        OSError: The entry is not there.
+        ValueError: It is damaged or of another version.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        meta = json.loads((directory / _META).read_text())
+        if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+            raise ValueError(f"{directory}: is of another version")
+        self.fingerprint: str = meta["fingerprint"]
+        self._rows = _map(directory / _INDEX, _ROW, meta["records"] + 1)
+        self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
+        self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
+        with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
+            os.utime(directory / _META)
+
+    def usable(self, max_length: int) -> UsableRecords:
+        """The records that have a label within their first `max_length` tokens."""
+        starts = self._rows["token"]
+        lengths = np.minimum(np.diff(starts), max_length)
+        first_spans = self._rows["span"]
+        limits = np.repeat(lengths, np.diff(first_spans))
+        inside = np.minimum(self._spans, limits[:, None])
+        total = np.concatenate([[0], np.cumsum(inside[:, 1] - inside[:, 0])])
+        labels = total[first_spans[1:]] - total[first_spans[:-1]]
+        numbers = np.flatnonzero(labels)
+        return UsableRecords(
+            numbers,
+            lengths[numbers].astype(np.int32),
+            labels[numbers].astype(np.int32),
+            len(labels) - len(numbers),
+        )
+
+    def read(self, number: int, max_length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """A record's tokens and which of them are labels, cut to `max_length`."""
+        row, end = self._rows[number], self._rows[number + 1]
+        start = int(row["token"])
+        tokens = self._tokens[start : min(int(end["token"]), start + max_length)].astype(np.int64)
+        labelled = np.zeros(len(tokens), np.bool_)
+        for first, stop in self._spans[row["span"] : end["span"]].tolist():
+            labelled[first:stop] = True
+        return tokens, labelled
+
+    def line(self, number: int) -> int:
+        """Where a record's line begins in the file."""
+        return int(self._rows["line"][number])
+
+    def completions(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Digests of records' completions: equal for equal texts, 0 for a record without one."""
+        found: npt.NDArray[np.uint64] = self._rows["completion"][numbers]
+        return found
+
+
+class TokenCacheWriter:
+    """Writes an entry; use as a context manager: an entry that is not finished leaves nothing behind.
+
+    Args:
+        directory: The cache.
+
+    Raises:
+        OSError: The directory cannot be written; any method may raise it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+        self._tokens: IO[bytes] = open(self._partial / _TOKENS, "wb")  # noqa: SIM115 (closed in `__exit__`)
+        self._lines, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._first_spans, self._spans = array("q"), array("i")
+        self._count = 0
+
+    def __enter__(self) -> TokenCacheWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):
+            self._tokens.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def add(self, lines: Sequence[int], examples: Sequence[Example]) -> None:
+        """Append records.
+
+        Args:
+            lines: Where the line of each begins in the file.
+            examples: The records, uncut.
+        """
+        if not examples:
+            return
+        lengths = [len(example.tokens) for example in examples]
+        starts = np.cumsum([0, *lengths[:-1]])
+        # Runs of labels never join across records: the first token of a record is no label.
+        labelled = np.concatenate([example.labelled for example in examples])
+        edges = np.flatnonzero(np.diff(labelled, prepend=False, append=False)).reshape(-1, 2)
+        owners = np.searchsorted(starts, edges[:, 0], side="right") - 1
+        counts = np.bincount(owners, minlength=len(examples))
+        self._first_spans.extend(len(self._spans) // 2 + np.cumsum(counts) - counts)
+        self._spans.extend((edges - starts[owners, None]).ravel())
+        self._lines.extend(lines)
+        self._starts.extend(self._count + starts)
+        self._completions.extend(_digest(example.completion_text) for example in examples)
+        self._count += sum(lengths)
+        self._tokens.write(np.concatenate([example.tokens for example in examples]).astype(_TOKEN).tobytes())
+
+    def finish(self, name: str, fingerprint: str, size: int) -> Path:
+        """Put the entry in its place.
+
+        Args:
+            name: Of the entry.
+            fingerprint: SHA-256 of the file.
+            size: Bytes of the file.
+
+        Returns:
+            The entry's directory.
+        """
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        rows = np.zeros(len(self._lines) + 1, _ROW)
+        for field, values, end in (
+            ("line", self._lines, size),
+            ("token", self._starts, self._count),
+            ("span", self._first_spans, len(self._spans) // 2),
+            ("completion", self._completions, 0),
+        ):
+            rows[field][:-1], rows[field][-1] = values, end
+        write(self._partial / _INDEX, rows.tobytes())
+        write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
+        counts = {"records": len(self._lines), "tokens": self._count, "spans": len(self._spans) // 2}
+        meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts}
+        write(self._partial / _META, json.dumps(meta).encode())
+        sync_directory(self._partial)
+        final = self._directory / name
+        try:
+            os.rename(self._partial, final)
+        except OSError:
+            if _is_whole(final):
+                return final  # another process was faster
+            shutil.rmtree(final, ignore_errors=True)  # damaged
+            os.rename(self._partial, final)
+        sync_directory(self._directory)
+        _remove_unused(self._directory)
+        return final
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        TokenCacheEntry(directory)
+    except (OSError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove entries that nobody has opened for long, and what killed processes left."""
+    now = time.time()
+    for entry in directory.iterdir():
+        partial = entry.name.startswith(".partial-")
+        with suppress(OSError):
+            age = now - (entry if partial else entry / _META).stat().st_mtime
+            if age > (_ABANDONED_SECONDS if partial else _UNUSED_SECONDS):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """An array of a file, mapped into memory."""
+    if path.stat().st_size != count * dtype.itemsize:
+        raise ValueError(f"{path}: is damaged: its size is not what the entry says")
+    if not count:  # an empty file cannot be mapped
+        return np.zeros(count, dtype)
+    return np.asarray(np.memmap(path, dtype.base, "r", shape=(count, *dtype.shape)))
+
+
+def _digest(text: str | None) -> int:
+    """0 for None alone."""
+    if text is None:
+        return 0
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
