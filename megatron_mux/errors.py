@@ -8,10 +8,9 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
-_SECONDS_TO_ASK = 10
+from megatron_mux.launcher import launchers_store, store_key
+
 _OF_A_CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
 # A process reports its mistake just before it leaves and its connections break.
 _SECONDS_TO_BE_TOLD = 3
@@ -86,10 +85,10 @@ def told_elsewhere(error: RuntimeError) -> bool:
     if os.environ.get("WORLD_SIZE", "1") == "1" or not is_of_a_connection(error):
         return False
     try:
-        store = _launchers_store()
+        store = launchers_store()
         until = time.monotonic() + _SECONDS_TO_BE_TOLD
         while store is not None:
-            if store.check([_key("told")]):
+            if store.check([store_key("told")]):
                 return True
             if time.monotonic() > until:
                 break
@@ -126,30 +125,10 @@ def _is_first(error: UserError) -> bool | None:
     """Whether no other process has reported the same error; None without torchrun's store."""
     said = hashlib.sha256(str(error).encode()).hexdigest()
     try:
-        store = _launchers_store()
+        store = launchers_store()
         if store is None:
             return None
-        store.add(_key("told"), 1)
-        return int(store.add(_key(f"said/{said}"), 1)) == 1
+        store.add(store_key("told"), 1)
+        return int(store.add(store_key(f"said/{said}"), 1)) == 1
     except (KeyError, ValueError, RuntimeError):
         return None
-
-
-def _key(what: str) -> str:
-    """A key in torchrun's store for this attempt, since torchrun may restart the processes."""
-    return f"megatron_mux/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
-
-
-def _launchers_store() -> Any:
-    """torchrun's store; None if there is none.
-
-    Raises:
-        KeyError, ValueError, RuntimeError: The store cannot be reached.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    import torch.distributed as dist  # slow: not worth it for a wrong flag
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=_SECONDS_TO_ASK)
-    return dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]

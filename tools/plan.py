@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.data.data_files import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.mesh import Mesh
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--virtual-stages: needs --stages of at least 2")
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
-    tasks = open_tasks(specs, info, load_tokenizer(arguments.backbone), _say)
+    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         tensor, stages, data = (value or 1 for value in given)

@@ -50,6 +50,7 @@ class MuxArguments:
         mux_memory_limit: Bytes that a rank may use; `auto`: what its GPU has, less a margin; None: not limited.
         mux_backbone_weights: Where frozen weights live between uses.
         mux_watch: Directory whose task files join and leave while the run goes on.
+        mux_data_cache: Directory of tokenised data files; None: in the user's cache.
         mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
         mux_keep_checkpoints: Saves to keep; None keeps all.
         mux_rolling: Steps follow each other without a flush of the pipeline.
@@ -86,6 +87,7 @@ class MuxArguments:
     mux_memory_limit: int | Literal["auto"] | None
     mux_backbone_weights: Kind
     mux_watch: Path | None
+    mux_data_cache: Path | None
     mux_micro_batches: int | None
     mux_keep_checkpoints: int | None
     mux_rolling: bool

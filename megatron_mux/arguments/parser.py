@@ -223,6 +223,10 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
     )  # fmt: skip
     add(
+        "--mux-data-cache", type=path, metavar="DIR",
+        help="keep tokenised data files there (default: in $MEGATRON_MUX_CACHE or the user's cache directory)",
+    )  # fmt: skip
+    add(
         "--mux-micro-batches", type=at_least(1), metavar="N",
         help="parts a step is computed in (default: planned)",
     )  # fmt: skip

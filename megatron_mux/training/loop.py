@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +12,7 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave
+from megatron_mux.data.data_files import DataFiles
 from megatron_mux.engine import Engine, StepResult
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import SharedError, UserError
@@ -46,17 +46,18 @@ class Loop:
     parallel: Parallel
     reporter: Reporter
     info: InitVar[BackboneInfo]
-    tokenizer: InitVar[Any]
+    files: InitVar[DataFiles]
     manifest: Manifest | None = None
     stopping: bool = False
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
     _plan: Plan | None = None
+    _tokenising: bool = False
 
-    def __post_init__(self, info: BackboneInfo, tokenizer: Any) -> None:
+    def __post_init__(self, info: BackboneInfo, files: DataFiles) -> None:
         continued = self.arguments.load if self.manifest is not None else None
         self.registry = TaskRegistry(
-            self.engine, self.parallel, self.reporter, info, tokenizer, self._evaluate, self._save, continued
+            self.engine, self.parallel, self.reporter, info, files, self._evaluate, self._save, continued
         )
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
@@ -84,7 +85,7 @@ class Loop:
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
-                stop_when_done = self.registry.follow(watched)
+                stop_when_done = self.registry.follow(watched, self._tokenising)
             self.registry.admit()
             if not self.engine.active:
                 if self.registry.waiting:
@@ -233,10 +234,13 @@ class Loop:
         self.reporter.schedule(everything, title, self.parallel.pp_size)
 
     def _agreed_to_stop(self) -> bool:
-        """Whether any rank was told to stop: signals do not reach all ranks between the same two steps."""
+        """Compare notes with the other ranks: whether one was told to stop, or still waits for data to be tokenised.
+
+        A signal does not reach all ranks between the same two steps.
+        """
         raise_on_every_rank(self.reporter.problem, self.parallel)
-        # Steps are as long as on the slowest rank, and every rank takes equally many.
-        stopping, self._step_loop.seconds = self.parallel.most(
-            [float(self.stopping), self._step_loop.seconds]
-        )
+        # Every rank runs equally many steps, as long as they take on the slowest rank.
+        own = [float(self.stopping), float(self.registry.tokenising), self._step_loop.seconds]
+        stopping, tokenising, self._step_loop.seconds = self.parallel.most(own)
+        self._tokenising = tokenising > 0
         return stopping > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import FrameType
 
@@ -13,8 +13,10 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.data.data_files import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
+from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, initialize
@@ -54,7 +56,9 @@ def run(arguments: MuxArguments) -> None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
         specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
-        tasks = open_tasks(specs, info, tokenizer, reporter.say, resumed)
+        files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
+        with local_leader_first():
+            tasks = open_tasks(specs, info, files, reporter.say, resumed)
         parallel = initialize(
             arguments.tensor_model_parallel_size,
             arguments.pipeline_model_parallel_size,
@@ -76,9 +80,9 @@ def run(arguments: MuxArguments) -> None:
                 arguments.mux_backbone_weights,
             )
             engine = Engine(stages, parallel, planning)
-            loop = Loop(arguments, engine, parallel, reporter, info, tokenizer, manifest)
+            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             loop.registry.register(tasks)
-            with _stop_on_signals(loop):
+            with _stop_on_signals(loop), closing(loop.registry):
                 loop.run()
         reporter.close()
     finally:

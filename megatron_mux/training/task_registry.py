@@ -1,15 +1,15 @@
-"""The tasks of a run: who trains, who waits for room, who has left; they come by file or by a watched directory."""
+"""The tasks of a run: which train, which wait for memory, which join from the watched directory, which have left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_mux import checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
+from megatron_mux.data.data_files import DataFiles
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
@@ -17,51 +17,55 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
+from megatron_mux.training.joining import JoiningFile, JoiningFiles
 from megatron_mux.training.task_setup import check_joining, open_tasks
 from megatron_mux.training.watched_directory import WatchedDirectory
 
 
 @dataclass
 class TaskRegistry:
-    """Takes tasks in and lets them go.
+    """Admits tasks to the engine, queues those that do not fit, and removes those that leave.
 
     Attributes:
-        engine: Trains them.
+        engine: Trains the tasks that are admitted.
         parallel: Where this rank stands.
-        reporter: Tells.
-        info, tokenizer: For tasks that join later.
+        reporter: Told who joins, waits and leaves.
+        info: The backbone, for tasks that join.
+        files: Opens the data of tasks that join.
         evaluate: Evaluates a task by name.
-        save: Saves the run; told who is leaving.
-        continued: The directory of the run that is continued, if any.
-        entries: Every task that the run has had, as a save names it.
+        save: Saves the run; called with the names of tasks that are about to leave.
+        continued: Directory of the run that this one continues, if any.
+        entries: Every task the run has had, as a save names it.
     """
 
     engine: Engine
     parallel: Parallel
     reporter: Reporter
     info: BackboneInfo
-    tokenizer: Any
+    files: DataFiles
     evaluate: Callable[[str], None]
     save: Callable[[Sequence[str]], None]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
     _admission: Admission = field(init=False)
-    _files: dict[Path, list[str]] = field(default_factory=dict)
+    _joining: JoiningFiles = field(init=False)
+    _names: dict[Path, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.engine, self.parallel)
+        self._joining = JoiningFiles(self.files, self.info.path, self.parallel)
 
     def continue_from(self, manifest: Manifest, directory: Path, save: Path | None) -> None:
-        """Take over what the run that is continued knew of its tasks.
+        """Take over the entries of the run that this one continues.
 
         Args:
-            manifest: Its save.
-            directory: Where that is.
+            manifest: The save to continue from.
+            directory: Where that run was saved.
             save: Where this run saves.
         """
         for entry in manifest.tasks:
             if directory != save:
-                # A run continued into another directory goes on naming the old one's checkpoints until it saves.
+                # Until this run saves to its own directory, its entries name the old run's checkpoints.
                 theirs = [
                     path and str((directory / path).resolve()) for path in (entry.checkpoint, entry.good)
                 ]
@@ -69,12 +73,12 @@ class TaskRegistry:
             self.entries[entry.name] = entry
 
     def register(self, tasks: Sequence[Task]) -> None:
-        """Take tasks in as memory allows, each from its checkpoint if the continued run has one; others wait.
+        """Admit tasks as memory allows, each from its checkpoint if the continued run saved one; others wait.
 
         Raises:
             UserError: A checkpoint is unreadable, or a task does not fit.
         """
-        self.parallel.heartbeat.at("taking tasks in", long=True)
+        self.parallel.heartbeat.at("registering tasks", long=True)
         joining: list[Task] = []
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
@@ -91,23 +95,27 @@ class TaskRegistry:
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
             joining.append(task)
-        before = [task.spec.name for task in self._admission.waiting]
+        waited = [task.spec.name for task in self._admission.waiting]
         # Those that trained when the run was saved come before those that waited.
         admitted = self._admission.offer(sorted(joining, key=lambda task: task.resume is None))
         for task in admitted:
-            if task.spec.name in before:  # what is wrong with others is nothing to it
-                self._take_in_later(task)
-        self._take_in([task for task in admitted if task.spec.name not in before])
+            if task.spec.name in waited:  # a mistake in the new tasks must not stop it
+                self._admit_waiting(task)
+        self._admit([task for task in admitted if task.spec.name not in waited])
         for task in self._admission.waiting:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             if name not in self.reporter.history:
                 self.reporter.add(name, kind, 0, task.spec.total_steps(len(task.data)), "waiting")
                 self.reporter.say(f"{name} waits until there is room for it in memory")
 
-    def _take_in(self, joining: Sequence[Task]) -> None:
-        """Register tasks that there is room for."""
-        self.engine.register_tasks(joining)
-        for task in joining:
+    def _admit(self, tasks: Sequence[Task]) -> None:
+        """Register tasks with the engine.
+
+        New ones are evaluated before their first step unless others train, whom that would hold up.
+        """
+        alone = not self.engine.active
+        self.engine.register_tasks(tasks)
+        for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             step, total, status = self.engine.progress(name)
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
@@ -116,60 +124,111 @@ class TaskRegistry:
                 self.reporter.history[name].status = status
                 self.reporter.say(f"{name} trains from here on")
             self.reporter.add(name, kind, step, total, status)
-            if step == 0 and task.resume is None:
+            if alone and step == 0 and task.resume is None:
                 self.evaluate(name)
 
-    def _take_in_later(self, task: Task) -> None:
-        """Register a task that has waited; a mistake in it stops nobody."""
+    def _admit_waiting(self, task: Task) -> None:
+        """Register a task that has waited; a mistake in it stops only that task."""
         try:
-            self._take_in([task])
+            self._admit([task])
         except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
             self.reporter.history[task.spec.name].status = "refused"
             self.reporter.say(f"{task.spec.name} refused: {error}")
 
     @property
     def waiting(self) -> bool:
-        """Whether some task waits for room."""
+        """Whether some task waits for memory."""
         return bool(self._admission.waiting)
 
-    def admit(self) -> None:
-        """Take in those that wait and that there is room for now."""
-        for task in self._admission.next():
-            self._take_in_later(task)
+    @property
+    def joining(self) -> bool:
+        """Whether the data of a task file are being tokenised, on this host or another."""
+        return bool(self._joining)
 
-    def follow(self, watched: WatchedDirectory) -> bool:
-        """Let tasks of a watched directory join and leave; whether the run may end once its tasks are done."""
+    @property
+    def tokenising(self) -> bool:
+        """Whether this process waits for data to be tokenised on its host."""
+        return self._joining.tokenising
+
+    def admit(self) -> None:
+        """Admit waiting tasks that fit by now."""
+        for task in self._admission.next():
+            self._admit_waiting(task)
+
+    def follow(self, watched: WatchedDirectory, tokenising: bool) -> bool:
+        """Let tasks of a watched directory join and leave.
+
+        Args:
+            watched: The directory.
+            tokenising: Whether any rank was still `tokenising` when all of them last compared notes.
+
+        Returns:
+            Whether the run may end once its tasks are done.
+        """
+        for line in self._joining.news():
+            self.reporter.say(line)
+        if self._joining and not tokenising:
+            self._join(*self._joining.take())
         changes = watched.look()
         for path in changes.removed:
-            named = self._files.pop(path, [])
-            names = [name for name in named if name in self.engine.tasks]
-            for name in named:
-                if self._admission.withdraw(name):
-                    self.reporter.history[name].status = "removed"
-                    self.reporter.say(f"{name} left before there was room for it")
-            if names:
-                self.save(names)
-            for name in names:
-                self.entries[name].status = "removed"
-                self.engine.remove_task(name)
-                self.reporter.history[name].status = "removed"
-                self.reporter.say(f"{name} left: {path.name} was taken out of {watched.directory}")
+            self._remove(path, watched.directory)
         for path in changes.added:
-            self._join(path)
-        return changes.stop
+            self._prepare(path)
+        return changes.stop and not self._joining
 
-    def _join(self, path: Path) -> None:
-        """Take in a task file; a mistake in it is reported and stops nobody."""
-        self.parallel.heartbeat.at(f"taking in {path.name}", long=True)
-        tasks: list[Task] = []
-        problem = ""
+    def close(self) -> None:
+        """Cancel what is being tokenised."""
+        self._joining.close()
+
+    def _remove(self, path: Path, directory: Path) -> None:
+        """Let the tasks of a file leave."""
+        if self._joining.cancel(path):
+            self.reporter.say(f"{path.name} left before its data were tokenised")
+        named = self._names.pop(path, [])
+        names = [name for name in named if name in self.engine.tasks]
+        for name in named:
+            if self._admission.withdraw(name):
+                self.reporter.history[name].status = "removed"
+                self.reporter.say(f"{name} left before there was room for it")
+        if names:
+            self.save(names)
+        for name in names:
+            self.entries[name].status = "removed"
+            self.engine.remove_task(name)
+            self.reporter.history[name].status = "removed"
+            self.reporter.say(f"{name} left: {path.name} was taken out of {directory}")
+
+    def _prepare(self, path: Path) -> None:
+        """Read a task file and have its data tokenised; a mistake in it is reported and stops nobody."""
+        self._joining.cancel(path)  # an older version of it
+        specs, problem = [], ""
         try:
-            if path in self._files:
+            if path in self._names:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = load_task_file(path, data_later=True)
             waiting = [task.spec.name for task in self._admission.waiting]
-            check_joining(specs, self.entries, self.engine.tasks, waiting, self.continued is not None)
-            tasks = open_tasks(specs, self.info, self.tokenizer, self.reporter.say)
+            check_joining(
+                specs,
+                self.entries,
+                self.engine.tasks,
+                waiting + self._joining.names,
+                self.continued is not None,
+            )
+        except UserError as error:
+            problem = str(error)
+        problem = first_problem(problem, self.parallel)
+        if problem:
+            self.reporter.say(f"{path.name} refused: {problem}")
+            return
+        self._joining.add(path, specs)
+
+    def _join(self, file: JoiningFile, files: DataFiles) -> None:
+        """Admit the tasks of a file whose data are tokenised; a mistake in it is reported and stops nobody."""
+        self.parallel.heartbeat.at(f"registering the tasks of {file.path.name}", long=True)
+        tasks: list[Task] = []
+        problem = ""
+        try:
+            tasks = open_tasks(file.specs, self.info, files, self.reporter.say)
             for task in tasks:
                 self.engine.check_alone(task)
         except UserError as error:
@@ -185,9 +244,9 @@ class TaskRegistry:
                 for task in tasks:
                     self._admission.withdraw(task.spec.name)
         if problem:
-            self.reporter.say(f"{path.name} refused: {problem}")
+            self.reporter.say(f"{file.path.name} refused: {problem}")
             return
-        self._files[path] = [task.spec.name for task in tasks]
+        self._names[file.path] = [task.spec.name for task in tasks]
         for task in tasks:
             if task.spec.name in self.engine.tasks:
-                self.reporter.say(f"{task.spec.name} joined from {path.name}")
+                self.reporter.say(f"{task.spec.name} joined from {file.path.name}")

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_mux.adapters.peft_format import read_adapter
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.data_files import DataFiles
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
@@ -82,7 +82,7 @@ def _changed(entry: SavedTask, spec: TaskSpec) -> str:
 def open_tasks(
     specs: Sequence[TaskSpec],
     info: BackboneInfo,
-    tokenizer: Any,
+    files: DataFiles,
     say: Progress,
     resumed: Collection[str] = (),
 ) -> list[Task]:
@@ -91,7 +91,7 @@ def open_tasks(
     Args:
         specs: Validated tasks.
         info: The backbone's shape and module names.
-        tokenizer: The backbone's tokenizer.
+        files: Opens their data.
         say: Told how many records were dropped.
         resumed: Names of tasks that continue from a checkpoint instead of `adapter_name_or_path`.
 
@@ -105,7 +105,7 @@ def open_tasks(
     problems: list[str] = []
     for spec in specs:
         try:
-            tasks.append(_open(spec, info, tokenizer, say, spec.name in resumed))
+            tasks.append(_open(spec, info, files, say, spec.name in resumed))
         except UserError as error:
             problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
     if problems:
@@ -113,7 +113,7 @@ def open_tasks(
     return tasks
 
 
-def _open(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, resumed: bool) -> Task:
+def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, resumed: bool) -> Task:
     problems: list[str] = []
 
     def attempt(work: Callable[[], Any]) -> Any:
@@ -131,11 +131,11 @@ def _open(spec: TaskSpec, info: BackboneInfo, tokenizer: Any, say: Progress, res
             f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
         )
     attempt(lambda: spec.adapter.modules(info.shape))
-    data = attempt(lambda: TaskDataset(spec.data.path, tokenizer, spec.data.max_length))
+    data = attempt(lambda: files.open(spec.data.path, spec.data.max_length))
     evaluation = None
     if spec.eval is not None:
         path = spec.eval.path
-        evaluation = attempt(lambda: TaskDataset(path, tokenizer, spec.data.max_length))
+        evaluation = attempt(lambda: files.open(path, spec.data.max_length))
     initial = None
     source = spec.adapter.adapter_name_or_path
     if source is not None and not resumed:

@@ -17,11 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # Runs `pretrain_mux.py` and, between steps, does what a person at the directory would do at that moment.
 DRIVER = """
 import pathlib, shutil, sys
+from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.engine import Engine
 import pretrain_mux
 
 watched, staged = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 real, steps = Engine.steps, 0
+poll = BackgroundTokenising.poll
+
+def wait(self):
+    # Makes the step before which a task joins a certain one.
+    self._process.wait()
+    return poll(self)
 
 def step(self, most, timer=None):
     global steps
@@ -35,7 +42,7 @@ def step(self, most, timer=None):
         (watched / "STOP").touch()
     return real(self, most, timer)
 
-Engine.steps = step
+Engine.steps, BackgroundTokenising.poll = step, wait
 sys.exit(pretrain_mux.main(sys.argv[3:]))
 """
 
@@ -76,10 +83,10 @@ def test_tasks_join_and_leave_a_running_run(tmp_path: Path, server: Server) -> N
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
     together = [int(words[1]) for words in lines if words[3] == "joins-task,lora"]
-    assert together == [3, 4, 5], "it joins for the step after it was dropped in, and leaves likewise"
+    assert together == [4, 5], "it joins for the step after its data were tokenised, and leaves likewise"
     assert "wrong.yaml refused" in run.stdout and "no_such_module" in run.stdout
     assert "Traceback" not in run.stderr
-    left = workplace.root / "run" / "joins-task" / "checkpoint-3" / "adapter_model.safetensors"
+    left = workplace.root / "run" / "joins-task" / "checkpoint-2" / "adapter_model.safetensors"
     assert left.is_file(), "what it had learned is kept when it leaves"
     final = sorted((workplace.root / "run" / "manifests").iterdir())[-1]
     statuses = {task["name"]: task["status"] for task in json.loads(final.read_text())["tasks"]}

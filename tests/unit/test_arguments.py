@@ -77,6 +77,7 @@ def test_defaults() -> None:
         mux_memory_limit="auto",
         mux_backbone_weights="resident",
         mux_watch=None,
+        mux_data_cache=None,
         mux_micro_batches=None,
         mux_keep_checkpoints=None,
         mux_rolling=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _RECORDS = st.one_of(
     st.fixed_dictionaries({"prompt": _TEXT, "completion": st.sampled_from(["yes", "no", "a test"])}),
     st.fixed_dictionaries({"text": _TEXT}),
     st.fixed_dictionaries({"instruction": _TEXT, "input": _TEXT, "output": _TEXT}),
-    st.builds(lambda turns: {"messages": sum(turns, [])}, st.lists(_TURN, min_size=1, max_size=3)),
+    st.lists(_TURN, min_size=1, max_size=3).map(lambda turns: {"messages": [*chain(*turns)]}),
     st.builds(lambda text: {"messages": [{"role": "user", "content": text}]}, _TEXT),  # nothing to learn
 )
 

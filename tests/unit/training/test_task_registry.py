@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.data.data_files import DataFiles
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
+from megatron_mux.training.joining import JoiningFile
 from megatron_mux.training.task_registry import TaskRegistry
 
 
@@ -18,6 +20,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.tasks: list[str] = []
+        self.done = 1
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -36,7 +39,7 @@ class Engine:
         self.tasks += names
 
     def progress(self, name: str) -> tuple[int, int, str]:
-        return 1, 10, "running"
+        return self.done, 10, "running"
 
 
 class Reporter:
@@ -72,10 +75,21 @@ def task(name: str) -> Any:
 @pytest.fixture
 def registry() -> TaskRegistry:
     parallel = SimpleNamespace(world_size=1, heartbeat=SimpleNamespace(at=lambda what, long=False: None))
-    made: Any = {"engine": Engine(), "parallel": parallel, "reporter": Reporter()}
-    return TaskRegistry(
-        **made, info=None, tokenizer=None, evaluate=lambda name: None, save=lambda names: None
-    )  # type: ignore[arg-type]
+    made: Any = {
+        "engine": Engine(),
+        "parallel": parallel,
+        "reporter": Reporter(),
+        "info": SimpleNamespace(path=Path("backbone")),
+        "files": DataFiles(None, print),
+        "evaluate": [].append,
+        "save": lambda names: None,
+    }
+    return TaskRegistry(**made)
+
+
+def join(registry: TaskRegistry, name: str) -> None:
+    """As if its data had been tokenised."""
+    registry._join(JoiningFile(Path(name), []), registry.files)
 
 
 def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
@@ -86,12 +100,26 @@ def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
     assert engine.tasks == ["a", "b"] and registry.waiting
     engine.tasks.clear()  # both have left
     coming = [task("bad"), task("behind")]
-    monkeypatch.setattr(module, "load_task_file", lambda path, data_later: [])
-    monkeypatch.setattr(module, "check_joining", lambda *arguments: None)
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: coming)
-    registry._join(Path("bad.yaml"))
+    join(registry, "bad.yaml")
     assert engine.tasks == ["waits"]
     assert registry.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
     engine.tasks.clear()
     registry.admit()
     assert engine.tasks == [] and not registry.waiting, "nobody of a refused file trains later"
+
+
+def test_who_joins_while_others_train_is_not_evaluated_at_once(
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: Any = registry.evaluate
+    engine: Any = registry.engine
+    engine.done = 0
+    registry.register([task("a")])
+    monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("b")])
+    join(registry, "b.yaml")
+    assert engine.tasks == ["a", "b"] and evaluated.__self__ == ["a"]
+    engine.tasks.clear()
+    monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("c")])
+    join(registry, "c.yaml")
+    assert evaluated.__self__ == ["a", "c"]

@@ -1,0 +1,126 @@
+"""Task files that appeared in the watched directory, while their data are tokenised in the background."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_mux.data.background import BackgroundTokenising
+from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.errors import UserError
+from megatron_mux.launcher import is_local_leader
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
+
+Results = dict[str, TokenisedFile | UserError]
+
+
+@dataclass
+class JoiningFile:
+    """A task file whose data are being tokenised.
+
+    Attributes:
+        path: The task file.
+        specs: Its tasks.
+        process: Tokenises their data; None while it has not begun, and on ranks that leave it to their host's leader.
+    """
+
+    path: Path
+    specs: list[TaskSpec]
+    process: BackgroundTokenising | None = None
+
+    @property
+    def data(self) -> list[str]:
+        """The data files of the tasks."""
+        evaluation = [spec.eval.path for spec in self.specs if spec.eval is not None]
+        return list(dict.fromkeys(map(str, [*(spec.data.path for spec in self.specs), *evaluation])))
+
+
+@dataclass
+class JoiningFiles:
+    """Task files in the order in which they appeared; the data of the first are being tokenised, by one rank a host.
+
+    All ranks have the same files.
+
+    Attributes:
+        files: Opens data; `files.tokenizer` is the one of `backbone`.
+        backbone: Directory of the tokenizer.
+        parallel: Where this rank stands.
+    """
+
+    files: DataFiles
+    backbone: Path
+    parallel: Parallel
+    _queue: deque[JoiningFile] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks of all files."""
+        return [spec.name for file in self._queue for spec in file.specs]
+
+    @property
+    def tokenising(self) -> bool:
+        """Whether the process for the first file is still at work on this rank."""
+        process = self._queue[0].process if self._queue else None
+        return process is not None and not process.poll()
+
+    def news(self) -> list[str]:
+        """Lines for people that have not been shown yet."""
+        process = self._queue[0].process if self._queue else None
+        if process is None:
+            return []
+        found, process.news = process.news, []
+        return found
+
+    def add(self, path: Path, specs: list[TaskSpec]) -> None:
+        """Have the data of a task file tokenised."""
+        self._queue.append(JoiningFile(path, specs))
+        self._begin()
+
+    def take(self) -> tuple[JoiningFile, DataFiles]:
+        """Take the first file out, once no rank is `tokenising`. Every rank calls it.
+
+        Returns:
+            The file, and what opens its data.
+        """
+        file = self._queue.popleft()
+        self._begin()
+        own = None if file.process is None else file.process.results
+        everyones: list[Results | None] = [own]
+        if self.parallel.world_size > 1:
+            everyones = [None] * self.parallel.world_size
+            dist.all_gather_object(everyones, own)
+        # A host's ranks are neighbours, its leader the first of them.
+        before = [found for found in everyones[: self.parallel.rank + 1] if found is not None]
+        return file, replace(self.files, tokenised=before[-1])
+
+    def cancel(self, path: Path) -> bool:
+        """Forget a task file; whether it was there."""
+        for file in self._queue:
+            if file.path == path:
+                if file.process is not None:
+                    file.process.cancel()
+                self._queue.remove(file)
+                self._begin()
+                return True
+        return False
+
+    def close(self) -> None:
+        """Forget all of them."""
+        for file in self._queue:
+            if file.process is not None:
+                file.process.cancel()
+        self._queue.clear()
+
+    def _begin(self) -> None:
+        """Start the process of the first file."""
+        if self._queue and self._queue[0].process is None and is_local_leader():
+            first = self._queue[0]
+            first.process = BackgroundTokenising(self.backbone, first.data, self.files.cache)

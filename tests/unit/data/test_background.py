@@ -1,0 +1,104 @@
+"""Tokenising in a process of its own gives what tokenising here gives, tells what is wrong, and can be cancelled."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_mux.data.background import BackgroundTokenising
+from megatron_mux.data.background_worker import main
+from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.token_cache import TokenCacheWriter
+from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A directory with a tokenizer."""
+    directory = tmp_path_factory.mktemp("backbone")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def records(path: Path, count: int) -> str:
+    path.write_text("".join(json.dumps({"text": f"hello world {i}"}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_it_gives_what_tokenising_here_gives(
+    tmp_path: Path, backbone: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two good files, a bad one, and one that is not there."""
+    monkeypatch.setenv("RANK", "1")  # of this process, not of the other
+    good = records(tmp_path / "good.jsonl", 30)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{\n')
+    missing = str(tmp_path / "missing.jsonl")
+    process = BackgroundTokenising(backbone, [good, str(bad), missing], tmp_path / "tokens")
+    wait(process.poll)
+    assert process.results is not None
+    found = process.results[good]
+    assert isinstance(found, TokenisedFile)
+
+    def forbidden(*arguments: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(TokenCacheWriter, "__init__", forbidden)
+    files = DataFiles(tokenizer, print, tmp_path / "tokens", process.results)
+    data = files.open(good, 8)
+    assert len(data) == 30 and Path(data.tokenised.entry).parent == tmp_path / "tokens"
+    for path, said in ((str(bad), f"{bad}: line 2: not valid JSON"), (missing, f"{missing}: no such file")):
+        with pytest.raises(UserError) as caught:
+            files.open(path, 8)
+        assert str(caught.value).startswith(said)
+
+
+def test_the_end_of_its_process_is_an_error(tmp_path: Path, backbone: Path) -> None:
+    path = records(tmp_path / "data.jsonl", 3)
+    process = BackgroundTokenising(backbone, [path], None)
+    process._process.kill()
+    wait(process.poll)
+    assert process.results is not None
+    assert str(process.results[path]) == f"{path}: the process that tokenises was killed by signal 9"
+    process = BackgroundTokenising(tmp_path / "nowhere", [path], None)
+    wait(process.poll)
+    assert process.results is not None
+    said = str(process.results[path])
+    assert said.startswith(f"{path}: the process that tokenises failed with status 1: ") and "nowhere" in said
+
+
+def test_it_can_be_cancelled(tmp_path: Path, backbone: Path) -> None:
+    process = BackgroundTokenising(backbone, [records(tmp_path / "data.jsonl", 3)], tmp_path / "tokens")
+    assert not process.poll()
+    process.cancel()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process._process.pid, 0)
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_it_has_idle_priority_and_leaves_with_its_parent(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose parent is not this process's parent: as if that had ended."""
+    nice: list[int] = []
+    monkeypatch.setattr(os, "nice", nice.append)
+    path = records(tmp_path / "data.jsonl", 1000)
+    request = {"backbone": str(backbone), "paths": [path], "cache": str(tmp_path / "tokens")}
+    with pytest.raises(SystemExit):
+        main({**request, "parent": os.getpid()})
+    assert nice == [19]
+    assert list((tmp_path / "tokens").iterdir()) == []

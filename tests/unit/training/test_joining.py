@@ -1,0 +1,89 @@
+"""Files that join wait for their data one after the other, and may leave before their turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_mux.data.data_files import DataFiles
+from megatron_mux.training import joining
+from megatron_mux.training.joining import JoiningFiles
+
+
+class Process:
+    """In the place of `BackgroundTokenising`: done when it is told to be."""
+
+    made: list[Process]
+
+    def __init__(self, backbone: Path, paths: list[str], cache: Path | None) -> None:
+        self.paths = paths
+        self.news = ["half of it"]
+        self.results: dict[str, Any] | None = None
+        self.cancelled = False
+        self.made.append(self)
+
+    def poll(self) -> bool:
+        return self.results is not None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def specs(name: str, *paths: str) -> list[Any]:
+    evaluation = SimpleNamespace(path="held-out")
+    return [SimpleNamespace(name=f"{name}-{p}", data=SimpleNamespace(path=p), eval=evaluation) for p in paths]
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
+    Process.made = []
+    monkeypatch.setattr(joining, "BackgroundTokenising", Process)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    alone: Any = SimpleNamespace(world_size=1, rank=0)
+    return JoiningFiles(DataFiles(None, print), Path("backbone"), alone)
+
+
+def test_one_file_at_a_time(files: JoiningFiles) -> None:
+    assert not files and not files.tokenising and files.news() == []
+    files.add(Path("a.yaml"), specs("a", "x", "y"))
+    files.add(Path("b.yaml"), specs("b", "z"))
+    assert [process.paths for process in Process.made] == [["x", "y", "held-out"]]
+    assert files.tokenising and files.names == ["a-x", "a-y", "b-z"]
+    assert files.news() == ["half of it"] and files.news() == []
+    results: Any = {"x": "tokens"}
+    Process.made[0].results = results
+    assert not files.tokenising
+    file, opened = files.take()
+    assert (file.path, opened.tokenised) == (Path("a.yaml"), results)
+    assert [process.paths for process in Process.made[1:]] == [["z", "held-out"]] and files.tokenising
+
+
+def test_a_file_that_leaves_ends_its_process(files: JoiningFiles) -> None:
+    for name in "abc":
+        files.add(Path(f"{name}.yaml"), specs(name, name))
+    assert files.cancel(Path("b.yaml")) and not files.cancel(Path("b.yaml"))
+    assert files.cancel(Path("a.yaml"))
+    first, second = Process.made
+    assert first.cancelled and second.paths == ["c", "held-out"]
+    files.close()
+    assert second.cancelled and not files
+
+
+def test_other_ranks_of_a_host_leave_it_to_the_first(
+    files: JoiningFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 2 and 3 are on the second host, whose own leader's results are theirs."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    files.parallel = SimpleNamespace(world_size=4, rank=3)  # type: ignore[assignment]
+    files.add(Path("a.yaml"), specs("a", "x"))
+    assert Process.made == [] and not files.tokenising
+
+    def gather(found: list[Any], own: Any) -> None:
+        assert own is None
+        found[:] = [{"x": "on the first host"}, None, {"x": "on the second"}, None]
+
+    monkeypatch.setattr(joining.dist, "all_gather_object", gather)
+    assert files.take()[1].tokenised == {"x": "on the second"}
