@@ -57,12 +57,11 @@ class BackgroundTokenising:
             "backbone": str(backbone),
             "paths": paths,
             "cache": cache and str(cache),
-            "parent": os.getpid(),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_mux.data.background_worker", json.dumps(request)],
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # it ends with this process
             stdout=self._output,
             stderr=self._errors,
             start_new_session=True,  # Ctrl-C is for this process, which then cancels it
@@ -108,6 +107,8 @@ class BackgroundTokenising:
         return UserError(f"{', '.join(self.paths)}: the process that tokenises {how}{said}")
 
     def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._output.close()
         self._errors.close()
 

@@ -1,14 +1,15 @@
 """The process behind `BackgroundTokenising`: one request as its argument, lines of JSON as its output.
 
-A line holds a text for people, or, last, each file's tokens or problems.
+A line holds a text for people, or, last, each file's tokens or problems. Standard input ends when the process that
+waits for the results ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ def main(request: dict[str, Any]) -> None:
     """Tokenise what a request names.
 
     Args:
-        request: `backbone`, `paths` and `cache` of `BackgroundTokenising`; `parent`, the process that asks.
+        request: `backbone`, `paths` and `cache` of `BackgroundTokenising`.
     """
     os.nice(19)
     cache = None if request["cache"] is None else Path(request["cache"])
     tokenizer = load_tokenizer(request["backbone"])
     results: dict[str, Any] = {}
     for path in dict.fromkeys(request["paths"]):
-        progress = _while_parent_lives(progress_lines(Path(path), _write), request["parent"])
+        progress = _while_awaited(progress_lines(Path(path), _write))
         try:
             results[path] = asdict(tokenise_file(Path(path), tokenizer, cache, progress))
         except UserError as error:
@@ -37,11 +38,11 @@ def main(request: dict[str, Any]) -> None:
     _write(results)
 
 
-def _while_parent_lives(progress: Progress, parent: int) -> Callable[[int, int, int], None]:
+def _while_awaited(progress: Progress) -> Progress:
     """The same, but leave when nobody waits for the results any more."""
 
     def tell(done: int, size: int, records: int) -> None:
-        if os.getppid() != parent:
+        if select.select([sys.stdin], [], [], 0)[0]:
             sys.exit(1)
         progress(done, size, records)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,12 +95,17 @@ def test_it_can_be_cancelled(tmp_path: Path, backbone: Path) -> None:
 def test_it_has_idle_priority_and_leaves_with_its_parent(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request whose parent is not this process's parent: as if that had ended."""
     nice: list[int] = []
+    reading, writing = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reading))
     monkeypatch.setattr(os, "nice", nice.append)
     path = records(tmp_path / "data.jsonl", 1000)
     request = {"backbone": str(backbone), "paths": [path], "cache": str(tmp_path / "tokens")}
-    with pytest.raises(SystemExit):
-        main({**request, "parent": os.getpid()})
+    main(request)
     assert nice == [19]
+    (entry,) = (tmp_path / "tokens").iterdir()
+    shutil.rmtree(entry)
+    os.close(writing)
+    with pytest.raises(SystemExit):
+        main(request)
     assert list((tmp_path / "tokens").iterdir()) == []
