@@ -64,7 +64,8 @@ class BackgroundTokenising:
             stdin=subprocess.PIPE,  # it ends with this process
             stdout=self._output,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for this process, which then cancels it
+            # Ctrl-C is for this process, which then cancels it. The session stays: `nice` counts within one.
+            process_group=0,
         )
 
     def poll(self) -> bool:

@@ -32,7 +32,7 @@ def test_the_leader_goes_first_whether_it_fails_or_not(monkeypatch: pytest.Monke
         monkeypatch.setenv("LOCAL_RANK", "1")
 
     monkeypatch.setattr(launcher, "launchers_store", lambda: store)
-    monkeypatch.setattr(launcher.time, "sleep", sleep)
+    monkeypatch.setattr("megatron_mux.launcher.time.sleep", sleep)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with launcher.local_leader_first():
         order.append("other")

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_mux.data import token_cache, tokenised_file
+from megatron_mux.data import token_cache
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.records import parse_record
 from megatron_mux.data.tokenise import Example, Tokeniser
@@ -198,8 +198,9 @@ def test_entries_that_nobody_opens_are_removed(
 
 
 def test_progress_is_told_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = 0.0, []
-    monkeypatch.setattr(tokenised_file.time, "monotonic", lambda: now)
+    now = 0.0
+    said: list[str] = []
+    monkeypatch.setattr("megatron_mux.data.tokenised_file.time.monotonic", lambda: now)
     tell = progress_lines(Path("data.jsonl"), said.append)
     for now in (1.0, 9.0, 11.0, 12.0, 22.0):
         tell(int(now), 44, int(100 * now))

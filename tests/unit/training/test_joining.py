@@ -85,5 +85,6 @@ def test_other_ranks_of_a_host_leave_it_to_the_first(
         assert own is None
         found[:] = [{"x": "on the first host"}, None, {"x": "on the second"}, None]
 
-    monkeypatch.setattr(joining.dist, "all_gather_object", gather)
-    assert files.take()[1].tokenised == {"x": "on the second"}
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    found: Any = files.take()[1].tokenised
+    assert found == {"x": "on the second"}

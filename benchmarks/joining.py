@@ -1,0 +1,271 @@
+"""What others notice of a task that joins with a large file, and how soon it trains (`--mux-watch`).
+
+python benchmarks/joining.py --json                       # a file of 1,000,000 records; minutes
+python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
+
+A task trains on one core, with one thread. A task file is dropped into the watched directory whose data are a file of a
+million pairs. While they are tokenised, the tokenising process is held (SIGSTOP) and let go by turns, a few of the
+engine's steps each, so that both kinds of steps meet the same machine; `slower` compares their medians. Once it is done,
+the time is taken until the new task's first step begins.
+
+Twice, if there are two cores: with the tokenising process allowed on every core (`any core`), to its end; and on none but
+the engine's (`engine's core`), where idle priority leaves it little: for a while only, since the end is hours away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from script import add_output, command_line, publish, table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+
+WORDS = "a the film story acting music plot is was great terrible long short moving dull funny and but with of".split()
+TURN_STEPS = 6
+"""Steps of the engine until the tokenising process is held or let go."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--backbone", type=Path, default=ROOT / ".quickstart" / "backbone")
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step of the task that trains")
+    parser.add_argument("--max-length", type=int, default=32)
+    parser.add_argument("--window", type=float, default=60.0, help="seconds on the engine's core alone")
+    parser.add_argument(
+        "--same-core-only", action="store_true", help="to the end, on the engine's core alone"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    add_output(parser)
+    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, leave the JSON."""
+    arguments = parse(argv)
+    if arguments.engine is not None:
+        return _engine(json.loads(arguments.engine.read_text()))
+    from megatron_mux.fusion.roofline import cpu_name
+
+    cores = sorted(os.sched_getaffinity(0))
+    result: dict[str, Any] = {"cpu": cpu_name(), "cores": len(cores), "backbone": arguments.backbone.name}
+    result |= {"records": arguments.records, "batch": arguments.batch, "max_length": arguments.max_length}
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "million.jsonl"
+        _write(data, arguments.records)
+        result["megabytes"] = round(data.stat().st_size / 1e6, 1)
+        if len(cores) > 1 and not arguments.same_core_only:
+            result["any core"] = measure(arguments, Path(directory) / "any", data, cores[0], cores, None)
+        window = None if arguments.same_core_only else arguments.window
+        own = [cores[0]]
+        result["engine's core"] = measure(arguments, Path(directory) / "same", data, cores[0], own, window)
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        if arguments.output is None:
+            return 0
+    publish(result, markdown(result), arguments.output)
+    return 0
+
+
+def measure(
+    arguments: argparse.Namespace,
+    directory: Path,
+    data: Path,
+    core: int,
+    allowed: Sequence[int],
+    window: float | None,
+) -> dict[str, Any]:
+    """One run.
+
+    Args:
+        arguments: The command line.
+        directory: Made for it.
+        data: The file of the task that joins.
+        core: The engine's.
+        allowed: The tokenising process's.
+        window: Seconds after which the run ends; None: once the new task has trained.
+    """
+    watched = directory / "watched"
+    watched.mkdir(parents=True)
+    small = directory / "small.jsonl"
+    _write(small, 2000)
+    (directory / "tasks.yaml").write_text(json.dumps({"tasks": [_task("trains", small, arguments)]}))
+    request = {
+        "arguments": [
+            *("--backbone", str(arguments.backbone), "--mux-tasks", str(directory / "tasks.yaml")),
+            *(
+                "--mux-watch",
+                str(watched),
+                "--mux-data-cache",
+                str(directory / "tokens"),
+                "--mux-no-progress",
+            ),
+        ],
+        "core": core,
+        "allowed": list(allowed),
+        "window": window,
+        "joins": json.dumps({"tasks": [_task("joins", data, arguments)]}),
+        "watched": str(watched),
+        "cache": str(directory / "tokens"),
+        "result": str(directory / "result.json"),
+    }
+    (directory / "request.json").write_text(json.dumps(request))
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--engine", str(directory / "request.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if ran.returncode or not (directory / "result.json").exists():
+        raise SystemExit(f"the run failed:\n{ran.stdout}")
+    found: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    return found
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table."""
+    lines = [
+        f"**A file of {result['records']:,} records ({result['megabytes']} MB) joins** on {result['cpu']}, "
+        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences.",
+        "",
+    ]
+    rows = []
+    for name in ("any core", "engine's core"):
+        if name in result:
+            one = result[name]
+            step = f"{one['held_step_s']:.3f} -> {one['step_s']:.3f} ({one['slower']:+.1%})"
+            joined = one.get("first_step_after_s")
+            first = f"{joined:.2f} s" if joined is not None else "-"
+            took = f"{one['tokenised_s']:.0f} s" if "tokenised_s" in one else "not finished"
+            rows.append((name, step, one["steps"], took, first))
+    headings = "tokenising on | the others' median step, held -> at work | steps | tokenised in | first step after that"
+    return "\n".join([*lines, *table(headings, rows)])
+
+
+class _Observer:
+    """In the engine's process: notes every burst of steps, holds the tokenising process by turns, ends the run."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self.request = request
+        self.bursts: list[dict[str, Any]] = []
+        self.child: Any = None
+        self.held = False
+        self.dropped = 0.0
+        self._steps = 0
+
+    def before(self) -> None:
+        """A burst begins."""
+        now = time.time()
+        if not self.dropped and self._steps >= 2 * TURN_STEPS:
+            self.dropped = now
+            path = Path(self.request["watched"]) / "joins.yaml"
+            path.with_name(".joins").write_text(self.request["joins"])
+            path.with_name(".joins").rename(path)
+        if self.child is not None and self.child.returncode is None:
+            hold = self._steps // TURN_STEPS % 2 == 1
+            if hold != self.held:
+                os.kill(self.child.pid, signal.SIGSTOP if hold else signal.SIGCONT)
+                self.held = hold
+
+    def after(self, began: float, tasks: Sequence[str], results: Sequence[Any]) -> None:
+        """A burst is done."""
+        now = time.time()
+        state = "none" if self.child is None or self.child.returncode is not None else "at work"
+        state = "held" if state == "at work" and self.held else state
+        burst = {"began": began, "seconds": (now - began) / len(results), "steps": len(results)}
+        self.bursts.append({**burst, "tasks": list(tasks), "tokenising": state})
+        self._steps += len(results)
+        window = self.request["window"]
+        if "joins" in tasks or (window is not None and self.dropped and now - self.dropped > window):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures."""
+        seconds: dict[str, list[float]] = {"none": [], "held": [], "at work": []}
+        for burst in self.bursts[3:]:
+            if "joins" not in burst["tasks"]:
+                seconds[burst["tokenising"]] += [burst["seconds"]] * burst["steps"]
+        held, at_work = statistics.median(seconds["held"]), statistics.median(seconds["at work"])
+        found: dict[str, Any] = {
+            "held_step_s": held,
+            "step_s": at_work,
+            "slower": at_work / held - 1,
+            "steps": {name: len(values) for name, values in seconds.items()},
+        }
+        joined = [burst for burst in self.bursts if "joins" in burst["tasks"]]
+        if joined:
+            # The last file of an entry to be written but for a few bytes: the process ends after that.
+            done = max(path.stat().st_mtime for path in Path(self.request["cache"]).glob("*/index.bin"))
+            found["tokenised_s"] = done - self.dropped
+            found["first_step_after_s"] = joined[0]["began"] - done
+        return found
+
+
+def _engine(request: Mapping[str, Any]) -> int:
+    """A run of `pretrain_mux.py` that is observed."""
+    os.sched_setaffinity(0, {request["core"]})
+    import pretrain_mux
+    from megatron_mux.data.background import BackgroundTokenising
+    from megatron_mux.engine import Engine
+
+    observer = _Observer(request)
+    steps, begin = Engine.steps, BackgroundTokenising.__init__
+
+    def observed_steps(self: Engine, *arguments: Any, **more: Any) -> Any:
+        observer.before()
+        began, tasks = time.time(), self.active
+        results = steps(self, *arguments, **more)
+        observer.after(began, tasks, results)
+        return results
+
+    def observed_begin(self: BackgroundTokenising, *arguments: Any) -> None:
+        begin(self, *arguments)
+        observer.child = self._process
+        os.sched_setaffinity(self._process.pid, request["allowed"])
+
+    Engine.steps = observed_steps  # type: ignore
+    BackgroundTokenising.__init__ = observed_begin  # type: ignore
+    status = pretrain_mux.main(request["arguments"])
+    if status == 0:
+        Path(request["result"]).write_text(json.dumps(observer.summary()))
+    return status
+
+
+def _task(name: str, data: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "name": name,
+        "adapter": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+        "data": {"path": str(data), "max_length": arguments.max_length},
+        "training": {"per_device_train_batch_size": arguments.batch, "max_steps": 1_000_000},
+    }
+
+
+def _write(path: Path, count: int) -> None:
+    chosen = random.Random(count)
+    with open(path, "w") as file:
+        for i in range(count):
+            prompt = " ".join(chosen.choices(WORDS, k=chosen.randint(4, 20)))
+            file.write(
+                json.dumps({"prompt": f"{i}: {prompt}", "completion": chosen.choice([" good", " bad"])})
+                + "\n"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
