@@ -140,11 +140,10 @@ def measure(
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table."""
-    lines = [
+    title = (
         f"**A file of {result['records']:,} records ({result['megabytes']} MB) joins** on {result['cpu']}, "
-        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences.",
-        "",
-    ]
+        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences."
+    )
     rows = []
     for name in ("any core", "engine's core"):
         if name in result:
@@ -155,7 +154,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             took = f"{one['tokenised_s']:.0f} s" if "tokenised_s" in one else "not finished"
             rows.append((name, step, one["steps"], took, first))
     headings = "tokenising on | the others' median step, held -> at work | steps | tokenised in | first step after that"
-    return "\n".join([*lines, *table(headings, rows)])
+    return "\n".join([title, "", *table(headings, rows)])
 
 
 class _Observer:
