@@ -109,6 +109,8 @@ class Kept:
             micro-batch: those that tensor ranks divide, and those that each has.
         copied_if_rounded: Whether these are made only if the backbone's precision is not the parameters'.
         scratch: Values in fp32 that come and go with a pass, divided over tensor ranks.
+        multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
+            its backward pass has three such tensors at a time.
     """
 
     input: bool = False
@@ -119,6 +121,7 @@ class Kept:
     whole: float = 0.0
     copied_if_rounded: bool = False
     scratch: float = 0.0
+    multiplied: float = 0.0
 
 
 def low_rank_kept(place: Place, rank: int, dropout: bool) -> Kept:

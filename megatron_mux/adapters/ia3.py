@@ -109,10 +109,11 @@ class IA3Spec(AdapterSpec):
     def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
         """See `AdapterSpec.kept`."""
         if not self.scales_input(modules, shape):
-            return Kept(output=True)
+            return Kept(output=True, multiplied=place.out_features)
         if not place.column_parallel:
-            return Kept(input=True, replaces_input=True)
-        return Kept(input=True, rows=(Row("product of its own", "columns", place.share),))
+            return Kept(input=True, replaces_input=True, multiplied=place.in_features)
+        product = Row("product of its own", "columns", place.share)
+        return Kept(input=True, rows=(product,), multiplied=place.in_features)
 
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.adapters.costs import Kept
+from megatron_mux.adapters.costs import Kept, Where
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
 from megatron_mux.memory.forms import engine_layer
 from megatron_mux.memory.forms.architecture import Architecture
@@ -38,6 +38,9 @@ class AdapterBytes(NamedTuple):
         own, all_own: `[B, S]` bytes of adapters' own.
         factors, all_factors: `[B, S]` bytes of their factors as products take them.
         scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
+        multiplied, multiplied_behind: `[B, S]` bytes of tensors that an adapter's backward pass multiplies, up to
+            attention's end and behind it.
+        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of the layer that keeps least.
         last_inputs: `[B]` bytes of a row of `inputs` behind the last layer's attention.
         last_own: `[B]` bytes of `own` there.
     """
@@ -51,6 +54,9 @@ class AdapterBytes(NamedTuple):
     factors: Array
     all_factors: Array
     scratch: Array
+    multiplied: Array
+    multiplied_behind: Array
+    least_fc2_inputs: Array
     last_inputs: Array
     last_own: Array
 
@@ -97,6 +103,7 @@ class AdapterTables:
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
         self._own, self._factors, self._scratch = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
         # The first BaseOp with an adapter: layer times BaseOps of a layer, and its index.
         self._lowest = np.array([task.lowest for task in tasks], dtype=np.int64)
@@ -118,6 +125,8 @@ class AdapterTables:
         self._own[place] += own
         self._factors[place] += factors
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._method.tensor)
+        multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
+        multiplied[place] = max(multiplied[place], self._multiplied_bytes(adapted))
         if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
             self._own_behind[k] += own
 
@@ -127,6 +136,14 @@ class AdapterTables:
         own = self._total([Saved(what, where, width, own or size) for what, where, width, own in found.rows])
         copied = size if size < 4 or not found.copied_if_rounded else 0
         return found, own, copied * (found.divided / self._method.tensor + found.whole)
+
+    def _multiplied_bytes(self, adapted: AdaptedOp) -> float:
+        """Bytes of a row of tensors that an adapter's backward pass multiplies: three in the parameters' precision,
+        and the product rounded to the backbone's."""
+        size = self._run.size
+        where: Where = "rows" if adapted.kept.output and adapted.op not in COLUMN_PARALLEL else "columns"
+        width = adapted.kept.multiplied * (3 * max(4, size) + size * (size < 4))
+        return self._total([Saved("multiplied", where, width, 1)])
 
     @property
     def step_scratch(self) -> Array:
@@ -156,6 +173,8 @@ class AdapterTables:
             inputs += needed
             if op in _BEHIND_ATTENTION:
                 last += needed[:, -1]
+            if op == "linear_fc2":
+                least = np.stack([needed[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
         everything = rows.sum(axis=1, keepdims=True)
         own = rows @ self._own + everything * self._shared(present)
         factors, scratch = present @ self._factors, _largest(present, self._scratch)
@@ -169,6 +188,9 @@ class AdapterTables:
             factors=self._most(factors),
             all_factors=factors @ self.of_stage,
             scratch=self._most(scratch),
+            multiplied=self._most(_largest(rows, self._multiplied)),
+            multiplied_behind=self._most(_largest(rows, self._multiplied_behind)),
+            least_fc2_inputs=least,
             last_inputs=last,
             last_own=rows @ self._own_behind,
         )
@@ -197,9 +219,9 @@ class AdapterTables:
         return total(saved, self._method.tensor, self._method.sequence_parallel)
 
 
-def _largest(present: Array, table: Array) -> Array:
-    """`[B, L]` the largest entry of any task that is present."""
-    if not table.any():
-        return np.zeros((len(present), table.shape[1]))
-    found: Array = (present[:, :, None] * table).max(axis=1)
+def _largest(weights: Array, table: Array) -> Array:
+    """`[B, L]` the largest entry of any task, each times the task's weight of `[B, K]`."""
+    found = np.zeros((len(weights), table.shape[1]))
+    for task in np.nonzero(table.any(axis=1))[0]:
+        found = np.maximum(found, weights[:, [task]] * table[task])
     return found

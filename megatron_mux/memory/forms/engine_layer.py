@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.saved import Pass, Saved, total
+from megatron_mux.memory.forms.saved import Pass, Saved
 from megatron_mux.memory.invisible import flash_packed
 from megatron_mux.memory.sdpa import Asked, backward_scratch
 
@@ -81,6 +81,13 @@ def _statistics(a: Architecture, run: Pass) -> int:
     return int(run.device == "cuda")
 
 
+def copied_keys(architecture: Architecture, run: Pass) -> list[Saved]:
+    """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
+    a = architecture
+    changed = a.rotary or a.qk_norm
+    return [Saved("copied keys", "columns", a.keys, run.size)] if _one_kernel(run) and not changed else []
+
+
 def _attention(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
     """Queries, keys and values as core attention takes them, and what it keeps itself.
 
@@ -117,10 +124,15 @@ def _one_kernel(run: Pass) -> bool:
 def _activation(a: Architecture, run: Pass) -> Iterator[Saved]:
     """Inside the MLP: one function takes both halves of a gated one with SiLU, else autograd keeps what they make."""
     yield Saved("input of the activation", "columns", a.inner, run.size)
-    if a.gated and a.activation not in ("silu", "swish"):
+    if a.gated and not _is_fused(a):
         yield Saved("activated half", "columns", a.ffn, run.size)
     if a.activation == "quick_gelu":
         yield Saved("sigmoid", "columns", a.ffn, run.size)
+
+
+def _is_fused(a: Architecture) -> bool:
+    """Whether one function computes both halves of a gated MLP."""
+    return a.gated and a.activation in ("silu", "swish")
 
 
 def logits(architecture: Architecture, run: Pass, tensor: int) -> tuple[int, int]:
@@ -131,19 +143,47 @@ def logits(architecture: Architecture, run: Pass, tensor: int) -> tuple[int, int
     return vocabulary * size, max(1, CHUNK_ELEMENTS[run.device] // vocabulary)
 
 
-def workspace(architecture: Architecture, run: Pass) -> list[Saved]:
-    """What lives for a moment while a layer goes backward: gradients of what it kept, of its widest half.
+def mlp_backward(architecture: Architecture, run: Pass) -> list[Saved]:
+    """What lives for a moment while the activation goes backward: its output's gradient, its input's, and in between.
 
-    An upper bound: gradients come and go one after the other. What the MLP kept is gone when attention's turn comes.
+    The function for both halves of a gated MLP makes the activated one again.
     """
     a = architecture
-    hidden = Saved("gradients of hidden states", "rows", 2 * a.hidden, run.size)
-    mlp = [Saved("gradients inside the MLP", "columns", a.inner + a.ffn, run.size)]
-    attention = [Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, run.size)]
+    again = a.ffn if _is_fused(a) else 0
+    return [
+        Saved("gradient of hidden states", "rows", a.hidden, run.size),
+        Saved("inside the MLP", "columns", a.inner + a.ffn + again, run.size),
+    ]
+
+
+def linear_fc2_backward(architecture: Architecture, run: Pass) -> list[Saved]:
+    """What lives for a moment before that, while the input of linear_fc2 is still there if an adapter needs it."""
+    return [
+        Saved("gradient of hidden states", "rows", architecture.hidden, run.size),
+        Saved("gradient of the activation's output", "columns", architecture.ffn, run.size),
+    ]
+
+
+def attention_backward(architecture: Architecture, run: Pass) -> list[Saved]:
+    """What lives for a moment while attention goes backward. What the MLP kept is gone by then.
+
+    An upper bound: gradients come and go one after the other.
+    """
+    a = architecture
+    found = [
+        Saved("gradients of hidden states", "rows", 2 * a.hidden, run.size),
+        Saved("gradients of attention", "columns", 3 * a.queries + 2 * a.keys, run.size),
+    ]
     if run.device == "cuda":
-        attention.append(Saved("attention's scratch", "columns", _scratch(a, run), 1))
-    gone = (one._replace(what=f"gone: {one.what}", width=-one.width) for one in _activation(a, run))
-    return [hidden, *max(mlp, [*attention, *gone], key=total)]
+        found.append(Saved("attention's scratch", "columns", _scratch(a, run), 1))
+    return [*found, *mlp_gone(a, run)]
+
+
+def mlp_gone(architecture: Architecture, run: Pass) -> list[Saved]:
+    """What the MLP kept, as less than nothing: when attention's turn comes it is gone."""
+    return [
+        one._replace(what=f"gone: {one.what}", width=-one.width) for one in _activation(architecture, run)
+    ]
 
 
 def _scratch(a: Architecture, run: Pass) -> float:

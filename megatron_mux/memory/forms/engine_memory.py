@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms import engine_layer
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.engine_adapters import AdapterTables
+from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.process_overhead import ProcessOverhead
@@ -217,11 +217,11 @@ class EngineMemory:
             if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
                 kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
-        kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows.copied)
+        kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
         kept[:, -1] += self._behind_the_layers(
             rows, tasks.trained[:, -1] > 0, tasks.last_inputs, tasks.last_own
         )
-        workspace = most * self._bytes(engine_layer.workspace(self.architecture, self._run)) + tasks.scratch
+        workspace = self._workspace(most, tasks)
         workspace = np.where(trains, workspace, most * layer_input * 2)
         recomputed = np.zeros_like(workspace)
         if self.method.recompute == "full":
@@ -261,11 +261,29 @@ class EngineMemory:
         angles = a.rotations * a.head_dim * self.size if a.rotary else 0
         return _ROW_INPUTS + angles
 
-    def _copied(self, copied: Array) -> Array:
-        """`[B, S]` of keys and values that attention has put together."""
-        heads = max(1.0, self.architecture.kv_heads / self.method.tensor)
-        row = 2 * heads * self.architecture.head_dim * self.size
-        found: Array = copied[:, None] * row * self._tables.of_stage.sum(axis=0)
+    def _workspace(self, most: Array, tasks: AdapterBytes) -> Array:
+        """`[B, S]` for a moment, while a layer goes backward: at the worst of several moments.
+
+        Args:
+            most: `[B, 1]` rows.
+            tasks: What adapters keep and take.
+        """
+        a, run = self.architecture, self._run
+        mlp = self._bytes(engine_layer.mlp_backward(a, run)) - tasks.least_fc2_inputs
+        mlp = np.maximum(mlp, self._bytes(engine_layer.linear_fc2_backward(a, run)))
+        attention = self._bytes(engine_layer.attention_backward(a, run))
+        hidden = most * self._bytes([engine_layer.layer_input(a, self.size)])
+        gone = most * self._bytes(engine_layer.mlp_gone(a, run))
+        found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
+        found = np.maximum(found, tasks.multiplied + hidden + gone)
+        return found + tasks.scratch
+
+    def _copied(self, rows: Rows) -> Array:
+        """`[B, S]` of keys and values that attention has put together with a prefix or with earlier chunks."""
+        a = self.architecture
+        row = 2 * max(1.0, a.kv_heads / self.method.tensor) * a.head_dim * self.size
+        own = (rows.copied > 0) * rows.most * self._bytes(engine_layer.copied_keys(a, self._run))
+        found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
         return found
 
     def _behind_the_layers(

@@ -9,7 +9,13 @@ import pytest
 
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.engine_layer import behind_attention, kept, workspace
+from megatron_mux.memory.forms.engine_layer import (
+    attention_backward,
+    behind_attention,
+    kept,
+    linear_fc2_backward,
+    mlp_backward,
+)
 from megatron_mux.memory.forms.saved import Pass, total
 from megatron_mux.memory.forms.trained_layer import kept as trained
 from tests.unit.memory.architectures import gpt2, llama
@@ -103,9 +109,10 @@ def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> Non
     assert total(saved, 4, True) == whole + (rows + columns) / 4
 
 
-def test_the_widest_half_of_a_layer_goes_backward() -> None:
-    """Gradients of hidden states, and of the MLP, or of attention in place of what the MLP kept."""
+def test_a_layer_goes_backward() -> None:
+    """Gradients of hidden states; of the MLP, where half of a gated one is made again; of attention, the MLP gone."""
     run = Pass(4, 128, device="cpu")
-    assert total(workspace(llama(), run)) == 4 * (2 * 256 + 3 * 704)
-    small = replace(llama(), ffn=64)
-    assert total(workspace(small, run)) == 4 * (2 * 256 + 3 * 256 + 2 * 128 - 2 * 64)
+    assert total(mlp_backward(llama(), run)) == 4 * (256 + 4 * 704)
+    assert total(mlp_backward(gpt2(), run)) == 4 * (256 + 2 * 1024)
+    assert total(linear_fc2_backward(llama(), run)) == 4 * (256 + 704)
+    assert total(attention_backward(llama(), run)) == 4 * (2 * 256 + 3 * 256 + 2 * 128 - 2 * 704)

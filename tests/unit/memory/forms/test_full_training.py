@@ -220,7 +220,7 @@ def test_attentions_scratch_is_the_tables() -> None:
 
     def attention(run: Pass, frozen: bool) -> float:
         small = replace(architecture, ffn=1)  # the MLP's half is smaller
-        saved = engine_layer.workspace(small, run) if frozen else workspace(small, run)
+        saved = engine_layer.attention_backward(small, run) if frozen else workspace(small, run)
         return sum(one.bytes(1, False) for one in saved if one.what == "attention's scratch")
 
     by_flash, by_cudnn = known("A100").gpu, known("H100").gpu
