@@ -29,13 +29,13 @@ PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 
 @dataclass
 class MicroBatch:
-    """What one stage computes in one clock: sequences of several tasks, laid end to end, ordered by task.
+    """What one stage computes in one clock: sequences of several tasks, packed end to end, ordered by task.
 
     Attributes:
         segments: The sequences in row order.
         task_rows: Task name to its `(start, stop)` rows; only tasks present.
         tokens: `[T]` int64 token ids (0 in padding rows at the end).
-        positions: `[T]` int64 position ids the backbone sees (shifted by P for prefix tuning).
+        positions: `[T]` int64 position ids for the backbone (shifted by P for prefix tuning).
         token_index: `[T]` int64 index of the token in its sequence, from 0, never shifted.
         sequence_ids: `[T]` int64 `Segment.sequence` of each row.
         label_rows: `[N]` int64 rows whose next token is a label.
@@ -47,7 +47,7 @@ class MicroBatch:
         task_steps: Task name to the number of optimizer steps it has done.
         training: False while evaluating: no dropout, deterministic masks.
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
-        carry: Where the chunks of the same packs leave keys and values for each other; None: nothing is cut.
+        carry: Keys and values that chunks of the same packs keep for each other; None: no sequence is cut.
     """
 
     segments: tuple[Segment, ...]
@@ -74,7 +74,7 @@ class MicroBatch:
 
     @cached_property
     def labelled(self) -> MicroBatch:
-        """The labelled rows alone, for what looks at one row at a time: N rows, without segments to attend in.
+        """The labelled rows alone, for operations on single rows: N rows, without segments.
 
         Fewer than T: the first token of a sequence is never a label.
         """
@@ -96,9 +96,9 @@ _active: MicroBatch | None = None
 
 @contextmanager
 def activate(batch: MicroBatch) -> Iterator[MicroBatch]:
-    """Make `batch` the one being computed: around its forward and around its backward (recomputation).
+    """Make `batch` the active one: use it around its forward and around its backward, which may recompute.
 
-    A plain module global, because autograd runs backward functions on threads of its own.
+    The active batch is a module global because autograd runs backward functions on threads of its own.
     """
     global _active
     before, _active = _active, batch
@@ -109,7 +109,7 @@ def activate(batch: MicroBatch) -> Iterator[MicroBatch]:
 
 
 def active() -> MicroBatch:
-    """The micro-batch being computed.
+    """The active micro-batch.
 
     Raises:
         RuntimeError: Called outside `activate`.
@@ -130,7 +130,7 @@ def pack(
     spans: Sequence[Span] | None = None,
     carry: Carry | None = None,
 ) -> MicroBatch:
-    """Lay sequences, or the parts of them that a chunk holds, end to end.
+    """Pack sequences, or the parts of them that a chunk holds, end to end.
 
     Args:
         sequences: `(task, sequence id, tokens [L] int64, labelled [L] bool, weight)`: `labelled[i]` says that token
@@ -140,9 +140,9 @@ def pack(
         position_offset: Task name to P for prefix tuning.
         multiple: Pad T to a multiple of this (sequence parallelism).
         training: See `MicroBatch.training`.
-        device: Where the tensors go.
-        spans: Of each sequence, first token and one past the last token to take; None takes all of them.
-        carry: See `MicroBatch.carry`; needed where spans leave something out.
+        device: Of the tensors.
+        spans: First token and one past the last token to take of each sequence; None takes all of them.
+        carry: See `MicroBatch.carry`; needed if spans leave tokens out.
 
     Returns:
         The micro-batch.
@@ -190,7 +190,7 @@ def _labels(
     order: Mapping[str, int],
     device: torch.device | str,
 ) -> dict[str, Any]:
-    """The fields of a micro-batch that are of labels: a row's label is the token after it, also in the next chunk."""
+    """The label fields of a micro-batch. A row's label is the next token, even if that is in the next chunk."""
     targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
     counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
     weights = torch.tensor([s[4] for s, _ in parts], dtype=torch.float32)
@@ -207,12 +207,12 @@ def _labels(
 
 
 def _join(device: torch.device | str, pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
-    """Whole numbers end to end, there may be none."""
+    """Concatenate int64 tensors, possibly none."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
 
 
 def _ranges(lengths: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
-    """Where each task's rows lie when sequences of these lengths, ordered by task, are laid end to end."""
+    """The rows of each task when sequences of these lengths, ordered by task, are packed end to end."""
     found: dict[str, tuple[int, int]] = {}
     at = 0
     for task, length in lengths:

@@ -1,4 +1,4 @@
-"""Everything that adapts Megatron-Core: to a CPU, to its versions 0.16.1 and 0.19, to being quiet.
+"""Adapting Megatron-Core: to CPUs, to what differs between its versions 0.16.1 and 0.19, and to fewer warnings.
 
 Importing this module changes nothing and imports nothing of Megatron-Core.
 """
@@ -22,7 +22,7 @@ _of_torch = (torch.cuda.current_device, torch.cuda.synchronize)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Import and build without Megatron-Core's remarks on what is optional here or old (apex, its `GPTModel`)."""
+    """Silence Megatron-Core's warnings about optional packages and its deprecated `GPTModel`."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -34,14 +34,14 @@ def quiet() -> Iterator[None]:
 
 
 def adapt_to(device: torch.device | None) -> None:
-    """Let the parts of Megatron-Core that we run do without CUDA where this process computes on a CPU.
+    """Make the parts of Megatron-Core that we use run without CUDA if this process computes on a CPU.
 
-    They allocate the results of collectives on `torch.cuda.current_device()`; on the CPU that is the CPU. Weights
-    are built on the meta device and filled by us, the backbone has no dropout, and recomputation is torch's own, so
-    neither Megatron's initialisers nor its CUDA generators are ever asked.
+    They allocate the results of collectives on `torch.cuda.current_device()`, which becomes the CPU. Nothing else is
+    needed: weights are built on the meta device and filled by us, the backbone has no dropout, and recomputation is
+    torch's, so neither Megatron's initialisers nor its CUDA generators are used.
 
     Args:
-        device: What this process computes on; None takes everything back, as a GPU does.
+        device: The device this process computes on; a GPU or None restores `torch.cuda`.
     """
     global _device
     _device = device

@@ -30,7 +30,7 @@ _current: Parallel | None = None
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands: its ranks, its groups and its device.
+    """Ranks, groups and device of this process.
 
     Ranks are laid out as Megatron does: neighbours in the world share a tensor group, then data, then pipeline.
 
@@ -40,9 +40,9 @@ class Parallel:
         pp_rank, pp_size, pp_group: Pipeline parallelism: layers are divided among these, stage by stage.
         dp_rank, dp_size, dp_group: Data parallelism: sequences are divided among these.
         model_group: The ranks that together hold one copy of the backbone (tensor x pipeline).
-        device: What this process computes on.
+        device: The device this process computes on.
         sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
-        heartbeat: Hears what this process is at.
+        heartbeat: Tells the other ranks what this process is doing.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Parallel:
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     def total(self, flags: Sequence[bool]) -> list[int]:
-        """How many ranks of the world raise each flag; every rank calls it. Waits for all of them.
+        """Count the ranks of the world that raise each flag. A collective: every rank must call it.
 
         Args:
             flags: This rank's.
@@ -75,7 +75,7 @@ class Parallel:
         return totals
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over the ranks of the world; every rank calls it. Waits for all of them.
+        """The largest of each value over the ranks of the world. A collective: every rank must call it.
 
         Args:
             values: This rank's.
@@ -118,19 +118,19 @@ def initialize(
 ) -> Parallel:
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
-    The world comes from torchrun's environment; without it this process is the whole world. May be called again
-    with other sizes: the world stays, the groups are made anew (with the same: nothing happens).
+    The world comes from torchrun's environment; without it this process is the whole world. Called again with other
+    sizes, it makes the groups again in the same world; with the same sizes it does nothing.
 
     Args:
-        tensor_parallel: Ranks that share each layer.
-        pipeline_parallel: Stages.
+        tensor_parallel: Number of ranks that share each layer.
+        pipeline_parallel: Number of ranks that layers are divided among.
         sequence_parallel: Divide the rows among tensor ranks between their regions.
-        seed: Seeds Python's and torch's generators, the same on every rank: nothing that matters may depend on them.
-        device: What to compute on; by default this process's GPU, or the CPU where there is none.
-        timeout_minutes: How long a process waits for the others before it gives up.
+        seed: For Python's and torch's generators, the same on every rank. No result depends on them.
+        device: To compute on; by default this process's GPU, or the CPU if there is none.
+        timeout_minutes: How long a collective waits for the others before it fails.
 
     Returns:
-        This process's place.
+        Ranks, groups and device of this process.
 
     Raises:
         UserError: The sizes do not fit the number of processes or each other, or torchrun's environment is incomplete.
@@ -166,7 +166,7 @@ def initialize(
 
 
 def _place(mpu: Any, rank: int, world_size: int, device: torch.device, sequence_parallel: bool) -> Parallel:
-    """This process's place in the groups that Megatron-Core has made."""
+    """Ranks, groups and device of this process, from Megatron-Core's groups."""
     return Parallel(
         rank=rank,
         world_size=world_size,
@@ -186,15 +186,15 @@ def _place(mpu: Any, rank: int, world_size: int, device: torch.device, sequence_
 
 
 def adopt(device: torch.device, sequence_parallel: bool = False, groups: Any = None) -> Parallel:
-    """This process's place in groups that another program has made with Megatron-Core; nothing is changed.
+    """Ranks, groups and device in groups that another program made with Megatron-Core; changes nothing.
 
     Args:
-        device: What that program computes on.
+        device: The device that program computes on.
         sequence_parallel: Whether its model divides rows among tensor ranks.
         groups: Its `ProcessGroupCollection`, of which `tp` and `pp` replace Megatron-Core's global groups.
 
     Raises:
-        UserError: It has not made any.
+        UserError: It made none.
     """
     with megatron_core.quiet():
         from megatron.core import parallel_state as mpu
@@ -231,7 +231,7 @@ def shutdown() -> None:
 
 
 def _leave_groups(mpu: Any) -> None:
-    """Megatron-Core forgets its groups without ending them: each would keep its threads and sockets."""
+    """Destroy Megatron-Core's groups: it only forgets them, and each would keep its threads and sockets."""
     for group in getattr(mpu, "_global_process_group_list", None) or []:
         if group is not None:
             dist.destroy_process_group(group)
@@ -305,7 +305,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None on a CPU, whose memory is shared with everything else."""
+    """Bytes of a GPU's memory; None on a CPU, which shares its memory with everything else."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)

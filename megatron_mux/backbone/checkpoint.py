@@ -1,4 +1,4 @@
-"""A Hugging Face directory of safetensors: what it holds (from headers alone) and parts of it on demand."""
+"""The safetensors of a Hugging Face directory: their headers, checked, and any part of a tensor on demand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint: its file, safetensors dtype, shape, and the byte of the file where it begins."""
+    """Where a tensor is stored: file, safetensors dtype, shape, and the offset of its first byte in the file."""
 
     file: Path
     dtype: str
@@ -37,10 +37,13 @@ class Stored:
 
 
 def refuse_megatron(path: Path) -> None:
-    """A Megatron distributed checkpoint is told from a Hugging Face directory by what it lacks and has.
+    """Refuse a Megatron distributed checkpoint, recognised by its files.
 
-    To support it, `Backbone.load` would take another source of tensors here: the plan of `weights.py` says which
-    rows and columns of which Hugging Face tensor a rank needs; only their names and layout differ.
+    To support it, another source of tensors would stand beside `Checkpoint`: the plan of `weights.py` says which
+    rows and columns of which Hugging Face tensor a rank needs.
+
+    Raises:
+        UserError: It is one.
     """
     if (path / "config.json").is_file() or not path.is_dir():
         return
@@ -55,13 +58,13 @@ def refuse_megatron(path: Path) -> None:
 
 
 class Checkpoint:
-    """The tensors of a directory.
+    """The tensors of a directory. Use it as a context manager: files stay open inside.
 
     Args:
         path: The directory.
 
     Raises:
-        UserError: No safetensors, or a file that is unreadable, truncated or of a dtype that is not supported.
+        UserError: There are no safetensors, or a file is unreadable, truncated or damaged.
 
     Attributes:
         tensors: By name.
@@ -147,7 +150,7 @@ class Checkpoint:
         return self._digest.hexdigest()
 
     def check_dtype(self, name: str) -> str | None:
-        """What is wrong with a tensor's dtype, if anything."""
+        """The problem with a tensor's dtype; None if it is supported."""
         stored = self.tensors[name]
         if stored.dtype in _DTYPES:
             return None
@@ -190,14 +193,23 @@ class Checkpoint:
     def read_chunks(
         self, name: str, rows: slice, columns: slice, chunk_bytes: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """A part of a matrix, some rows at a time: `(rows before it, chunk)`."""
+        """Read a part of a matrix in chunks of rows.
+
+        Args:
+            name: Of the tensor.
+            rows, columns: The part.
+            chunk_bytes: The most that a chunk takes in fp64.
+
+        Yields:
+            Number of rows before the chunk, and the chunk.
+        """
         step = max(1, chunk_bytes // (max(1, self.tensors[name].shape[1]) * 8))
         for start in range(rows.start, rows.stop, step):
             yield start - rows.start, self.read(name, slice(start, min(start + step, rows.stop)), columns)
 
 
 class NoWeights:
-    """In place of a `Checkpoint` where there is a config.json alone: parameters are made and left as they are."""
+    """Takes the place of a `Checkpoint` where there is only a config.json: reads nothing, parameters stay undefined."""
 
     def __enter__(self) -> NoWeights:
         return self
@@ -206,13 +218,13 @@ class NoWeights:
         pass
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
-        """Zero, for all of it."""
+        """A zero that broadcasts."""
         return torch.zeros(())
 
     def read_chunks(
         self, name: str, rows: slice, columns: slice, chunk_bytes: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Nothing."""
+        """No chunks."""
         return iter(())
 
 

@@ -1,14 +1,12 @@
-"""Where Hugging Face modules lie within Megatron's fused, divided operators.
+"""Which columns of Megatron's fused, divided operators hold which features of Hugging Face modules.
 
-Megatron fuses q, k and v group by group (the queries of a key-value head, its key, its value), divides the fused rows
-evenly among tensor ranks, even amid a group where ranks outnumber key-value heads, and keeps the gate's part of a rank
-before the plain half's. One function says which output feature of which role each column of a rank holds; weights are
-read and adapters are placed by it.
+Megatron fuses q, k and v group by group (the queries of a key-value head, its key, its value) and divides the fused
+rows evenly among tensor ranks, which splits groups where there are more ranks than key-value heads. On each rank the
+gate's columns come before the plain half's. `roles` says which output feature of which role each column of a rank
+holds; weights are read and adapters are divided by it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,28 +16,23 @@ from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName, ModuleColumns
 
 
-@dataclass(frozen=True)
-class Place:
-    """Some columns of a BaseOp's output on one rank, in ascending order, and the role's features they hold."""
-
-    columns: Tensor
-    features: Tensor
-
-
-def places(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, Place]:
-    """Where each role lies in a BaseOp's output on tensor rank `rank` of `size`; possibly nowhere."""
+def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
+    """The columns of each role in a BaseOp's output on tensor rank `rank` of `size`; there may be none."""
     if op == "linear_qkv":
         return _qkv(shape, rank, size)
     if op == "linear_fc1":
         part = shape.ffn // size
         features = torch.arange(rank * part, (rank + 1) * part)
-        roles = ("gate", "up") if shape.gated else ("fc",)
-        return {role: Place(torch.arange(part) + i * part, features) for i, role in enumerate(roles)}
+        halves = ("gate", "up") if shape.gated else ("fc",)
+        return {
+            role: ModuleColumns(torch.arange(part) + i * part, features, shape.ffn)
+            for i, role in enumerate(halves)
+        }
     every = torch.arange(shape.hidden)
-    return {"out": Place(every, every)}
+    return {"out": ModuleColumns(every, every, shape.hidden)}
 
 
-def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, Place]:
+def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, ModuleColumns]:
     groups, per_group, width = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
     queries = torch.arange(shape.heads * width).view(groups, per_group * width)
     keys = torch.arange(groups * width).view(groups, width)
@@ -51,29 +44,29 @@ def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, Place]:
     found = {}
     for i, role in enumerate(("q", "k", "v")):
         columns = (kind == i).nonzero().squeeze(1)
-        found[role] = Place(columns, features[columns])
+        found[role] = ModuleColumns(columns, features[columns], shape.role_width(role))
     return found
 
 
-def columns_of(shape: BackboneShape, module: Module, found: dict[str, Place]) -> ModuleColumns:
+def _joined(module: Module, found: dict[str, ModuleColumns]) -> ModuleColumns:
     """The columns of a whole Hugging Face module, whose output may hold several roles one after the other."""
     columns, features, offset = [], [], 0
     for role in module.roles:
         columns.append(found[role].columns)
         features.append(found[role].features + offset)
-        offset += shape.role_width(role)
+        offset += found[role].out_features
     column, order = torch.cat(columns).sort()
     return ModuleColumns(column, torch.cat(features)[order], offset)
 
 
 def parts(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
     """The columns of a BaseOp's modules on tensor rank `rank` of `size`, by their path within the layer."""
-    found = places(shape, op, rank, size)
-    return {module.path: columns_of(shape, module, found) for module in shape.names.ops[op]}
+    found = roles(shape, op, rank, size)
+    return {module.path: _joined(module, found) for module in shape.names.ops[op]}
 
 
 def in_range(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> tuple[int, int]:
-    """Which input features a rank holds: all of them where the BaseOp's columns are divided."""
+    """The range of input features that a rank holds: all of them for column-parallel BaseOps."""
     full = shape.in_features(op)
     if op in COLUMN_PARALLEL:
         return 0, full
@@ -81,7 +74,7 @@ def in_range(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> tupl
 
 
 def runs(columns: Tensor, features: Tensor) -> list[tuple[int, int, int]]:
-    """Cut a place into `(column, feature, length)` runs in which both count up by one."""
+    """Split matching columns and features into `(column, feature, length)` runs in which both count up by one."""
     if not columns.numel():
         return []
     jumps = ((columns.diff() != 1) | (features.diff() != 1)).nonzero().squeeze(1) + 1

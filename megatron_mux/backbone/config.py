@@ -1,4 +1,4 @@
-"""Reads config.json: every field is used, known to be without effect, checked, or refused by name."""
+"""Reading config.json: every field is used, known to have no effect, checked, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.shape import Rope
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.pointwise import ACTIVATIONS
 
 _IGNORED = frozenset(
-    # What a checkpoint says about its making, its use for other things, and sampling.
+    # How the checkpoint was made, options of sampling and of other heads.
     """
     _name_or_path _num_labels num_labels _attn_implementation architectures attn_implementation auto_map bos_token_id
     chunk_size_feed_forward classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label
@@ -31,7 +32,7 @@ _IGNORED = frozenset(
 _FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
-    # transformers lets tokens see later ones for whatever else stands here, null included.
+    # transformers lets tokens attend to later ones for any other value, null included.
     "is_causal": (True,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
@@ -46,19 +47,21 @@ _SIZES = frozenset(
     head_dim intermediate_size ffn_dim n_inner vocab_size max_position_embeddings n_positions window_size
     """.split()
 )
-# For these null says something: as many as there are heads, or a width that follows from the others.
+# Null has a meaning for these: as many as there are heads, or a width that follows from the others.
 _SIZES_OR_NULL = frozenset({"num_key_value_heads", "head_dim", "intermediate_size", "n_inner"})
-
-_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "swish")
 
 
 def refuse(field: str, value: Any, supported: str) -> NoReturn:
-    """Refuse a config by the name of the field that asks for what is not done."""
+    """Refuse a config by the name of the field that asks for something unsupported.
+
+    Raises:
+        UserError: Always.
+    """
     raise UserError(problem(field, value, supported))
 
 
 def problem(field: str, value: Any, supported: str) -> str:
-    """The sentence that refuses a field."""
+    """The message that refuses a field."""
     return f"The backbone's config.json asks for {field} = {json.dumps(value, default=str)}: supported is {supported}."
 
 
@@ -74,7 +77,7 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
         All fields.
 
     Raises:
-        UserError: Fields that ask for what is not done, all of them.
+        UserError: Lists every field that asks for something unsupported.
     """
     from transformers import CONFIG_MAPPING
 
@@ -83,7 +86,7 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
         full: dict[str, Any] = config.to_dict()
         # Some names are stored under another one (GPT-2's n_embd); both may be asked for.
         full |= {name: getattr(config, name) for name in config.attribute_map}
-    except Exception as error:  # transformers raises whatever its validators happen to raise
+    except Exception as error:  # transformers lets its validators raise anything
         raise UserError(f"{path} is not a valid {family.model_type} config: {error}.") from None
     problems = _problems(family, {**raw, **full}, raw)
     if problems:
@@ -116,13 +119,13 @@ def _is_size(value: Any) -> bool:
 
 def activation(field: str, value: Any) -> str:
     """Check the name of an activation function."""
-    if value not in _ACTIVATIONS:
-        refuse(field, value, ", ".join(_ACTIVATIONS))
+    if value not in ACTIVATIONS:
+        refuse(field, value, ", ".join(ACTIVATIONS))
     return str(value)
 
 
 def head_dim(full: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """The config's head size, or the one that makes the heads as wide as the hidden states."""
+    """Width of a head: the config's, or the hidden size divided by the number of heads."""
     if full.get("head_dim"):
         return int(full["head_dim"])
     if hidden % heads:
@@ -131,7 +134,7 @@ def head_dim(full: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def divisible_heads(heads: int, kv_heads: int) -> None:
-    """Key-value heads must divide the heads."""
+    """Check that the number of key-value heads divides the number of heads."""
     if kv_heads < 1 or heads % kv_heads:
         refuse("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
 
@@ -237,7 +240,7 @@ _ROPE_COMMON = (
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` may be one, several or none."""
+    """The value of `eos_token_id` as a tuple: the config has one, several or none."""
     if value is None:
         return ()
     return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)

@@ -41,11 +41,11 @@ class Backbone:
     """One stage of the frozen model on this process. Made by `Backbone.load`, or several by `load_stages`.
 
     Attributes:
-        info: What config.json and the headers say.
-        shape: Its sizes, `padded_vocab` as divided here.
-        parallel: This process's place.
+        info: What config.json and the headers of the weights say.
+        shape: Its structure, `padded_vocab` as divided here.
+        parallel: Ranks, groups and device of this process.
         dtype: Of weights and hidden states.
-        device: Where it is.
+        device: Of the weights.
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
         model: Megatron's `GPTModel` (a container here: its `forward` is not used).
@@ -72,9 +72,11 @@ class Backbone:
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
         self.dtype = next(model.parameters()).dtype
-        # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
-        scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
-        self._embedding_scale = scale.to(self.dtype)
+        self._embedding_scale: Tensor | None = None
+        if shape.embedding_scale != 1.0:
+            # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
+            scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
+            self._embedding_scale = scale.to(self.dtype)
         self._rotaries = {
             rope: Rotary(rope, shape.head_dim, self.device)
             for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
@@ -93,20 +95,20 @@ class Backbone:
         residence: Kind = "resident",
         config_only: bool = False,
     ) -> Backbone:
-        """Build a stage's tensor shard and fill it, reading nothing else.
+        """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
         Args:
             path: A Hugging Face directory.
-            parallel: This process's place.
-            dtype: To compute in.
-            recompute: What to compute again in the backward: nothing, whole layers, or core attention.
-            split: Layers of each stage; by default as even as can be, a stage to a rank.
-            stage: Which one; by default this rank's first.
+            parallel: Ranks, groups and device of this process.
+            dtype: Of weights and hidden states.
+            recompute: What to compute again in the backward: nothing, whole layers (`full`), or core attention.
+            split: Layers of each stage; by default one stage to a rank, with the layers divided evenly.
+            stage: The stage to load; by default this rank's first.
             residence: Where weights live between uses: see `Residence`.
-            config_only: There is a config.json alone: parameters are made, and hold anything.
+            config_only: Do not look for weights: make parameters with undefined values.
 
         Raises:
-            UserError: The directory, its config or its tensors are not as they must be, or cannot be divided so.
+            UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
         """
         info = info_without_weights(path) if config_only else read_backbone_info(path)
         info.check_parallel(parallel.tp_size, parallel.pp_size)
@@ -120,33 +122,22 @@ class Backbone:
         )
         return cls(info, shape, parallel, layers, model, recompute, home)
 
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the backbone whatever its split."""
-        return self.info.fingerprint
-
-    @property
-    def modules_of_layer(self) -> dict[str, tuple[str, ...]]:
-        """For each BaseOp, the family's module paths within a layer."""
-        return {str(op): paths for op, paths in self.shape.layer_modules.items()}
-
     # ---- computing --------------------------------------------------------------------------------------------------
 
     def forward(self, batch: MicroBatch, hidden: Tensor | None = None, labelled_only: bool = False) -> Tensor:
         """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
 
         Args:
-            batch: The micro-batch, on this device. One without rows computes nothing, but brings the weights that
-                other data-parallel ranks need at this time, forward and backward.
-            hidden: What the stage before sent; None on the first stage.
-            labelled_only: Leave out of the last stage what only rows without a label would need: above the last
-                layer's attention no row looks at another. Not done where the rows are divided (sequence
-                parallelism).
+            batch: The micro-batch, on this device. One without rows computes nothing, but still gathers the weights
+                that other data-parallel ranks need at this time, forward and backward.
+            hidden: Output of the previous stage; None on the first stage.
+            labelled_only: On the last stage, compute the last layer's MLP and the final norm on labelled rows only.
+                Ignored with sequence parallelism, which divides the rows.
 
         Returns:
-            Hidden states of `hidden_shape(batch)`, after the final norm on the last stage, or `[N, 1, H]` where the
-            others were left out; `loss` and `predict` take either. They require a gradient only if `hidden` does or
-            an adapter lies below, of any task unless the weights are resident.
+            Hidden states of `hidden_shape(batch)`, after the final norm on the last stage; `[N, 1, H]` with
+            `labelled_only`. `loss` and `predict` take either. They require a gradient only if `hidden` does or an
+            adapter lies below: of a task in this batch if the weights are resident, else of any task.
         """
         if hidden is None:
             hidden = self._embed(batch)
@@ -158,7 +149,7 @@ class Backbone:
         return layers.hidden
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
-        """The rotary angles of a micro-batch for each layer of this stage; layers that rotate alike share them."""
+        """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
         found = {
             rope: rotary.angles(batch.positions, batch.segments, self.dtype)
             for rope, rotary in self._rotaries.items()
@@ -186,10 +177,14 @@ class Backbone:
         return total, nll.float()
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """For evaluation; last stage only.
+        """The labels' negative log-likelihoods and the likeliest tokens, without gradients; last stage only.
+
+        Args:
+            hidden: What `forward` returned.
+            batch: The micro-batch.
 
         Returns:
-            `[N]` negative log-likelihoods of the labels, fp32, and `[N]` int64 likeliest tokens.
+            `[N]` fp32, and `[N]` int64.
         """
         with torch.no_grad(), self.residence.using("head"):
             if not batch.rows:
@@ -200,7 +195,7 @@ class Backbone:
     def logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         """`[T, V]` logits of every row, gathered over tensor ranks, without gradients; last stage only.
 
-        For checks and exports: training never makes them.
+        For checks: training never computes them all at once.
         """
         with torch.no_grad(), self.residence.using("head"):
             local = torch.mm(self._all_rows(hidden), self._output_weight().t())
@@ -209,14 +204,14 @@ class Backbone:
             return local[:, : self.shape.vocab]
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Shape of what travels between stages."""
+        """Shape of the hidden states that stages send each other."""
         divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         return batch.rows // divided, 1, self.shape.hidden
 
     # ---- adapters ---------------------------------------------------------------------------------------------------
 
     def base_ops(self) -> list[BaseOpInfo]:
-        """The operators of this stage's layers that adapters may attach to."""
+        """The operators of this stage's layers that adapters can attach to."""
         found = []
         decoder: Any = self.model.decoder
         rank, size = self.parallel.tp_rank, self.parallel.tp_size
@@ -242,14 +237,14 @@ class Backbone:
     # ---- details ----------------------------------------------------------------------------------------------------
 
     def _embed(self, batch: MicroBatch) -> Tensor:
-        """`[T, 1, H]` (this rank's rows with sequence parallelism). Needs no gradient: nothing below is trained."""
+        """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
         embedding: Any = self.model.embedding
         with torch.no_grad(), self.residence.using("embedding", 0):
             if not batch.rows:
                 return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
-            # Not `embedding.forward`: with sequence parallelism it asks for a CUDA generator, for a dropout of zero.
+            # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
             words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
-            if self.shape.embedding_scale != 1.0:
+            if self._embedding_scale is not None:
                 words = words * self._embedding_scale
             if embedding.reduce_scatter_embeddings:
                 return words  # type: ignore[no-any-return]
@@ -263,7 +258,7 @@ class Backbone:
 
     @property
     def _trained_from(self) -> int:
-        """The first layer of this stage that some task has an adapter in: its place in the stage."""
+        """Index within the stage of the first layer in which some task has an adapter."""
         decoder: Any = self.model.decoder
         for i, layer in enumerate(decoder.layers):
             # Attaching replaces `forward` on the instance, on every rank of the stage alike.
@@ -287,7 +282,7 @@ class Backbone:
         return hidden
 
     def _all_rows(self, hidden: Tensor) -> Tensor:
-        """`[T, H]`; the loss head's partial gradients are summed on the way back."""
+        """All rows `[T, H]` on every tensor rank; the backward sums the ranks' gradients."""
         if self.parallel.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.parallel.tp_group
@@ -295,7 +290,7 @@ class Backbone:
         return hidden.squeeze(1)
 
     def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """`[N, H]`. There are fewer labels than rows, so their number tells whether the others are gone already."""
+        """Labelled rows `[N, H]`. N is less than T, so the number of rows tells whether they were selected already."""
         rows = self._all_rows(hidden)
         return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
 
@@ -324,7 +319,7 @@ def load_stages(
     residence: Kind = "resident",
     config_only: bool = False,
 ) -> list[Backbone]:
-    """All stages of this rank, in the order of the model; see `Backbone.load`."""
+    """Load all stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
         Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SegmentAttention(nn.Module):
-    """Megatron's core attention, on the segments of the micro-batch being computed.
+    """Core attention over the segments of the active micro-batch.
 
     Args:
         shape: The backbone's shape: window and scale of the layer.
@@ -43,16 +43,16 @@ class SegmentAttention(nn.Module):
         attention_bias: tuple[Tensor, Tensor] | None = None,
         **_: Any,
     ) -> Tensor:
-        """Turn queries and keys by their positions, then attend.
+        """Rotate queries and keys by their positions, then attend.
 
-        Megatron would compute the cosines anew in each layer; here they are made once a micro-batch and come in by
-        the one argument that Megatron hands to core attention unread.
+        Megatron would compute cosines and sines again in each layer. Here they are computed once a micro-batch and
+        passed as `attention_bias`, the one argument that Megatron hands to core attention untouched.
 
         Args:
             query: `[T, 1, heads on this rank, D]`.
             key: `[T, 1, kv heads on this rank, D]`.
             value: Likewise.
-            attention_mask: None: segments say it all.
+            attention_mask: None; segments take its place.
             attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
 
         Returns:
@@ -85,7 +85,7 @@ class SegmentAttention(nn.Module):
 
 
 class FrozenRMSNorm(nn.Module):
-    """RMS norm whose weight never takes a gradient."""
+    """RMS norm whose weight has no gradient."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -98,16 +98,16 @@ class FrozenRMSNorm(nn.Module):
 
 
 class Norm:
-    """Builds a layer's norm: Transformer Engine's where importable on a GPU, else torch's.
+    """Builds a norm: Transformer Engine's where importable on a GPU, else torch's.
 
-    Not Megatron's wrapper of torch's norms: that refuses sequence parallelism, whose only demand on norms (to sum
-    their weights' gradients over ranks) frozen weights do not make.
+    Megatron's wrapper of torch's norms refuses sequence parallelism, which would have to sum the gradients of their
+    weights over ranks; frozen weights have none.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> nn.Module:
-        """Megatron calls the class it finds in a spec and takes what comes back for the module."""
+        """Megatron calls the class in a spec and uses what it returns as the module."""
         fused = megatron_core.fused_norm()
         if fused is not None:
             built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)

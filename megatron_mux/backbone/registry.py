@@ -1,11 +1,10 @@
-"""Families by `model_type`, and what can be known of a backbone before its weights are read."""
+"""Families by `model_type`, and a backbone's metadata, read without its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from megatron_mux.backbone import config, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 
@@ -48,7 +46,7 @@ def family(model_type: str) -> Family:
 
 @dataclass(frozen=True)
 class BackboneInfo:
-    """A backbone without its weights: enough to validate tasks against.
+    """A backbone's metadata: enough to validate tasks against.
 
     Attributes:
         path: Its directory.
@@ -61,16 +59,6 @@ class BackboneInfo:
     shape: BackboneShape
     fingerprint: str
     stored: dict[str, str]
-
-    @property
-    def module_paths(self) -> tuple[str, ...]:
-        """Full Hugging Face names of all modules that lie within BaseOps."""
-        return self.shape.module_paths
-
-    @property
-    def layer_modules(self) -> Mapping[BaseOpName, tuple[str, ...]]:
-        """For each BaseOp, the paths within a layer of its modules."""
-        return self.shape.layer_modules
 
     def check_parallel(self, tensor_parallel: int, pipeline_parallel: int) -> None:
         """Raise `UserError` where the backbone cannot be divided so."""
@@ -88,7 +76,7 @@ def read_shape(path: str | Path) -> BackboneShape:
         path: A backbone's directory, or a config.json by itself, whatever it is called.
 
     Raises:
-        UserError: The config is not there, of an unknown family, or asks for what is not done.
+        UserError: The config is missing, of an unknown family, or asks for something unsupported.
     """
     path = Path(path)
     return _read_file(path) if path.is_file() else _read_config(path)
@@ -112,7 +100,7 @@ def read_backbone_info(path: str | Path) -> BackboneInfo:
 
 
 def info_without_weights(path: str | Path) -> BackboneInfo:
-    """What config.json alone tells, as if the weights were there; the fingerprint is no backbone's.
+    """Metadata from config.json alone, as if all weights were there; the fingerprint is empty.
 
     Raises:
         UserError: As `read_shape`.

@@ -1,13 +1,12 @@
 """Where a stage's frozen weights live between uses: in place, divided over data-parallel ranks, in host memory.
 
-A unit is what comes and goes together: a layer, the embedding, the output layer. Its parameters are views of one buffer
-whose memory is there only while the unit is in use; while a unit is in use, the next one is on its way. In between each
-rank keeps its share of the unit.
+A unit is a layer, the embedding or the output layer. Its parameters are views of one buffer, which has memory only
+while the unit is in use; meanwhile the next unit's weights are fetched. Between uses each rank keeps its share.
 
-Autograd would ask for weights where a rank's rows happen to need them, and data-parallel ranks, whose rows are not the
-same, would wait for each other. So each layer is a graph of its own, run backward within a function that brings the
-layer's weights: which weights a pass brings, and in which order, does not depend on rows. (torch's `fully_shard` leaves
-that to hooks on modules, and takes data-parallel ranks to make equal passes.)
+Autograd would need weights in an order that depends on a rank's rows, and data-parallel ranks, whose rows differ, would
+wait for each other. So each layer has a graph of its own, run backward by a function that first fetches the layer's
+weights: which weights a pass fetches, and in which order, does not depend on rows. (torch's `fully_shard` leaves that
+to hooks on modules and assumes that data-parallel ranks make equal passes.)
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from megatron_mux.runtime import Parallel
 
 Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
 Key = int | Literal["embedding", "head"]
-"""A unit of a stage: a layer by its place in the stage, or one of what lies before and behind the layers."""
+"""A unit of a stage: a layer, by its index in the stage, the embedding or the output layer."""
 
 _ALIGNMENT = 256
-"""Bytes that parameters and shares begin at multiples of, as torch's own memory does at least."""
+"""Parameters and shares start at multiples of so many bytes, like torch's own allocations."""
 
 
 def unit_of(parameter: str, layers: int) -> Key:
-    """The unit of a parameter of Megatron's `GPTModel`, by its name; the final norm goes with the last layer.
+    """The unit of a parameter of Megatron's `GPTModel`; the final norm belongs to the last layer.
 
     Args:
         parameter: Its full name.
@@ -48,14 +47,14 @@ def unit_of(parameter: str, layers: int) -> Key:
 
 
 class Unit:
-    """The frozen parameters of a unit: brought before use, dropped after.
+    """The frozen parameters of a unit: fetched before use, dropped after.
 
     Args:
         parameters: All of them, filled; they become views of the unit's buffer.
-        parallel: Where this rank stands.
-        shares: Ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps all.
+        parallel: Ranks, groups and device of this process.
+        shares: Number of ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps everything.
         offloaded: Whether the share is kept in host memory.
-        side: What copies and gathers run on.
+        side: Stream of copies and gathers.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Unit:
         self._empty()
 
     def bring(self) -> None:
-        """Set out to fill the buffer, if it is not filled or being filled already."""
+        """Start to fill the buffer, unless it is filled or being filled already."""
         if self._here:
             return
         self.whole.untyped_storage().resize_(self.whole.nbytes)
@@ -101,12 +100,12 @@ class Unit:
                 self._coming.append(work)
 
     def wait(self) -> None:
-        """Let what is computed from here on find the buffer filled."""
+        """Make the computations that follow wait until the buffer is filled."""
         self.bring()
         self._arrive()
 
     def abandon(self) -> None:
-        """Drop what is here or on its way, wherever a pass has broken off."""
+        """Drop the weights, fetched or being fetched, after a pass was interrupted."""
         self._arrive()
         self.drop()
 
@@ -130,17 +129,17 @@ def _aligned(size: int) -> int:
 
 
 class Residence:
-    """Where the frozen weights of a stage live.
+    """Keeps the frozen weights of a stage between uses.
 
     Args:
         kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each unit;
             `offloaded`: in host memory; `sharded-offloaded`: each data-parallel rank's share in host memory. With one
-            data-parallel rank there is nobody to share with.
-        parallel: Where this rank stands.
+            data-parallel rank, its share is everything.
+        parallel: Ranks, groups and device of this process.
 
     Attributes:
-        shares: Ranks that keep a share each; 1: each rank keeps all.
-        units: What comes and goes; empty where everything stays in place.
+        shares: Number of ranks that keep a share each; 1: each rank keeps everything.
+        units: The units that are fetched and dropped; empty if everything stays in place.
     """
 
     def __init__(self, kind: Kind, parallel: Parallel) -> None:
@@ -153,26 +152,26 @@ class Residence:
 
     @property
     def in_step(self) -> bool:
-        """Whether data-parallel ranks must make the same passes, since each needs what others keep."""
+        """Whether data-parallel ranks must make the same passes, because each needs the shares of the others."""
         return self.shares > 1
 
     def settle(self, key: Key, parameters: Sequence[nn.Parameter]) -> None:
-        """Let filled parameters live here from now on, as the unit `key`."""
+        """Take over filled parameters as the unit `key`."""
         if self.shares > 1 or self._offloaded:
             self.units[key] = Unit(parameters, self.parallel, self.shares, self._offloaded, self._side)
 
     def tie(self, key: Key, other: Key) -> None:
-        """Let unit `key` be the unit `other`: they share their weights."""
+        """Make `key` another name of the unit `other`, which has the same weights."""
         if other in self.units:
             self.units[key] = self.units[other]
 
     @contextmanager
     def using(self, key: Key, following: Key | None = None) -> Iterator[None]:
-        """Have the weights of a unit in place meanwhile.
+        """Context in which the weights of a unit are in place.
 
         Args:
             key: The unit.
-            following: The unit that is needed next; on its way meanwhile.
+            following: The unit that is needed next: fetched meanwhile.
         """
         unit = self.units.get(key)
         if unit is None:
@@ -187,21 +186,21 @@ class Residence:
             unit.drop()
 
     def abandon(self) -> None:
-        """Drop all weights that are here or on their way, wherever a pass has broken off."""
+        """Drop all weights, fetched or being fetched, after a pass was interrupted."""
         for unit in self.units.values():
             unit.abandon()
 
     def layers(self, hidden: Tensor, trained_from: int) -> Layers:
-        """A pass through the layers of the stage.
+        """Begin a pass through the layers of the stage.
 
         Args:
-            hidden: Where it begins.
-            trained_from: The first layer of the stage with an adapter, whoever's: the same on every data-parallel rank.
+            hidden: Input of the first layer.
+            trained_from: The first layer of the stage with an adapter of any task: equal on all data-parallel ranks.
         """
         return Layers(self, hidden, trained_from)
 
     def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
-        """The layer's output, with a backward that brings its weights whatever needs a gradient."""
+        """The layer's output, with a backward that fetches its weights even if no row needs a gradient."""
         joined: Tensor = _Join.apply(self._anchor, hidden, layer)  # type: ignore[no-untyped-call]
         return joined
 
@@ -210,7 +209,7 @@ class Layers:
     """See `Residence.layers`.
 
     Attributes:
-        hidden: What the layers so far have made.
+        hidden: Output of the layers so far.
     """
 
     def __init__(self, residence: Residence, hidden: Tensor, trained_from: int) -> None:
@@ -220,7 +219,7 @@ class Layers:
         self._needed = hidden.requires_grad  # for its value, not only because ranks keep in step
 
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
-        """Go through the stage's layer `key`, which `compute` computes."""
+        """Run the stage's layer `key` by calling `compute` with its weights in place."""
         residence = self._residence
         following: Key = key + 1 if key + 1 in residence.units else "head"
         trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
@@ -238,7 +237,7 @@ class Layers:
 
 @dataclass
 class _Layer:
-    """A layer's own graph, from a forward pass to its backward pass.
+    """A layer's own autograd graph, from its forward pass to its backward pass.
 
     Attributes:
         before: The layer whose backward pass follows, if any.
@@ -261,7 +260,7 @@ class _Layer:
 
 
 class _Join(torch.autograd.Function):
-    """Puts a layer's graph into the stage's, which so has one path, and no other, through all layers."""
+    """Inserts a layer's graph into the stage's, which thus has a single path through all layers."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, layer: _Layer) -> Tensor:

@@ -84,7 +84,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    """Stretch long wavelengths, keep short ones, interpolate between (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor

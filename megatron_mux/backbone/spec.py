@@ -1,4 +1,4 @@
-"""Megatron's GPT model as we build it: the local layer spec, with our core attention, norms and no bias too many.
+"""Building Megatron's GPT model from its local layer spec, with our core attention, norms and activations.
 
 The BaseOps stay Megatron's `ColumnParallelLinear` and `RowParallelLinear` whatever is importable: Transformer Engine's
 fused norm and linear would hide the input from the adapters. Its norms are used where it is importable, on GPUs.
@@ -6,19 +6,17 @@ fused norm and linear would hide the input from the adapters. Its norms are used
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_mux import megatron_core
 from megatron_mux.backbone.modules import Norm, NormThenAdd, SegmentAttention
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.kernels.pointwise import gated
+from megatron_mux.kernels.pointwise import ACTIVATIONS, gated
 from megatron_mux.runtime import Parallel
 
 with megatron_core.quiet():
@@ -28,20 +26,8 @@ with megatron_core.quiet():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_fast": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
-
-
 def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of the backbone. Nothing random is left in it, and nothing fused that needs CUDA."""
+    """Megatron's configuration of the backbone: no dropout, no initialisation, no fused kernels that need CUDA."""
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -52,7 +38,7 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
         normalization=shape.norm,
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=shape.gated,
-        activation_func=_ACTIVATIONS[shape.activation],
+        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=any(shape.biases[op] for op in BASE_OPS if op != "linear_qkv"),
         add_qkv_bias=shape.biases["linear_qkv"],
         qk_layernorm=shape.qk_norm,
@@ -80,7 +66,7 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
 def build(
     shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, layers: range, recompute_attention: bool
 ) -> GPTModel:
-    """A stage of the model, `layers` of it, on the meta device: it takes no memory until it is filled."""
+    """Build the stage with these layers on the meta device: it takes no memory until it is filled."""
     with megatron_core.quiet():
         config = megatron_config(shape, parallel, dtype)
     specs = [_layer_spec(shape, layer, recompute_attention) for layer in layers]
@@ -105,7 +91,7 @@ def build(
 
 
 def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> Any:
-    """Megatron's local spec with our parts in it."""
+    """Megatron's local layer spec with our norm and core attention."""
     found = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
     attention = partial(SegmentAttention, shape=shape, layer=layer, recompute=recompute_attention)
     megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
@@ -120,10 +106,10 @@ def add_output_norms(model: GPTModel, shape: BackboneShape) -> None:
 
 
 def fuse_gate(model: GPTModel, activation: str) -> None:
-    """Let gated MLPs call one function on both halves, instead of Megatron's several passes over them.
+    """Make gated MLPs call one function on both halves, instead of Megatron's several passes over them.
 
-    Megatron's MLP hands its whole inner activation to `activation_func` if it is not gated; that it is gated has done
-    its work once `linear_fc1` is built with both halves.
+    Megatron's MLP passes its whole inner activation to `activation_func` unless it is gated. `linear_fc1` has both
+    halves by now, so the flag can be cleared.
     """
     function = gated(activation)
     if function is not None:
@@ -133,7 +119,7 @@ def fuse_gate(model: GPTModel, activation: str) -> None:
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
-    """Megatron gives all linear modules a bias or none; a family may want it on some."""
+    """Remove biases that the family lacks: Megatron gives all linear modules a bias or none."""
     for name, module in model.named_modules():
         op = name.rpartition(".")[2]
         if op in BASE_OPS and not shape.biases[op]:

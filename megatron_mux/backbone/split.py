@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has.
+"""Dividing layers among the stages of a pipeline.
 
 A split counts the layers of every stage in the order of the model. With several stages to a rank (virtual stages),
 stage `s` is on rank `s % ranks`, as in Megatron.
@@ -16,21 +16,21 @@ Split = tuple[int, ...]
 
 
 def even_split(layers: int, stages: int) -> Split:
-    """As even as can be, the first stages one more where it does not come out."""
+    """Divide layers evenly; if there is a remainder, the first stages get one more each."""
     base, more = divmod(layers, stages)
     return tuple(base + (stage < more) for stage in range(stages))
 
 
 def split_between(layers: int, stages: int, first: int | None, last: int | None) -> Split:
-    """The layers that the first and the last stage do not take, evenly over the others.
+    """Divide layers among stages of which the first and the last have given numbers of them.
 
     Args:
-        layers: Of the backbone.
-        stages: At least two.
-        first, last: Layers of those stages; None: as the others.
+        layers: Number of layers of the backbone.
+        stages: Number of stages, at least two.
+        first, last: Number of layers of those stages; None: like the others.
 
     Raises:
-        UserError: It does not come out, or leaves a stage without a layer.
+        UserError: The layers do not suffice, or some are left over.
     """
     left = layers - (first or 0) - (last or 0)
     others = stages - (first is not None) - (last is not None)
@@ -52,10 +52,10 @@ def parse_layout(text: str) -> Split:
     """Read Megatron's `--pipeline-model-parallel-layout`, for instance `Et*3|(t|)*4,t*2,L`.
 
     `E` is the embedding, `t` a layer, `L` the loss, `|` the end of a stage; `x*n` repeats a letter or a group in
-    parentheses; commas are for the eye.
+    parentheses; commas are ignored.
 
     Raises:
-        UserError: It is no such text, embedding and loss are not at the ends, or a stage has no layer.
+        UserError: The text is malformed, embedding and loss are not at the ends, or a stage has no layer.
     """
     flag = f"--pipeline-model-parallel-layout {text}"
     flat = text.replace(",", "").replace(" ", "")

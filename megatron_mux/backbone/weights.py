@@ -1,7 +1,7 @@
-"""Which part of which stored tensor fills which parameter of this rank, and the filling itself.
+"""Filling a rank's parameters from the checkpoint, by a plan of which part of which stored tensor goes where.
 
-The plan is made of names and ranges alone; filling reads nothing but what the plan says, a MiB at a time, so a
-rank never holds more than its own shard and one chunk.
+The plan consists of names and ranges. Filling reads exactly what the plan says, a MiB at a time: a rank never holds
+more than its own shard and one chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULE_PATHS: dict[BaseOpName, str] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a parameter's rows and where it comes from.
+    """A run of a parameter's rows and its source.
 
     Attributes:
         row: First row of the parameter.
@@ -67,7 +67,7 @@ class Shard:
 
 
 def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor the family's checkpoint must hold, with its shape."""
+    """Every tensor that a checkpoint of this shape must hold, with its shape."""
     names, norm = shape.names, _norm_leaves(shape)
     found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
     if names.positions is not None:
@@ -94,13 +94,13 @@ def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
 
 
 def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
-    """Match what the family needs with what the checkpoint stores.
+    """Match the tensors that the shape needs with those that the checkpoint stores.
 
     Returns:
         Full Hugging Face name to stored name (checkpoints of the bare model lack its prefix).
 
     Raises:
-        UserError: Tensors that are missing, of another shape or dtype, or of no use, with their file.
+        UserError: Tensors are missing, superfluous, or of another shape or dtype; names their files.
     """
     names = shape.names
     found: dict[str, str] = {}
@@ -144,9 +144,9 @@ def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _untied(names: Names, found: dict[str, str], checkpoint: Checkpoint) -> list[str]:
-    """What is wrong if config.json ties the output layer to the embedding, yet another one is stored.
+    """The problem if config.json ties the output layer to the embedding, yet a different one is stored.
 
-    `transformers` warns and computes with the stored one: neither reading is safe to take for granted.
+    `transformers` warns and computes with the stored one; we do not guess.
     """
     head, embedding = f"{names.head}.weight", found.get(f"{names.embedding}.weight")
     if head not in checkpoint.tensors or embedding is None:
@@ -173,7 +173,7 @@ def _some(names: list[str]) -> str:
 
 
 def plan(shape: BackboneShape, shard: Shard) -> Plan:
-    """What fills each parameter of Megatron's model on one rank; `shard.layers` counts globally, the model from 0."""
+    """The pieces of each parameter of Megatron's model on one rank, whose layers count from 0."""
     names = shape.names
     filled: Plan = {}
     vocabulary = _Vocabulary(shape, shard)
@@ -195,7 +195,7 @@ def plan(shape: BackboneShape, shard: Shard) -> Plan:
 
 
 class _Vocabulary:
-    """Rows of the vocabulary on a rank; padding rows have no source and stay zero."""
+    """The rows of the vocabulary on a rank; padding rows have no source and stay zero."""
 
     def __init__(self, shape: BackboneShape, shard: Shard) -> None:
         size = shape.padded_vocab // shard.tp_size
@@ -240,10 +240,10 @@ def _layer(shape: BackboneShape, shard: Shard, target: str, source: str) -> Iter
 
 
 def check_complete(model: nn.Module, filled: Plan) -> None:
-    """Hold a plan of all parameters against the model.
+    """Check that a plan fills all parameters of the model and no others.
 
     Raises:
-        RuntimeError: The model has a parameter that the plan does not fill, or the plan one that the model lacks.
+        RuntimeError: It does not.
     """
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if wanted != filled.keys():
@@ -258,21 +258,21 @@ def fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[nn.Parameter]:
-    """Make parameters of a model built on the meta device from the checkpoint, frozen.
+    """Replace parameters on the meta device by frozen ones with the checkpoint's values.
 
     Args:
         model: The model.
-        filled: What fills them: all of the plan, or a part of it.
-        stored: From `resolve`.
-        checkpoint: To read.
+        filled: The plan, or a part of it.
+        stored: Stored name of each tensor, from `resolve`.
+        checkpoint: To read from.
         dtype: Of the parameters.
-        device: Where they go.
+        device: Of the parameters.
 
     Returns:
         The parameters.
 
     Raises:
-        UserError: A file that cannot be read.
+        UserError: A file cannot be read.
     """
     made = []
     for name, pieces in filled.items():

@@ -8,13 +8,26 @@ Shapes: T tokens, H hidden, F inner width of the MLP, h heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+"""Activation functions of MLPs, by Hugging Face's names."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -46,37 +59,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class _Gate:
-    """An activation function of the gate: itself, and its gradient written to `out`."""
-
-    function: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor], Any]
+def _silu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
 
 
-def _gelu(approximate: str) -> _Gate:
-    def backward(grad: Tensor, gate: Tensor, out: Tensor) -> Any:
-        return torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=out)
-
-    return _Gate(partial(F.gelu, approximate=approximate), backward)
+def _gelu_backward(approximate: str, grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=out)
 
 
-def _silu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> Any:
-    return torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
-
-
-_GATES = dict.fromkeys(("silu", "swish"), _Gate(F.silu, _silu_backward))
-_GATES |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _gelu("tanh"))
-_GATES["gelu"] = _gelu("none")
+_BACKWARD: dict[Any, Callable[[Tensor, Tensor, Tensor], None]] = {
+    F.silu: _silu_backward,
+    F.gelu: partial(_gelu_backward, "none"),
+    _TANH_GELU: partial(_gelu_backward, "tanh"),
+}
+"""Gradients of activation functions, written to their last argument."""
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: _Gate) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
+        ctx.activation = activation
         gate, up = x.chunk(2, dim=-1)
-        return kind.function(gate).mul_(up)
+        return activation(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -84,8 +89,8 @@ class _Gated(torch.autograd.Function):
         gate, up = x.chunk(2, dim=-1)
         back = torch.empty_like(x)
         back_gate, back_up = back.chunk(2, dim=-1)
-        torch.mul(grad, ctx.kind.function(gate), out=back_up)
-        ctx.kind.backward(grad * up, gate, back_gate)
+        torch.mul(grad, ctx.activation(gate), out=back_up)
+        _BACKWARD[ctx.activation](grad * up, gate, back_gate)
         return back, None
 
 
@@ -98,13 +103,13 @@ def gated(activation: str) -> Callable[[Tensor], Tensor] | None:
     Returns:
         The function; None where it is not written out here.
     """
-    kind = _GATES.get(activation)
+    chosen = ACTIVATIONS[activation]
 
     def function(x: Tensor) -> Tensor:
-        out: Tensor = _Gated.apply(x, kind)  # type: ignore[no-untyped-call]
+        out: Tensor = _Gated.apply(x, chosen)  # type: ignore[no-untyped-call]
         return out
 
-    return None if kind is None else function
+    return function if chosen in _BACKWARD else None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:

@@ -46,7 +46,9 @@ def save(engine: Engine, case: Case, directory: Path) -> Path:
     snapshot = engine.snapshot(case.name)
     entry = SavedTask(case.name, engine.progress(case.name)[0], "running", "", "", case.spec.plain(), data="")
     state = TaskToSave(entry, snapshot, engine.adapter_config(case.name))
-    checkpoint.save(directory, [state], plan_for("spatial", {case.name: 1}, 1), engine.backbone.fingerprint)
+    checkpoint.save(
+        directory, [state], plan_for("spatial", {case.name: 1}, 1), engine.backbone.info.fingerprint
+    )
     return directory / entry.checkpoint
 
 

@@ -1,4 +1,4 @@
-"""What all families are before their own files say otherwise: decoders with learned positions and plain MLPs."""
+"""The common base of all families: a decoder with learned positions and plain MLPs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BaseOpName
 
 USED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"})
-"""What `shape` reads of every family: a config that names them otherwise (GPT-2's n_embd) has these names too."""
+"""Fields that `shape` reads for every family; configs with other names (GPT-2's n_embd) have these as aliases."""
 
 
 def separate_qkv(attention: str) -> tuple[Module, ...]:
-    """Modules of their own for q, k and v, under the path of the attention within a layer."""
+    """Separate modules for q, k and v under the path of the attention within a layer."""
     return tuple(Module(f"{attention}.{role}_proj", (role,)) for role in ("q", "k", "v"))
 
 
 def biases(*, qkv: bool, proj: bool, mlp: bool) -> dict[BaseOpName, bool]:
-    """Which BaseOps have a bias; no family tells the two of the MLP apart."""
+    """Which BaseOps have a bias; both of the MLP or none."""
     return {"linear_qkv": qkv, "linear_proj": proj, "linear_fc1": mlp, "linear_fc2": mlp}
 
 
@@ -34,7 +34,7 @@ def shape(
     norm_eps: float,
     biases: Mapping[BaseOpName, bool],
 ) -> BackboneShape:
-    """Attention over all earlier positions, scaled by the head size; each family replaces what it does otherwise.
+    """A shape with attention over all earlier positions, scaled by the head size; each family replaces what differs.
 
     Args:
         full: The config, defaults filled in.

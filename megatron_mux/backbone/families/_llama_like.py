@@ -1,4 +1,4 @@
-"""What Llama, Mistral, Qwen2 and Qwen3 share: names of tensors, rotary positions, RMS norms, a gated MLP."""
+"""The common base of Llama and families like it: names of tensors, rotary positions, RMS norms, a gated MLP."""
 
 from __future__ import annotations
 

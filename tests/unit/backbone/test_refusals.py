@@ -295,8 +295,8 @@ def test_fingerprint_sees_config_and_data(copied: Made) -> None:
 
 def test_info_lists_modules_by_their_hugging_face_names(checkpoints: Made) -> None:
     info = read_backbone_info(checkpoints("gpt2"))
-    assert info.module_paths[:4] == tuple(
+    assert info.shape.module_paths[:4] == tuple(
         f"transformer.h.0.{m}" for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     )
-    assert info.layer_modules["linear_qkv"] == ("attn.c_attn",)
-    assert len(info.module_paths) == 16
+    assert info.shape.layer_modules["linear_qkv"] == ("attn.c_attn",)
+    assert len(info.shape.module_paths) == 16
