@@ -21,6 +21,7 @@ from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
+from tests.end_to_end.families import FAMILIES
 from tests.end_to_end.harness import Case, assert_close, random_records
 
 
@@ -56,9 +57,8 @@ Tensors = dict[str, dict[str, Tensor] | None]
 
 
 def cases_of(family: str, vocab: int) -> list[Case]:
-    qv = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
-    proj = ["attn.c_proj", "mlp.c_proj"] if family == "gpt2" else ["o_proj", "down_proj"]
-    scales = ["c_attn", "mlp.c_proj"] if family == "gpt2" else ["k_proj", "v_proj", "down_proj"]
+    targets = FAMILIES[family.partition("-")[0]]
+    qv = targets.query_value
 
     def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
         training = {
@@ -80,10 +80,15 @@ def cases_of(family: str, vocab: int) -> list[Case]:
             gradient_accumulation_steps=2,
             max_grad_norm=0.01,
         ),
-        case("bottle", {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": proj}, 5, 12),
+        case(
+            "bottle",
+            {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": targets.outputs},
+            5,
+            12,
+        ),
         case(
             "scales",
-            {"peft_type": "IA3", "target_modules": scales, "feedforward_modules": scales[-1:]},
+            {"peft_type": "IA3", "target_modules": targets.ia3, "feedforward_modules": targets.feedforward},
             6,
             12,
         ),
@@ -157,7 +162,8 @@ def references() -> dict[tuple[str, str], tuple[Results, Tensors]]:
         ("llama", "gpipe"),
         ("llama", "interleaved"),
         ("gpt2", "spatial"),
-        ("gpt2", "chunks"),
+        ("gemma3_text", "chunks"),
+        ("phi3-longrope", "chunks"),
         ("llama-one-kv-head", "spatial"),
     ],
 )
