@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_mux.backbone.family import Family
-from megatron_mux.backbone.shape import Rope
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.pointwise import ACTIVATIONS
 
@@ -139,106 +137,6 @@ def divisible_heads(heads: int, kv_heads: int) -> None:
         refuse("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
 
 
-def rope(
-    full: Mapping[str, Any], head_dim: int, layer_type: str | None = None, partial: bool = False
-) -> Rope:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
-
-    Args:
-        full: The config.
-        head_dim: Width of a head.
-        layer_type: Which of the settings, where layers of different types have their own.
-        partial: Whether the family can rotate a part of a head's features only.
-    """
-    field, found = "rope_parameters", full.get("rope_parameters")
-    if found and layer_type is not None:
-        found = found.get(layer_type)
-    if not found:
-        field, scaling = "rope_scaling", full.get("rope_scaling") or {}
-        found = {"rope_theta": full.get("rope_theta", 10000.0), **scaling}
-    kind = found.get("rope_type", found.get("type", "default"))
-    share = found.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
-    width = _rotated_width(share, head_dim, partial)
-    keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-    if keys is None:
-        refuse(field, found, "rope_type default, linear, llama3 or longrope")
-    optional = [name for name in _ROPE_OPTIONAL.get(kind, ()) if found.get(name) is not None]
-    extra = sorted(
-        name for name in found if name not in {*_ROPE_COMMON, *keys, *optional} and found[name] is not None
-    )
-    missing = [name for name in keys if found.get(name) is None]
-    if extra or missing:
-        said = f"{', '.join(extra)} unknown" if extra else f"{', '.join(missing)} missing"
-        refuse(field, found, f"for rope_type {kind}: {', '.join(keys) or 'rope_theta alone'} ({said})")
-    values = {
-        "rope_theta": found.get("rope_theta", 10000.0),
-        **{name: found[name] for name in (*keys, *optional)},
-    }
-    wrong = [name for name, value in values.items() if not _is_rope_value(name, value, width // 2)]
-    if wrong:
-        several = f", {width // 2} of them for " if _ROPE_LISTS & set(wrong) else " for "
-        refuse(field, found, f"a positive number{several}{', '.join(values)}")
-    if kind == "longrope":
-        values = _with_attention_factor(values, full)
-    settings: dict[str, Any] = {
-        _ROPE_FIELDS[name]: tuple(map(float, value)) if name in _ROPE_LISTS else value
-        for name, value in values.items()
-    }
-    return Rope(**{**settings, "theta": float(settings["theta"])}, kind=kind, rotated_share=float(share))
-
-
-def _rotated_width(share: Any, head_dim: int, partial: bool) -> int:
-    """How many features of a head are rotated, an even number."""
-    if not partial and share != 1.0:
-        refuse("partial_rotary_factor", share, "1.0")
-    if type(share) not in (int, float) or not 0 < share <= 1 or int(head_dim * share) % 2:
-        refuse("partial_rotary_factor", share, f"a part of head_dim {head_dim} that is an even number")
-    return int(head_dim * share)
-
-
-def _is_rope_value(name: str, value: Any, count: int) -> bool:
-    numbers = value if name in _ROPE_LISTS else [value]
-    if not isinstance(numbers, (list, tuple)) or (name in _ROPE_LISTS and len(numbers) != count):
-        return False
-    return all(type(number) in (int, float) and number > 0 for number in numbers)
-
-
-def _with_attention_factor(values: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    """LongRoPE's factor on cosines and sines, by how much longer sequences have become, where none is given."""
-    original = values["original_max_position_embeddings"]
-    times = values.get("factor", full["max_position_embeddings"] / original)
-    default = math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
-    found = {name: value for name, value in values.items() if name != "factor"}
-    return {"attention_factor": default, **found}
-
-
-_ROPE_FIELDS = {
-    "rope_theta": "theta",
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_positions",
-    "short_factor": "short_factors",
-    "long_factor": "long_factors",
-    "attention_factor": "attention_factor",
-}
-_ROPE_LISTS = frozenset({"short_factor", "long_factor"})
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}
-_ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {"longrope": ("factor", "attention_factor")}
-_ROPE_COMMON = (
-    "rope_theta",
-    "rope_type",
-    "type",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
-
-
 def token_ids(value: Any) -> tuple[int, ...]:
     """The value of `eos_token_id` as a tuple: the config has one, several or none."""
     if value is None:
@@ -274,14 +172,3 @@ def windows_by_layer_type(full: Mapping[str, Any], layers: int, size: int | None
     if size is None and "sliding_attention" in types:
         refuse("layer_types", types, "sliding_attention only with a sliding_window that is used")
     return tuple(size if kind == "sliding_attention" else None for kind in types)
-
-
-def ropes_by_layer(
-    full: Mapping[str, Any], head_dim: int, layers: int, partial: bool = False
-) -> tuple[Rope, ...]:
-    """The rotary embedding of each layer: one for all, or one for each of `layer_types`. Arguments as for `rope`."""
-    if "full_attention" not in (full.get("rope_parameters") or {}):
-        return (rope(full, head_dim, partial=partial),) * layers
-    types = layer_types(full, layers)
-    found = {kind: rope(full, head_dim, kind, partial) for kind in set(types)}
-    return tuple(found[kind] for kind in types)

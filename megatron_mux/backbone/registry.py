@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_mux.backbone import config, weights
+from megatron_mux.backbone import config, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.family import Family
 from megatron_mux.backbone.shape import BackboneShape
@@ -93,7 +93,7 @@ def read_backbone_info(path: str | Path) -> BackboneInfo:
     path = Path(path)
     shape = _read_config(path)
     with Checkpoint(path) as checkpoint:
-        stored = weights.resolve(shape, checkpoint)
+        stored = resolve.resolve(shape, checkpoint)
         digest = hashlib.sha256((path / "config.json").read_bytes())
         digest.update(checkpoint.digest.encode())
     return BackboneInfo(path, shape, digest.hexdigest(), stored)
@@ -107,7 +107,7 @@ def info_without_weights(path: str | Path) -> BackboneInfo:
     """
     path = Path(path)
     shape = _read_config(path)
-    return BackboneInfo(path, shape, "", {name: name for name in weights.expected(shape)})
+    return BackboneInfo(path, shape, "", {name: name for name in resolve.expected(shape)})
 
 
 def _read_config(path: Path) -> BackboneShape:

@@ -97,6 +97,11 @@ class BackboneShape:
     embedding_scale: float = 1.0
 
     @property
+    def norm_leaves(self) -> tuple[str, ...]:
+        """Names of the tensors of a norm."""
+        return ("weight", "bias") if self.norm == "LayerNorm" else ("weight",)
+
+    @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised head by head."""
         return self.names.q_norm is not None

@@ -6,7 +6,6 @@ more than its own shard and one chunk.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone import columns
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
-from megatron_mux.backbone.names import Names
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
-from megatron_mux.errors import UserError
 
 _CHUNK_BYTES = 1 << 20
 _MODULE_PATHS: dict[BaseOpName, str] = {
@@ -66,112 +63,6 @@ class Shard:
     tp_size: int
 
 
-def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this shape must hold, with its shape."""
-    names, norm = shape.names, _norm_leaves(shape)
-    found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
-    if names.positions is not None:
-        found[f"{names.positions}.weight"] = (
-            (shape.position_limit or 0) + shape.position_offset,
-            shape.hidden,
-        )
-    found |= {f"{names.final_norm}.{leaf}": (shape.hidden,) for leaf in norm}
-    if not shape.tied:
-        found[f"{names.head}.weight"] = (shape.vocab, shape.hidden)
-    for layer in range(shape.layers):
-        prefix = names.layer.format(layer)
-        for path in names.layer_norms.values():
-            found |= {f"{prefix}.{path}.{leaf}": (shape.hidden,) for leaf in norm}
-        found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in names.head_norms.values()}
-        for op in BASE_OPS:
-            for module in names.ops[op]:
-                out = sum(shape.role_width(role) for role in module.roles)
-                weight = (out, shape.in_features(op))
-                found[f"{prefix}.{module.path}.weight"] = weight[::-1] if names.transposed else weight
-                if shape.biases[op]:
-                    found[f"{prefix}.{module.path}.bias"] = (out,)
-    return found
-
-
-def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
-    """Match the tensors that the shape needs with those that the checkpoint stores.
-
-    Returns:
-        Full Hugging Face name to stored name (checkpoints of the bare model lack its prefix).
-
-    Raises:
-        UserError: Tensors are missing, superfluous, or of another shape or dtype; names their files.
-    """
-    names = shape.names
-    found: dict[str, str] = {}
-    missing: list[str] = []
-    problems: list[str] = []
-    misshapen: list[str] = []
-    for name, size in expected(shape).items():
-        stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
-        if stored is None:
-            missing.append(name)
-            continue
-        found[name] = stored
-        record = checkpoint.tensors[stored]
-        if record.shape != size:
-            misshapen.append(
-                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(size)}"
-            )
-        elif (wrong := checkpoint.check_dtype(stored)) is not None:
-            problems.append(wrong)
-    if misshapen:
-        more = f" ({len(misshapen) - 1} more tensors like it)" if len(misshapen) > 1 else ""
-        problems.append(f"{misshapen[0]}{more}.")
-    if shape.tied and not misshapen:
-        problems += _untied(names, found, checkpoint)
-    ignorable = [re.compile(pattern) for pattern in names.ignorable]
-    ignorable += [re.compile(re.escape(f"{names.head}.weight"))] * shape.tied
-    left = sorted(set(checkpoint.tensors) - set(found.values()))
-    left = [name for name in left if not any(pattern.fullmatch(name) for pattern in ignorable)]
-    if missing:
-        problems.append(
-            f"{checkpoint.path} lacks {_some(missing)}, which a {shape.family} of its config.json has."
-        )
-    if left:
-        record = checkpoint.tensors[left[0]]
-        problems.append(
-            f"{record.file} holds {_some(left)}, which a {shape.family} of its config.json has no place for."
-        )
-    if problems:
-        raise UserError(*problems)
-    return found
-
-
-def _untied(names: Names, found: dict[str, str], checkpoint: Checkpoint) -> list[str]:
-    """The problem if config.json ties the output layer to the embedding, yet a different one is stored.
-
-    `transformers` warns and computes with the stored one; we do not guess.
-    """
-    head, embedding = f"{names.head}.weight", found.get(f"{names.embedding}.weight")
-    if head not in checkpoint.tensors or embedding is None:
-        return []
-    theirs, ours = checkpoint.tensors[head], checkpoint.tensors[embedding]
-    if theirs.shape == ours.shape and checkpoint.check_dtype(head) is None:
-        everything = (slice(0, ours.shape[0]), slice(0, ours.shape[1]), _CHUNK_BYTES)
-        pairs = zip(
-            checkpoint.read_chunks(head, *everything),
-            checkpoint.read_chunks(embedding, *everything),
-            strict=True,
-        )
-        if all(torch.equal(a, b) for (_, a), (_, b) in pairs):
-            return []
-    problem = (
-        f"{theirs.file} holds {head} and it differs from {embedding}, but config.json ties the two: set its "
-        f"tie_word_embeddings to false to use {head}, or remove the tensor."
-    )
-    return [problem]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def plan(shape: BackboneShape, shard: Shard) -> Plan:
     """The pieces of each parameter of Megatron's model on one rank, whose layers count from 0."""
     names = shape.names
@@ -207,16 +98,12 @@ class _Vocabulary:
         return [Piece(0, source, self.start, self.rows, (0, self.hidden))] if self.rows else []
 
 
-def _norm_leaves(shape: BackboneShape) -> tuple[str, ...]:
-    return ("weight", "bias") if shape.norm == "LayerNorm" else ("weight",)
-
-
 def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
     return {
         f"{target}.{leaf}": [
             Piece(0, f"{source}.{leaf}", 0, shape.hidden, offset=shape.norm_offset * (leaf == "weight"))
         ]
-        for leaf in _norm_leaves(shape)
+        for leaf in shape.norm_leaves
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.names import Module, Names
+from megatron_mux.backbone.rope_config import ropes_by_layer
 from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import DefaultTargets
 
@@ -73,5 +74,5 @@ def shape(
         norm_eps=full["rms_norm_eps"],
         biases=decoder.biases(qkv=False, proj=False, mlp=False),
     )
-    ropes = read.ropes_by_layer(full, shape.head_dim, shape.layers, partial_rotary)
+    ropes = ropes_by_layer(full, shape.head_dim, shape.layers, partial_rotary)
     return replace(shape, gated=True, position_limit=None, ropes=ropes)

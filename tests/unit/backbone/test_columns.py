@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mux.backbone import columns, weights
+from megatron_mux.backbone import columns, resolve, weights
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.base_ops import BASE_OPS
@@ -60,7 +60,7 @@ def test_the_plan_reads_each_element_once_over_the_ranks(
     shape, names = info.shape, info.shape.names
     size = -(-shape.vocab // tensor) * tensor
     shape = dataclasses.replace(shape, padded_vocab=size)
-    expected = weights.expected(shape)
+    expected = resolve.expected(shape)
     count = {source: torch.zeros(dims, dtype=torch.int32) for source, dims in expected.items()}
     for stage in range(pipeline):
         for rank in range(tensor):
