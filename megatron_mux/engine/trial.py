@@ -1,17 +1,19 @@
 """Trials: whether a plan fits into this rank's memory, found out before one of its steps counts.
 
-A trial runs the fullest moment of the plan's actions on this rank alone: forward passes until as many rows are kept for
-backward passes as ever are, those backward passes, and the end of each bucket's step, at which no task steps.
-Communication is local (`local_collectives`), so a rank that runs out of memory leaves nobody waiting. Adapters,
-optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller or a task is parked.
+For each bucket a trial runs the fullest moment of the plan's actions on this rank alone: the forward passes whose
+outputs are kept when most rows are, the last of them the bucket's, then the bucket's backward passes and the end of its
+step, at which no task steps. Communication is local (`local_collectives`), so a rank that runs out of memory leaves
+nobody waiting. Adapters, optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller
+or a task is parked.
 
-What has fitted is remembered: a plan is tried again only for steps that keep more rows, or have larger micro-batches.
+What has fitted is remembered: a plan is tried again only for steps that keep more rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -25,45 +27,42 @@ from megatron_mux.pipeline.execute import execute
 from megatron_mux.runtime import Parallel
 
 Size = tuple[int, ...]
-"""Rows kept at the fullest moment, those of its last pass counted twice; and those of each bucket's largest unit."""
+"""For each bucket, rows kept at its fullest moment, those of the last pass counted twice."""
 
 
-def fullest(
+def fullest_moments(
     actions: Sequence[Action], rows: Callable[[Unit], int], buckets: int
-) -> tuple[list[Action], Size]:
-    """The forward passes whose outputs are kept at the fullest moment of a rank's actions, in their order.
+) -> tuple[list[list[Action]], Size]:
+    """For each bucket, the forward passes whose outputs are kept at its fullest moment, in their order; and the size.
 
     Args:
-        actions: The rank's, in order.
+        actions: A rank's, in order.
         rows: Returns the rows of a unit.
         buckets: Of a step.
     """
     kept: dict[Action, int] = {}
-    passes: list[Action] = []
-    largest = [0] * buckets
-    total = most = 0
+    moments: list[list[Action]] = [[] for _ in range(buckets)]
+    size = [0] * buckets
+    total = 0
     for action in actions:
         if action.kind == "F":
             own = kept[action] = rows(action.unit)
             total += own
-            largest[action.bucket % buckets] = max(largest[action.bucket % buckets], own)
-            if total + own > most:
-                passes, most = list(kept), total + own
+            bucket = action.bucket % buckets
+            if total + own > size[bucket]:
+                moments[bucket], size[bucket] = list(kept), total + own
         elif action.kind == "B":
             total -= kept.pop(Action.of(action.stage, "F", action.unit))
-    return passes, (most, *largest)
+    return moments, tuple(size)
 
 
-def actions_of_trial(passes: Sequence[Action], rank: int, buckets: int) -> list[Action]:
-    """Forward passes, their backward passes in reverse, and the end of each bucket's step once it has no pass left."""
-    actions = list(passes)
-    left = [action.bucket for action in passes]
-    for forward in reversed(passes):
-        actions.append(Action.of(forward.stage, "B", forward.unit))
-        if left.pop() not in left:
-            actions += [Action(rank, "N", forward.bucket), Action(rank, "U", forward.bucket)]
-    rest = set(range(buckets)) - {action.bucket % buckets for action in passes}
-    return actions + [Action(rank, kind, bucket) for bucket in sorted(rest) for kind in ("N", "U")]
+def actions_of_trial(passes: Sequence[Action], rank: int) -> list[Action]:
+    """Forward passes, the backward passes of the last one's bucket, the end of its step; then the others' backward."""
+    bucket = passes[-1].bucket
+    backward = [Action.of(action.stage, "B", action.unit) for action in reversed(passes)]
+    own = [action for action in backward if action.bucket == bucket]
+    others = [action for action in backward if action.bucket != bucket]
+    return [*passes, *own, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
 
 
 class Trials:
@@ -109,10 +108,11 @@ class Trials:
             The buckets that ran out of memory on some rank, where and why: the same on every rank.
         """
         failed = FailedBuckets(len(plan.buckets), self._stages.values(), self._parallel, recovers=False)
-        passes, size = fullest(actions, rows, len(plan.buckets))
-        if passes and not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
-            own = actions_of_trial(passes, self._parallel.pp_rank, len(plan.buckets))
-            self.run(failed, lambda: self._steps(plan, own, make(failed)))
+        moments, size = fullest_moments(actions, rows, len(plan.buckets))
+        if not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
+            for passes in filter(None, moments):
+                own = actions_of_trial(passes, self._parallel.pp_rank)
+                self.run(failed, partial(self._step, plan, own, failed, make))
             if not failed:
                 self._fitted.append((plan, size))
         return failed.everywhere() if self._parallel.total([bool(failed)])[0] else {}
@@ -131,8 +131,15 @@ class Trials:
         for stage in self._stages.values():
             stage.residence.abandon()  # what was brought ahead holds no weights
 
-    def _steps(self, plan: Plan, own: Sequence[Action], compute: TrainingCompute) -> None:
+    def _step(
+        self,
+        plan: Plan,
+        own: Sequence[Action],
+        failed: FailedBuckets,
+        make: Callable[[FailedBuckets], TrainingCompute],
+    ) -> None:
         """Run a trial's actions; gradients are as before afterwards."""
+        compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
         theirs = tuple(sent for action in own if (sent := action.before(plan.stages, ranks)) is not None)

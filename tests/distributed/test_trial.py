@@ -120,6 +120,28 @@ def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
     everywhere(problems)
 
 
+@pytest.mark.parametrize("layout", ["TP2xPP2", "SP2xPP2", "sharded DP4"])
+def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_passes(
+    layout: str, path: Path, joined: Callable[..., Parallel]
+) -> None:
+    own = LAYOUTS[layout]
+    parallel = joined(own.tensor, own.pipeline, own.sequence_parallel)
+    run = Run(parallel, path, own, Planning("spatial", own.pipeline))
+    run.engine.register_tasks(run.tasks[:1])
+    with Budget() as budget:
+        wanted = run.engine.evaluate("a")
+    run.engine.remove_task("a")
+    run.engine.register_tasks(run.tasks[:1])  # what has fitted is forgotten
+    last = parallel.rank == parallel.world_size - 1
+    with Budget(0.6 * budget.peak if last else None) as limited:
+        found = run.engine.evaluate("a")
+    assert found is not None and wanted is not None
+    problems = [] if bool(limited.failures) == last else [f"{limited.failures} failures"]
+    if (found.loss, found.accuracy) != pytest.approx((wanted.loss, wanted.accuracy), rel=1e-9):
+        problems.append(f"{found} for {wanted}")
+    everywhere(problems)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_collectives_of_one_rank_wait_for_no_other(
     sequence_parallel: bool, joined: Callable[..., Parallel]

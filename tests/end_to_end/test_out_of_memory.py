@@ -68,9 +68,11 @@ class Run:
 
 @pytest.fixture
 def run(backbone_of: BackboneOf, parallel: Parallel) -> Callable[..., Run]:
-    def go(policy: Any, when: When = lambda batch, engine: False, turn: int = 100) -> Run:
+    def go(
+        policy: Any, when: When = lambda batch, engine: False, turn: int = 100, tries_plans: bool = False
+    ) -> Run:
         backbone = backbone_of("llama", torch.float64)
-        engine = Engine(backbone, parallel, Planning(policy, 1))
+        engine = Engine(backbone, parallel, Planning(policy, 1), tries_plans)
         with failing([backbone], lambda batch: when(batch, engine)):
             return Run(engine, turn)
 
@@ -101,20 +103,25 @@ def test_a_batch_of_all_tasks_is_cut_until_it_fits(run: Callable[..., Run]) -> N
         assert_close(disturbed.tensors[name], undisturbed.tensors[name], 1e-9, name)
 
 
+@pytest.mark.parametrize("tries_plans", [False, True])
 @pytest.mark.parametrize("policy", ["temporal", "spatial", "serial"])
-def test_a_task_that_fits_alone_only_waits_for_the_others(run: Callable[..., Run], policy: str) -> None:
+def test_a_task_that_fits_alone_only_waits_for_the_others(
+    run: Callable[..., Run], policy: str, tries_plans: bool
+) -> None:
     def others_are_there(batch: MicroBatch, engine: Engine) -> bool:
         return "big" in batch.task_rows and policy != "serial" and len(engine.tasks) == len(cases_of())
 
-    found = run(policy, others_are_there, turn=1)
+    found = run(policy, others_are_there, 1, tries_plans)
     assert found.finished[-1] == "big" and [r.status for r in found.results["big"]][-1] == "finished"
     assert found.steps("big") == list(range(1, STEPS + 2))
     if policy != "serial":
-        assert any("repeated once another task has left" in said for said in found.news)
+        verb = "runs" if tries_plans else "is repeated"
+        assert any(f"the step {verb} once another task has left" in said for said in found.news)
 
 
-def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run]) -> None:
-    found = run("spatial", lambda batch, _: "big" in batch.task_rows, turn=3)
+@pytest.mark.parametrize("tries_plans", [False, True])
+def test_a_task_that_never_fits_fails_alone(run: Callable[..., Run], tries_plans: bool) -> None:
+    found = run("spatial", lambda batch, _: "big" in batch.task_rows, 3, tries_plans)
     (last,) = found.results["big"]
     assert (last.status, last.step) == (
         "failed",

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.trial import Trials, actions_of_trial, fullest
+from megatron_mux.engine.trial import Trials, actions_of_trial, fullest_moments
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from megatron_mux.runtime import initialize
@@ -159,36 +159,29 @@ def test_longer_records_are_tried_again(engine_of: EngineOf) -> None:
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_the_fullest_moment_is_the_template_s(schedule: Any) -> None:
+def test_the_fullest_moments_are_the_template_s(schedule: Any) -> None:
     rows = {0: 10, 1: 7}
     for rank, actions in enumerate(schedule(3, plain([4, 4]))):
-        passes, size = fullest(actions, lambda unit: rows[unit.bucket], 2)
+        (first, second), size = fullest_moments(actions, lambda unit: rows[unit.bucket], 2)
         if schedule is gpipe:
-            assert len(passes) == 8 and size == (4 * 10 + 4 * 7 + 7, 10, 7)
+            assert (len(first), len(second)) == (4, 8)
+            assert size == (4 * 10 + 10, 4 * 10 + 4 * 7 + 7)
         else:
-            assert passes == [Action(rank, "F", 0, i) for i in range(3 - rank)]
-            assert size == (10 * (3 - rank + 1), 10, 7)
+            count = 3 - rank  # in flight
+            assert first == [Action(rank, "F", 0, i) for i in range(count)]
+            assert second[-1] == Action(rank, "F", 1, 0) and len(second) == count
+            assert size == (10 * (count + 1), 10 * (count - 1) + 2 * 7)
 
 
-def test_a_bucket_ends_once_it_has_no_pass_left() -> None:
+def test_a_bucket_ends_while_others_are_kept() -> None:
     passes = [Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 1, 1)]
-    actions = actions_of_trial(passes, 0, 3)
-    assert list(map(str, actions[3:])) == [
-        "0B1.1",
-        "0B1.0",
-        "0N1",
-        "0U1",
-        "0B0.0",
-        "0N0",
-        "0U0",
-        "0N2",
-        "0U2",
-    ]
+    actions = actions_of_trial(passes, 0)
+    assert list(map(str, actions[3:])) == ["0B1.1", "0B1.0", "0N1", "0U1", "0B0.0"]
 
 
 def test_the_chunks_of_a_micro_batch_are_kept_together() -> None:
     actions = one_f_one_b(1, [[3, 2]])[0]
-    passes, _ = fullest(actions, lambda unit: 5, 1)
+    (passes,), _ = fullest_moments(actions, lambda unit: 5, 1)
     assert [action.unit for action in passes] == [Unit(0, 0, chunk) for chunk in range(3)]
 
 
