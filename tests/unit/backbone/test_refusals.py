@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,17 @@ def test_gemmas_of_older_configs_mean_the_same(copied: Made) -> None:
         change(path, rope_parameters="absent", layer_types="absent", cache_implementation="hybrid", **old)
     )
     assert (shape.ropes, shape.windows) == (new.ropes, new.windows)
+
+
+def test_phis_of_older_configs_mean_the_same(copied: Made) -> None:
+    path = copied("phi3-longrope")
+    new = read_shape(path).ropes[0]
+    assert new is not None and new.kind == "longrope" and new.original_max_positions == 10
+    assert new.attention_factor == pytest.approx((1 + math.log(12.8) / math.log(10)) ** 0.5)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    old = {"rope_theta": 500.0, "rope_scaling": scaling, "original_max_position_embeddings": 10}
+    assert read_shape(change(path, rope_parameters="absent", **old)).ropes[0] == new
 
 
 def test_fields_without_effect_are_let_through(copied: Made) -> None:
