@@ -14,6 +14,7 @@ _FILES = (
     "prefix",
     "bottleneck",
     "diff_pruning",
+    "vera",
 )
 """Each is a module of this room with a `KIND`."""
 

@@ -94,6 +94,9 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         ),
         case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
         case("pruned", {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": qv}, 6, 8),
+        case(
+            "vera", {"peft_type": "VERA", "r": 6, "vera_dropout": 0.1, "target_modules": "all-linear"}, 7, 11
+        ),
     ]
 
 

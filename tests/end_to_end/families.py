@@ -97,6 +97,11 @@ def bottleneck(targets: list[str], size: int = 6, **fields: Any) -> dict[str, An
     return {"peft_type": "BOTTLENECK", "bottleneck_size": size, "target_modules": targets, **fields}
 
 
+def vera(targets: list[str] | str, r: int = 16, **fields: Any) -> dict[str, Any]:
+    """A VeRA section."""
+    return {"peft_type": "VERA", "r": r, "target_modules": targets, **fields}
+
+
 def diff_pruning(targets: list[str], sparsity: float = 0.8, **fields: Any) -> dict[str, Any]:
     """A diff pruning section."""
     return {"peft_type": "DIFF_PRUNING", "sparsity": sparsity, "target_modules": targets, **fields}

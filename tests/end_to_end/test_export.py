@@ -18,7 +18,7 @@ from megatron_mux.fusion.plan import plan_for
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
+from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix, vera
 from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records
 from tests.reference import peft_solo
 
@@ -33,6 +33,8 @@ def sections(family: str) -> dict[str, dict[str, Any]]:
         "lora-everywhere": lora("all-linear", r=3, use_rslora=True, lora_alpha=5),
         "ia3": ia3(targets),
         "prefix": prefix(6),
+        "vera": vera("all-linear", r=6),
+        "vera-drawn": vera(targets.mixed, save_projection=False, projection_prng_key=9),
     }
 
 

@@ -18,7 +18,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix
+from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix, vera
 from tests.end_to_end.harness import (
     Case,
     adapter,
@@ -46,6 +46,9 @@ def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
         "diff-pruning": diff_pruning(targets.mixed, l0_weight=1e-4),
         "prefix": prefix(4),
         "ia3": ia3(targets),
+        "vera": vera(
+            targets.mixed, save_projection=False
+        ),  # of fixed matrices there is no gradient to compare
     }
 
 

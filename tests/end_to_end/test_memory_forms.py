@@ -39,11 +39,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["k_proj", "v_proj", "down_proj"],
         "feedforward_modules": ["down_proj"],
     },
+    "vectors": {"peft_type": "VERA", "r": 64, "target_modules": ["q_proj", "v_proj"]},
 }
 THREE = ("bottle", "lora", "scales")
 CASES: dict[str, tuple[tuple[str, ...], Method]] = {
     "all kinds": (tuple(ADAPTERS), Method()),
     "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
+    "fixed matrices": (("vectors",), Method(tensor=2)),
     "sequence parallel": (THREE, Method(tensor=2, sequence_parallel=True)),
     "two stages": (("lora", "bottle"), Method(pipeline=2, parts=12)),
     "two stages, all computed again": (("dropped", "scales"), Method(pipeline=2, parts=4, recompute="full")),

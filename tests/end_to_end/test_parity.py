@@ -10,7 +10,7 @@ from megatron_mux.engine import Planning
 from megatron_mux.fusion.plan import Policy
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
+from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix, vera
 from tests.end_to_end.harness import Case, Trained, assert_close, random_records, train
 from tests.reference import plain, solo
 from tests.reference.loop import SoloResult
@@ -115,6 +115,8 @@ def test_other_kinds_together_are_as_alone(
         diff_pruning(targets.query_value, l0_weight=1e-4),
         lora(targets.query_value, r=4),
         bottleneck(targets.outputs[:1], size=5),
+        vera("all-linear"),
+        vera(targets.mixed, r=8, save_projection=False, projection_prng_key=3),
     )
     cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
     together = train(backbone_of(family), parallel, cases, STEPS)

@@ -1,4 +1,4 @@
-"""LoRA, IA3 and prefix tuning trained alone, with `transformers` and `peft` and nothing of ours."""
+"""LoRA, IA3, prefix tuning and VeRA trained alone, with `transformers` and `peft` and nothing of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from .loop import Example, Recipe, SoloResult, accumulate, pad, train
 
-PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING")
+PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING", "VERA")
 
 
 def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -67,8 +67,10 @@ def random_adapter(
         noise = torch.randn(shapes[key], generator=generator, dtype=torch.float64)
         if "ia3_l" in key:
             noise = 1 + 0.1 * noise
-        elif "lora_A" in key:
+        elif "lora_A" in key or key in ("base_model.vera_A", "base_model.vera_B"):
             noise = noise / shapes[key][-1] ** 0.5
+        elif "vera_lambda" in key:
+            noise = 1 + 0.3 * noise
         else:
             noise = 0.1 * noise
         tensors[key] = noise.to(dtype)

@@ -34,6 +34,8 @@ PEFT = {
     "ia3-paths": ia3("t", ["mlp.down_proj", "k_proj"], r".*\.down_proj"),
     "ia3-none": ia3("t", ["o_proj", "up_proj"], []),
     "prefix": task("t", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
+    "vera": task("t", peft_type="VERA", r=6, target_modules=QVO),
+    "vera-drawn": task("t", peft_type="VERA", r=6, save_projection=False, target_modules="all-linear"),
 }
 GPT2 = {
     "lora": lora("t", target_modules=["c_attn"]),
@@ -41,6 +43,7 @@ GPT2 = {
     "ia3": ia3("t", ["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
     "ia3-ff": ia3("t", ["c_attn", "c_proj"], ["c_attn"]),
     "prefix": PEFT["prefix"],
+    "vera": task("t", peft_type="VERA", r=6, target_modules=["c_attn", "mlp.c_proj"], projection_prng_key=5),
 }
 CASES = [("llama", k, v) for k, v in PEFT.items()] + [("gpt2", k, v) for k, v in GPT2.items()]
 IDS = [f"{model}-{kind}" for model, kind, _ in CASES]
@@ -65,7 +68,7 @@ def export(directory: Path, adapters: AdapterSet, name: str) -> Path:
     """What a checkpoint holds of the adapter."""
     adapter = adapters.tasks[name]
     full = {}
-    for p in adapter.parameters:
+    for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
         full[p.key] = torch.full(p.full_shape, float("nan"))
         p.assemble(full[p.key], p.value.detach())
     save_file(full, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -112,6 +115,7 @@ def test_peft_loads_ours_and_agrees(
         bare = plain(tokens[None]).logits[0]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # keys that do not match are a warning in peft
+            warnings.filterwarnings("ignore", "Specified to not (save|load) vera_A")
             theirs = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
         wanted = theirs(tokens[None], use_cache=False).logits[0]
     assert (wanted - bare).abs().max() > 0.05

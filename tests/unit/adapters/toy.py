@@ -274,6 +274,11 @@ class Reference:
             dropped = x * self.keep(path, x.shape[1])
             delta: Tensor = scale * dropped @ named["lora_A.weight"].T @ named["lora_B.weight"].T
             return F.linear(x, weight, bias) + delta
+        if adapter.peft_type == "VERA":
+            a, b = (self.tensors[f"base_model.vera_{side}"] for side in "AB")
+            a, b = a[:, : x.shape[1]], b[: weight.shape[0]]
+            inner = named["vera_lambda_d"] * ((x * self.keep(path, x.shape[1])) @ a.T)
+            return F.linear(x, weight, bias) + named["vera_lambda_b"] * (inner @ b.T)
         if adapter.peft_type == "IA3":
             factor = named["ia3_l"].flatten()
             if path in self.inputs:
@@ -288,12 +293,13 @@ class Reference:
         return F.linear(x, weight + self.difference(path, named), bias)
 
     def keep(self, path: str, width: int) -> Tensor | float:
-        """LoRA's dropout factors."""
-        probability, batch = self.spec.adapter.lora_dropout, self.batch
+        """Dropout factors of LoRA or VeRA."""
+        name = "vera_dropout" if self.spec.adapter.peft_type == "VERA" else "lora_dropout"
+        probability, batch = getattr(self.spec.adapter, name), self.batch
         if not probability or not batch.training:
             return 1.0
         start, stop = batch.task_rows[self.spec.name]
-        key = key_of(self.spec.training.seed, batch.task_steps[self.spec.name], "lora_dropout", path)
+        key = key_of(self.spec.training.seed, batch.task_steps[self.spec.name], name, path)
         mask = keep_mask(
             key, batch.sequence_ids[start:stop], batch.token_index[start:stop], (0, width), probability
         )
@@ -353,6 +359,8 @@ def mixture() -> list[Any]:
         diff("diff", ["q_proj", "o_proj", "up_proj"]),
         task("prefix", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
         ia3("ia3-ff", ["gate_proj", "down_proj"], ["gate_proj"]),
+        task("vera", peft_type="VERA", r=6, target_modules="all-linear"),
+        task("vera-dropout", peft_type="VERA", r=4, vera_dropout=0.2, target_modules=some),
     ]
 
 
