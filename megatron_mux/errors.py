@@ -106,10 +106,10 @@ def is_of_a_connection(error: RuntimeError) -> bool:
     return _OF_A_CONNECTION.search(str(error)) is not None
 
 
-def first_sentence(error: Exception) -> str:
-    """What happened, in one line: the rest of a message is often advice (PyTorch's, on its allocator)."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0].split(". ")[0].strip()
+def failed_allocation(error: Exception) -> str:
+    """The sentence of an out-of-memory error that says how much it tried to allocate; the rest is mostly advice."""
+    sentences = [sentence.strip() for sentence in str(error).split("\n")[0].split(". ")]
+    return next((one for one in sentences if one.lower().startswith("tried to allocate")), sentences[0])
 
 
 def _has_joined() -> bool:

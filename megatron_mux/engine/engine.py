@@ -24,7 +24,7 @@ from megatron_mux.engine.snapshot import Snapshot, take
 from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
-from megatron_mux.errors import UserError, first_sentence
+from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
@@ -99,7 +99,7 @@ class Engine:
         try:
             adapter = self.adapters.add(spec, total, initial)
         except torch.OutOfMemoryError as error:
-            return f"task {spec.name!r}: there is no memory for its adapter ({first_sentence(error)})"
+            return f"task {spec.name!r}: there is no memory for its adapter ({failed_allocation(error)})"
         try:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
@@ -109,7 +109,7 @@ class Engine:
             self._reserve_gradient_buffer()
         except torch.OutOfMemoryError as error:
             self.adapters.remove(spec.name)
-            return f"task {spec.name!r}: there is no memory for its optimizer ({first_sentence(error)})"
+            return f"task {spec.name!r}: there is no memory for its optimizer ({failed_allocation(error)})"
         except BaseException:
             self.adapters.remove(spec.name)
             raise

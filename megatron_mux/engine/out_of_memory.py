@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.errors import first_sentence
+from megatron_mux.errors import failed_allocation
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
@@ -81,7 +81,7 @@ class FailedBuckets:
 
     def note(self, action: Action, error: torch.OutOfMemoryError) -> None:
         """Count the bucket of an action as failed."""
-        reason = f"rank {self._parallel.rank} at {action}: {first_sentence(error)}"
+        reason = f"rank {self._parallel.rank} at {action}: {failed_allocation(error)}"
         self._reasons[action.bucket % self._period] = reason
 
     def free(self) -> None:

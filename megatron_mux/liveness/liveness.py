@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron_mux.errors import UserError, first_sentence, is_of_a_connection, tell, told_elsewhere
+from megatron_mux.errors import UserError, failed_allocation, is_of_a_connection, tell, told_elsewhere
 from megatron_mux.liveness.endpoint import Endpoint, Hub, Spoke
 from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, Observer, State
 from megatron_mux.liveness.verdict import BEAT_S, FailureDetector, Verdict
@@ -117,7 +117,7 @@ class Liveness(Heartbeat):
     def _end_all(self, error: torch.OutOfMemoryError) -> None:
         """Say what ran out of memory, and end all ranks: others may wait for this one in a collective."""
         self._limit_time()
-        self._say(f"{self._name} ran out of memory at {self._activity.what}: {first_sentence(error)}")
+        self._say(f"{self._name} ran out of memory at {self._activity.what}: {failed_allocation(error)}")
         self._leave("out of memory")
         self._farewell()
         os._exit(1)

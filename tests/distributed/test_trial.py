@@ -86,8 +86,10 @@ def everywhere(problems: list[str]) -> None:
     assert not any(found), "\n".join(problem for rank in found for problem in rank)
 
 
-@pytest.mark.parametrize("policy", ["spatial", "temporal"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [*((layout, "spatial") for layout in LAYOUTS), ("TP2xPP2", "temporal"), ("sharded DP4", "temporal")],
+)
 def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
     layout: str, policy: Any, path: Path, joined: Callable[..., Parallel]
 ) -> None:

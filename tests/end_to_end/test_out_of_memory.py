@@ -1,4 +1,4 @@
-"""A pass that finds no memory: its tasks take the step again in smaller parts or wait, and nobody else notices."""
+"""A pass that runs out of memory: its tasks repeat the step in smaller parts or wait, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def run(backbone_of: BackboneOf, parallel: Parallel) -> Callable[..., Run]:
 
 
 @pytest.mark.parametrize("turn", [1, 100])
-def test_what_finds_no_memory_is_cut_and_nobody_else_loses_a_step(run: Callable[..., Run], turn: int) -> None:
+def test_what_runs_out_of_memory_is_cut_and_nobody_else_loses_a_step(
+    run: Callable[..., Run], turn: int
+) -> None:
     undisturbed = run("temporal", turn=turn)
     disturbed = run("temporal", lambda batch, _: batch.task_rows.keys() == {"big"} and batch.rows > 20, turn)
     assert any("big: out of memory (rank 0 at 0F" in said for said in disturbed.news)

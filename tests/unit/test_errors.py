@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux import errors
-from megatron_mux.errors import SharedError, UserError, tell, told_elsewhere
+from megatron_mux.errors import SharedError, UserError, failed_allocation, tell, told_elsewhere
 
 Said = Callable[[int, UserError], list[str]]
 
@@ -105,3 +105,9 @@ def test_without_a_launcher_to_ask_nothing_is_held_back(monkeypatch: pytest.Monk
     assert not told_elsewhere(LOST)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert not told_elsewhere(LOST), "an address is missing"
+
+
+def test_of_an_out_of_memory_error_the_allocation_is_said() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...\nmore")
+    assert failed_allocation(error) == "Tried to allocate 2.00 GiB"
+    assert failed_allocation(torch.OutOfMemoryError("nothing left")) == "nothing left"
