@@ -49,13 +49,15 @@ def roofline(
 
     tp, h = tensor_parallel, shape.hidden
     inner = shape.out_features("linear_fc1") / tp
+    more_norms = 2 * h * shape.output_norms
+    head_norms = 2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp * shape.qk_norm
     curves: dict[str, Curve] = {
         **{str(op): product(*_widths(shape, op, tp)) for op in BASE_OPS},
         "norm": passes(2 * h),
         "rotary": passes(2 * (shape.heads + shape.kv_heads) * shape.head_dim / tp if any(shape.ropes) else 0),
         "activation": passes(inner + shape.ffn / tp),
-        "glue_attention": passes(3 * h),
-        "glue_mlp": passes(3 * h),
+        "glue_attention": passes(3 * h + more_norms + head_norms),
+        "glue_mlp": passes(3 * h + more_norms),
         "entry": passes(2 * h),
         "head": curve(_head(h, shape.vocab / tp, itemsize), backward=0.0),
         **_attention(shape, device, itemsize, tp),
