@@ -13,6 +13,7 @@ from megatron_mux.memory.forms.methods import impossible
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.question import Question
+from megatron_mux.memory.step_profiles import StepProfiles
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,17 @@ class Choice:
             question.length, how.precision, how.optimizer, how.master_weights, how.attention, adapters
         )
         step = file.step if file is not None else None
-        ranking = rank(architecture, recipe, question.gpus, question.gpu_memory, device, question.batch, step)
+        profiles = StepProfiles(question, recipe.autocast) if file is None else None
+        ranking = rank(
+            architecture,
+            recipe,
+            question.gpus,
+            question.gpu_memory,
+            device,
+            question.batch,
+            step,
+            profiles=profiles,
+        )
         return cls(ranking, impossible(question.gpus, architecture), device.name, file)
 
     def to_json(self) -> dict[str, Any]:

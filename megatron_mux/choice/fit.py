@@ -12,7 +12,7 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.step_memory import step_memory
+from megatron_mux.memory.forms.step_memory import Profiles, step_memory
 from megatron_mux.memory.largest_batch import largest_batch
 
 SEQUENCES = 64
@@ -54,6 +54,7 @@ def as_many_as_fit(
     batch: int | None = None,
     device: str = "cuda",
     gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
+    profiles: Profiles | None = None,
 ) -> Fit:
     """Micro-batches of a given number of sequences, as few as the method needs; or of as many as fit, for `SEQUENCES`.
 
@@ -63,8 +64,9 @@ def as_many_as_fit(
         batch: Sequences; None for as many as fit, or one if none does.
         device: `cuda` or `cpu`.
         gpu: Which one.
+        profiles: Profiles of full fine-tuning.
     """
-    step = step_memory(architecture, recipe, method, device=device, gpu=gpu)
+    step = step_memory(architecture, recipe, method, profiles, device=device, gpu=gpu)
     largest = largest_batch(lambda count: step.peak(count * recipe.length), memory)
     shown = batch or max(largest, 1)
     rows = shown * recipe.length
@@ -72,7 +74,7 @@ def as_many_as_fit(
         together = method.data * method.micro_batches * shown
         count = method.micro_batches * -(-SEQUENCES // together)
         accumulated = replace(method, parts=count)
-        with_sums = step_memory(architecture, recipe, accumulated, device=device, gpu=gpu)
+        with_sums = step_memory(architecture, recipe, accumulated, profiles, device=device, gpu=gpu)
         # Else gradients have to be gone before the next micro-batch.
         if with_sums.peak(rows) <= memory or shown > largest:
             method, step = accumulated, with_sums

@@ -25,6 +25,7 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.methods import methods
 from megatron_mux.memory.forms.phases import Phase
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.step_memory import Profiles
 
 OFFLOAD = "offload"
 """What is selected where nothing fits unless host memory takes a part."""
@@ -149,6 +150,7 @@ def rank(
     batch: int | None = None,
     step: FileStep | None = None,
     kind: str = "cuda",
+    profiles: Profiles | None = None,
 ) -> Ranking:
     """Rank every method.
 
@@ -161,6 +163,7 @@ def rank(
         batch: Sequences of a micro-batch; None for as many as fit.
         step: Of a task file, which says so itself.
         kind: `cuda`, or `cpu` for processes that compute there.
+        profiles: Profiles of full fine-tuning.
     """
     table = find(device.name)
     gpu = table.gpu if table is not None else Gpu()
@@ -168,7 +171,7 @@ def rank(
     def fit(method: Method) -> Fit:
         if step is not None:
             return of_file(architecture, recipe, method, memory, step, kind, gpu)
-        return as_many_as_fit(architecture, recipe, method, memory, batch, kind, gpu)
+        return as_many_as_fit(architecture, recipe, method, memory, batch, kind, gpu, profiles)
 
     found = [
         _ranked(architecture, recipe, fit(method), device) for method in methods(gpus, architecture, recipe)

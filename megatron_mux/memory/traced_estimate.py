@@ -80,7 +80,7 @@ def traced_estimate(question: Question) -> TracedEstimate:
     question.check()
     skeleton = question.skeleton
     case = question.options.case(skeleton.raw, skeleton.tensors, question.length)
-    weights = _itemsize(case) * skeleton.tensors.total
+    weights = itemsize(case) * skeleton.tensors.total
     batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus, weights)
     try:
         largest = batches.largest(question.gpu_memory)
@@ -93,7 +93,7 @@ def traced_estimate(question: Question) -> TracedEstimate:
     return TracedEstimate(question.gpus, fits, batch, largest, prediction)
 
 
-def _itemsize(case: Case) -> int:
+def itemsize(case: Case) -> int:
     """Bytes of a weight."""
     return 4 if case.weights == "float32" else 2
 

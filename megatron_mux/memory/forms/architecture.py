@@ -51,7 +51,6 @@ class Architecture:
         activation: Hugging Face's name of the MLP's activation function.
         rms_norm: Whether norms are RMS norms.
         rotary: Whether queries and keys are rotated.
-        dropout: Whether training drops outputs of sublayers, as the config has it.
         experts: How many experts a layer has; 1: a plain MLP.
         experts_per_token: How many of them compute a token.
         vocabulary: Tokens.
@@ -60,7 +59,6 @@ class Architecture:
         embedding: Parameters before the layers.
         head: The output layer's own parameters; none of its weights if tied.
         final: Parameters behind the layers besides the output layer's.
-        readers: Products of a layer that take the output of a norm.
         qk_norm: Whether queries and keys are normalised head by head.
         output_norms: Whether the outputs of attention and of the MLP are normalised before they are added.
         rotations: How many different rotary embeddings its layers have.
@@ -76,7 +74,6 @@ class Architecture:
     activation: str
     rms_norm: bool
     rotary: bool
-    dropout: bool
     experts: int
     experts_per_token: int
     vocabulary: int
@@ -85,7 +82,6 @@ class Architecture:
     embedding: Unit
     head: Unit
     final: Unit
-    readers: int = 2
     qk_norm: bool = False
     output_norms: bool = False
     rotations: int = 1

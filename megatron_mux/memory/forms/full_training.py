@@ -1,82 +1,111 @@
-"""The memory of full fine-tuning by closed forms: every parameter is trained, by the code of `transformers`.
+"""The memory of full fine-tuning: every parameter is trained, by the code of `transformers`.
 
-A step has a few phases at which memory may be at its highest: while the loss is computed; when a stage's last layer
-goes backward; when its first one does, with all gradients there; in the optimizer's step. In each of them every part of
-the memory is a constant and so many bytes a row of the micro-batch.
+What the forward and backward pass allocate comes from a `StepProfile`, read from traces of this very model at this
+sequence length. Weights, gradients, optimizer states and how ranks divide all of them are closed forms. One GPU and
+data parallelism are met exactly; pipeline stages and tensor ranks get their share of the same step, although
+Megatron-LM, which runs those, has kernels of its own.
 
-Shapes: T rows (tokens) of a micro-batch.
+Shapes: T rows (tokens) of a micro-batch, L layers, N samples of the profile, P parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_mux.memory.forms import trained_layer
-from megatron_mux.memory.forms.phases import TRANSIENT, Phase, StepMemory, in_flight
-from megatron_mux.memory.forms.saved import Pass, Saved, total
-from megatron_mux.memory.forms.stages import Stage, stages
-from megatron_mux.memory.invisible import MANY_TOKENS, SMALL_INDEX, embedding
+import numpy as np
+import numpy.typing as npt
 
-_ROW_INPUTS = 40
-"""Bytes of a row's token, position, label, weight and place among labels."""
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.phases import PARTS, TRANSIENT, Phase, StepMemory, in_flight
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.step_profile import (
+    ACTIVATIONS,
+    BACKWARD,
+    EMBEDDING,
+    FORWARD,
+    LOGITS,
+    LOSS,
+    WORKSPACE,
+    Samples,
+    StepProfile,
+)
+
+Array = npt.NDArray[np.float64]
+
+_NAMES = {
+    FORWARD: "the end of the forward pass",
+    LOSS: "the loss",
+    BACKWARD: "a layer's backward pass",
+    EMBEDDING: "the embedding's backward pass",
+}
+_OPTIMIZER = "the optimizer's step"
+_IS_TRANSIENT = np.array([part in TRANSIENT for part in PARTS])
+_AT = {part: place for place, part in enumerate(PARTS)}
 
 _in_flight = lru_cache(maxsize=256)(in_flight)
 
 
-class Term(NamedTuple):
-    """A part's bytes in a phase: `fixed + per_row * T`, the second only for more than `few` rows."""
+class _Candidates(NamedTuple):
+    """Moments of a step that may be the peak; bytes by part are a constant and so many per row.
 
-    part: str
-    fixed: float
-    per_row: float = 0.0
-    few: int = 0
+    Shapes: C candidates.
+    """
 
-    def bytes(self, rows: float) -> float:
-        """For so many rows."""
-        return self.fixed + self.per_row * rows * (rows > self.few)
+    names: list[str]
+    stage: npt.NDArray[np.int64]
+    fixed: Array
+    per_row: Array
 
-
-@dataclass(frozen=True)
-class _PhaseForm:
-    """A phase for any number of rows; a part may have several terms."""
-
-    name: str
-    stage: int
-    terms: tuple[Term, ...]
-
-    def bytes(self, rows: float) -> float:
-        """Bytes of all parts."""
-        fixed, per_row, others = self._sums
-        return fixed + per_row * rows + sum(term.bytes(rows) for term in others)
-
-    @cached_property
-    def _sums(self) -> tuple[float, float, list[Term]]:
-        """The terms as one, and those that begin at some row: a batch is searched for by many questions."""
-        always = [term for term in self.terms if not term.few]
-        others = [term for term in self.terms if term.few]
-        return sum(term.fixed for term in always), sum(term.per_row for term in always), others
-
-    def of(self, rows: int) -> Phase:
-        """For so many rows."""
-        found: dict[str, float] = {}
-        for term in self.terms:
-            found[term.part] = found.get(term.part, 0.0) + term.bytes(rows)
-        return Phase(self.name, self.stage, found)
+    def at(self, index: int, rows: int) -> Phase:
+        """One of them for so many rows."""
+        found = self.fixed[index] + self.per_row[index] * rows
+        return Phase(self.names[index], int(self.stage[index]), dict(zip(PARTS, found.tolist(), strict=True)))
 
 
 class FullTrainingMemory(StepMemory):
-    """See `StepMemory`; the recipe has no adapters."""
+    """See `StepMemory`; the recipe has no adapters.
+
+    Args:
+        architecture: The model.
+        recipe: What is trained and how.
+        method: How the step is divided.
+        profile: The step on one GPU, with all layers recomputed if the method recomputes them.
+        device: See `StepMemory`.
+        overhead: See `StepMemory`.
+        gpu: See `StepMemory`.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        method: Method,
+        profile: StepProfile,
+        device: str = "cuda",
+        overhead: ProcessOverhead | None = None,
+        gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
+    ) -> None:
+        super().__init__(architecture, recipe, method, device, overhead, gpu)
+        self._profile = profile
 
     def phases(self, rows: int) -> list[Phase]:
         """See `StepMemory.phases`."""
-        return [form.of(rows) for form in self._forms]
+        found, totals = self._candidates, self._totals(rows)
+        highest: dict[tuple[int, str], int] = {}
+        for index, key in enumerate(zip(found.stage.tolist(), found.names, strict=True)):
+            if key not in highest or totals[index] > totals[highest[key]]:
+                highest[key] = index
+        return [found.at(index, rows) for index in highest.values()]
 
     def worst(self, rows: int) -> Phase:
         """See `StepMemory.worst`."""
-        return max(self._forms, key=lambda form: form.bytes(rows)).of(rows)
+        return self._candidates.at(int(self._totals(rows).argmax()), rows)
 
     @property
     def host(self) -> int:
@@ -95,94 +124,49 @@ class FullTrainingMemory(StepMemory):
         return stages(self.architecture, self.method)
 
     @cached_property
-    def _run(self) -> Pass:
-        recipe = self.recipe
-        return Pass(recipe.size, recipe.length, recipe.attention, self.device, self.gpu, recipe.autocast)
+    def _candidates(self) -> _Candidates:
+        names: list[str] = []
+        stage_of, fixed, per_row = [], [], []
+        for stage in self._stages:
+            for name, one in self._of_stage(stage):
+                one[:, _AT["fragmentation"]] = self.fragmentation * one[:, _IS_TRANSIENT].sum(axis=1)
+                one[:, _AT["workspace"], 0] += self.overhead.blas
+                one[:, _AT["communication"], 0] += self._buckets(stage)
+                names += name
+                stage_of += [stage.index] * len(name)
+                fixed.append(one[..., 0])
+                per_row.append(one[..., 1])
+        return _Candidates(names, np.array(stage_of), np.concatenate(fixed), np.concatenate(per_row))
 
     @cached_property
-    def _forms(self) -> list[_PhaseForm]:
-        found = []
-        for stage in self._stages:
-            lasting = Term("workspace", self.overhead.blas), Term("communication", self._buckets(stage))
-            for form in self._of_stage(stage):
-                fragments = (
-                    Term(
-                        "fragmentation",
-                        self.fragmentation * term.fixed,
-                        self.fragmentation * term.per_row,
-                        term.few,
-                    )
-                    for term in form.terms
-                    if term.part in TRANSIENT
-                )
-                found.append(_PhaseForm(form.name, form.stage, (*form.terms, *fragments, *lasting)))
+    def _sums(self) -> tuple[Array, Array]:
+        return self._candidates.fixed.sum(axis=1), self._candidates.per_row.sum(axis=1)
+
+    def _totals(self, rows: int) -> Array:
+        fixed, per_row = self._sums
+        found: Array = fixed + per_row * rows
         return found
 
-    # -- what lasts
+    # -- weights, gradients, optimizer states
 
-    def _of_stage(self, stage: Stage) -> Iterator[_PhaseForm]:
-        lasting = [
-            Term("context", self.context),
-            self._weights(stage),
-            Term("optimizer", 0.0 if self.method.offload else self._all_states(stage)),
-        ]
-        gradients = self._gradients(stage)
-        # Buffers of gradients that outlive a pass: they are summed over micro-batches or over ranks.
-        stays = self.method.micro_batches > 1 or self.recipe.has_master
-        stays = stays or (self.method.data > 1 and not self._has_buckets)
-        yield from self._passes(stage, lasting, gradients if stays else [])
-        rest = self._activations(stage, self._in_flight(stage) - 1)
-        late = [*gradients, *([] if stays else self._embeddings_gradient(stage))]
-        late += [
-            *self._brought(stage.two_in_use),
-            rest,
-            *self._first_layer(),
-            *self._backward(),
-            self._inputs(),
-        ]
-        yield _PhaseForm("the first layer's backward pass", stage.index, (*lasting, *late))
-        if stage.first:
-            terms = (*lasting, *gradients, rest, *self._embedded(stage))
-            yield _PhaseForm("the embedding's backward pass", stage.index, terms)
-        step = Term("workspace", self._step(stage))
-        yield _PhaseForm("the optimizer's step", stage.index, (*lasting, *gradients, step))
-
-    def _embeddings_gradient(self, stage: Stage) -> list[Term]:
-        """Gradients that are not there before a backward pass has come to the embedding, as less than none."""
-        if not stage.first or self._shares_head(stage):
-            return []
-        return [Term("gradients", -stage.units[0].total * self.recipe.gradient_size)]
-
-    def _embedded(self, stage: Stage) -> Iterator[Term]:
-        """What the embedding's gradient takes: that of hidden states, sorted tokens; where the output layer shares its
-        weights, their gradient twice more: by itself, and their sum (in one buffer for all gradients, by itself alone).
-        """
-        a, size = self.architecture, self._run.size
-        tokens = MANY_TOKENS
-        on_gpu = self.device == "cuda"
-        scratch = sum(one.size for one in embedding(tokens, a.hidden)) / tokens if on_gpu else 0.0
-        shared = self._shares_head(stage) and stage.last
-        weights = -(-a.embedding.divided // self.method.tensor) if shared else 0
-        again = weights * (size if self.recipe.has_master else 2 * self.recipe.gradient_size)
-        yield Term("workspace", again, a.hidden * self._run.hidden)
-        yield Term("workspace", 0, scratch, few=SMALL_INDEX)
-
-    def _weights(self, stage: Stage) -> Term:
-        """Weights between uses."""
+    def _of_stage(self, stage: Stage) -> Iterator[tuple[list[str], Array]]:
+        """Names and `[C, P, 2]` bytes of a stage's candidates, without fragmentation and what lasts unseen."""
+        lasting = np.zeros((len(PARTS), 2))
+        lasting[_AT["context"], 0] = self.context
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        return Term("parameters", values * self.recipe.weight_size)
+        lasting[_AT["parameters"], 0] = values * self.recipe.weight_size
+        lasting[_AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
+        gradients = self._gradients(stage)
+        yield self._passes(stage, lasting, gradients)
+        step = lasting + gradients
+        step[_AT["workspace"], 0] += self._step(stage)
+        yield [_OPTIMIZER], step[None]
 
-    def _brought(self, values: int) -> list[Term]:
-        """Weights in use, where they are gathered for it."""
-        return [Term("communication", values * self.recipe.size)] if self.method.zero == 3 else []
-
-    def _all_states(self, stage: Stage) -> float:
-        share = self._stepped(stage) / stage.values
-        return share * self.recipe.states(stage.values, stage.shapes)
-
-    def _stepped(self, stage: Stage) -> int:
-        """Values of a stage that each data-parallel rank steps."""
-        return stage.divided(self.method) if self.method.zero else stage.values
+    @property
+    def _gradients_stay(self) -> bool:
+        """Whether buffers of gradients outlive a pass: they are summed over micro-batches or over ranks."""
+        stays = self.method.micro_batches > 1 or self.recipe.has_master
+        return stays or (self.method.data > 1 and not self._has_buckets)
 
     @property
     def _has_buckets(self) -> bool:
@@ -192,15 +176,23 @@ class FullTrainingMemory(StepMemory):
     def _buckets(self, stage: Stage) -> int:
         return stage.values * self.recipe.gradient_size if self._has_buckets else 0
 
-    def _gradients(self, stage: Stage) -> list[Term]:
-        size = self.recipe.gradient_size
-        if self.method.zero < 2:
-            return [Term("gradients", stage.values * size)]
-        # A unit's are whole until they have been summed over ranks.
-        return [
-            Term("gradients", stage.divided(self.method) * size),
-            Term("communication", stage.largest * size),
-        ]
+    def _gradients(self, stage: Stage) -> Array:
+        """`[P, 2]` bytes of all gradients."""
+        found, size = np.zeros((len(PARTS), 2)), self.recipe.gradient_size
+        found[_AT["gradients"], 0] = (
+            stage.values if self.method.zero < 2 else stage.divided(self.method)
+        ) * size
+        if self.method.zero >= 2:  # a unit's are whole until they have been summed over ranks
+            found[_AT["communication"], 0] = stage.largest * size
+        return found
+
+    def _all_states(self, stage: Stage) -> float:
+        share = self._stepped(stage) / stage.values
+        return share * self.recipe.states(stage.values, stage.shapes)
+
+    def _stepped(self, stage: Stage) -> int:
+        """Values of a stage that each data-parallel rank steps."""
+        return stage.divided(self.method) if self.method.zero else stage.values
 
     def _step(self, stage: Stage) -> float:
         """Bytes that the optimizer's step makes anew."""
@@ -209,103 +201,76 @@ class FullTrainingMemory(StepMemory):
         share = self._stepped(stage) / stage.values
         return share * self.recipe.step(stage.values, stage.shapes)
 
-    # -- what passes keep
+    # -- the forward and backward pass
 
-    def _passes(
-        self, stage: Stage, lasting: Sequence[Term], gradients: Sequence[Term]
-    ) -> Iterator[_PhaseForm]:
-        """The loss, where it is computed, and the last layer's backward pass."""
-        base = (*lasting, *gradients, self._activations(stage, self._in_flight(stage)), self._inputs())
-        if stage.last:
-            # Of the layers' weights none is in use.
-            in_use = self._brought(stage.units[-1].total)
-            yield _PhaseForm("the loss", stage.index, (*base, *in_use, *self._loss()))
-            if self._has_copies and self.method.recompute == "full":
-                terms = (*base, *in_use, *self._forward_end())
-                yield _PhaseForm("the end of the forward pass", stage.index, terms)
-        terms = (*base, *self._brought(stage.two_in_use), *self._backward())
-        if stage.last and not gradients:
-            head = stage.units[-1].total + (stage.units[0].total if self._shares_head(stage) else 0)
-            terms += (Term("gradients", head * self.recipe.gradient_size),)
-        yield _PhaseForm("the last layer's backward pass", stage.index, terms)
-
-    def _shares_head(self, stage: Stage) -> bool:
-        """Whether the output layer is the embedding, on this very stage: another one has a copy."""
-        return self.architecture.tied and stage.first
-
-    def _in_flight(self, stage: Stage) -> int:
-        """Micro-batches between their forward and backward pass."""
-        return _in_flight(stage.count, self.method.micro_batches)[stage.index]
-
-    def _activations(self, stage: Stage, count: int) -> Term:
-        """What so many micro-batches keep."""
-        layers = len(stage.layers)
-        layer_input = self._bytes([Saved("input", "rows", self.architecture.hidden, self._run.hidden)])
-        if self.method.recompute == "full":
-            per_row, fixed = layer_input * layers, 0.0
+    def _passes(self, stage: Stage, lasting: Array, gradients: Array) -> tuple[list[str], Array]:
+        """Names and `[C, P, 2]` bytes of the samples of a stage's passes."""
+        samples = self._samples(stage)
+        found = np.repeat(lasting[None], len(samples.layer), axis=0)
+        rows = self._divided(samples.bytes) / [1, self._profile.length]
+        found[:, _AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, samples.layer)
+        found[:, _AT["logits"]] += rows[:, LOGITS]
+        found[:, _AT["workspace"]] += rows[:, WORKSPACE]
+        if self._gradients_stay:
+            found += gradients
+            found[:, _AT["workspace"], 0] += samples.new_gradient / self.method.tensor
         else:
-            per_row, fixed = self._layer * layers, self._copies * layers
-        if not stage.last:
-            per_row += layer_input  # what was sent to the next stage
-        return Term("activations", count * fixed, count * per_row)
+            found += gradients * samples.gradients[:, None, None]
+        if self.method.zero == 3:  # weights are gathered for use; during the loss none of the layers'
+            outside = samples.section == LOSS
+            brought = np.where(outside, stage.units[-1].total, stage.two_in_use)
+            found[:, _AT["communication"], 0] += brought * self.recipe.size
+        return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 
-    def _first_layer(self) -> list[Term]:
-        """What a layer keeps, unless it is computed anew."""
-        if self.method.recompute == "full":
-            return []
-        return [Term("activations", self._copies, self._layer)]
+    def _samples(self, stage: Stage) -> Samples:
+        """Those of the profile that are of a stage."""
+        samples = self._profile.samples
+        inside = (samples.layer >= stage.layers.start) & (samples.layer < stage.layers.stop)
+        chosen = (samples.section == BACKWARD) & inside
+        if stage.last:
+            chosen |= np.isin(samples.section, (FORWARD, LOSS))
+        if stage.first:
+            chosen |= samples.section == EMBEDDING
+        return samples[chosen]
 
-    def _backward(self) -> Iterator[Term]:
-        """What a layer's backward pass takes beside what is kept: all that it computes anew, and gradients."""
-        yield Term("workspace", 0, self._bytes(trained_layer.workspace(self.architecture, self._run)))
-        if self.method.recompute == "full":
-            yield Term("activations", self._copies, self._layer)
-        elif self.method.recompute == "selective":
-            whole = self._bytes(trained_layer.kept(self.architecture, self._run))
-            yield Term("activations", 0, whole - self._layer)
+    def _kept_below(self, stage: Stage, layer: npt.NDArray[np.int64]) -> Array:
+        """`[N, 2]` bytes that a stage's layers below one keep, and all of them for other micro-batches in flight."""
+        kept = self._profile.kept
+        if self.method.recompute == "selective":
+            kept = kept - self._profile.scores
+        kept = self._divided(kept[:, None])[:, 0] / [1, self._profile.length]
+        below = np.concatenate([np.zeros((1, 2)), np.cumsum(kept, axis=0)])
+        first, behind = stage.layers.start, stage.layers.stop
+        others = _in_flight(stage.count, self.method.micro_batches)[stage.index] - 1
+        found: Array = below[np.clip(layer, first, behind)] - below[first]
+        found = found + others * (below[behind] - below[first])
+        if not stage.last:  # what was sent to the next stage
+            found[:, 1] += (others + 1) * self.architecture.hidden * self.recipe.size
+        return found
 
-    @cached_property
-    def _layer(self) -> float:
-        """Bytes of a row that a layer keeps when it is not computed again."""
-        selective = self.method.recompute == "selective"
-        return self._bytes(trained_layer.kept(self.architecture, self._run, selective))
+    def _divided(self, sizes: Array) -> Array:
+        """A tensor rank's share of `[..., 3 or 1, 2]` bytes: of hidden states all, unless rows are divided, too."""
+        if self._copies_are_gathered:
+            sizes = sizes * [0, 1]
+        tensor = self.method.tensor
+        if tensor == 1 or self.method.sequence_parallel:
+            return sizes / tensor
+        # Inputs and outputs of two norms.
+        whole = 4 * self.architecture.hidden * self.recipe.size * self._profile.length
+        undivided = np.zeros_like(sizes)
+        undivided[..., ACTIVATIONS, 1] = np.clip(sizes[..., ACTIVATIONS, 1], 0, whole)
+        found: Array = undivided + (sizes - undivided) / tensor
+        return found
 
     @property
-    def _copies(self) -> float:
-        """Bytes of weights of a layer as its products take them, with autocast."""
-        if not self._has_copies:
-            return 0.0
-        unit = self.architecture.layers[0]
-        return self.recipe.size * (unit.divided + unit.experts)
+    def _copies_are_gathered(self) -> bool:
+        """Whether weights come in half precision (FSDP), so that autocast makes no copies of them."""
+        return self.recipe.autocast and self.method.zero == 3
 
-    @property
-    def _has_copies(self) -> bool:
-        """Whether autocast copies weights; those that are gathered from all ranks come in its precision (FSDP)."""
-        return self.recipe.autocast and self.method.zero < 3
-
-    def _bytes(self, saved: Sequence[Saved]) -> float:
-        return total(saved, self.method.tensor, self.method.sequence_parallel)
-
-    def _inputs(self) -> Term:
-        angles = self.architecture.head_dim * self._run.hidden if self.architecture.rotary else 0
-        return Term("activations", 0, _ROW_INPUTS + angles)
-
-    def _loss(self) -> Iterator[Term]:
-        """Logits and what is made of them, and the final norm's."""
-        a, size = self.architecture, self._run.size
-        vocabulary = -(-a.vocabulary // self.method.tensor)
-        yield Term("logits", 0, 12 * vocabulary)  # of the log-softmax, its gradient, and the logits' gradient
-        between = self._run.hidden
-        norm = between + size
-        if a.rms_norm:
-            norm += between + (4 if between < 4 else 0)  # normalised, and an fp32 copy
-        copy = size * (a.head.divided + a.tied * a.embedding.divided) if self._has_copies else 0
-        yield Term("activations", copy, a.hidden * norm)
-
-    def _forward_end(self) -> Iterator[Term]:
-        """What of the loss is there before it goes backward, and the copies of weights that autocast has until then."""
-        logits, norm = self._loss()
-        copies = self._copies * len(self.architecture.layers)
-        yield logits._replace(per_row=(8 + self._run.size) * self.architecture.vocabulary)
-        output = 4 * self.architecture.hidden  # the norm's, which the model's results hold
-        yield norm._replace(fixed=norm.fixed + copies, per_row=norm.per_row + output)
+    @staticmethod
+    def _name(stage: Stage, section: int, layer: int) -> str:
+        if section == BACKWARD and layer == stage.layers.stop - 1:
+            return "the last layer's backward pass"
+        if section == BACKWARD and layer == stage.layers.start:
+            return "the first layer's backward pass"
+        return _NAMES[int(section)]

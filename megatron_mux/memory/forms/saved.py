@@ -40,23 +40,14 @@ class Pass:
     Attributes:
         size: Bytes of a value that products take and give.
         length: Tokens of a sequence.
-        attention: `flash`: no kernel keeps scores where that can be; `eager`: scores are kept.
         device: `cuda` or `cpu`, whose kernels keep different tensors.
         gpu: The GPU, on `cuda`.
-        autocast: Whether weights and hidden states are in fp32, and products alone take half precision.
     """
 
     size: int
     length: int
-    attention: Attention = "flash"
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
-    autocast: bool = False
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of a value of hidden states between a layer's parts."""
-        return 4 if self.autocast else self.size
 
 
 def total(saved: Iterable[Saved], tensor: int = 1, sequence_parallel: bool = False) -> float:

@@ -55,9 +55,6 @@ def read_architecture(skeleton: Skeleton) -> Architecture:
         str(_first(config, ("hidden_act", "activation_function")) or "gelu"),
         any("RMSNorm" in name for name in tensors.kinds),
         any("Rotary" in name for name in tensors.kinds) or getattr(config, "rotary_dim", None) is not None,
-        any(
-            getattr(config, name, 0) for name in ("resid_pdrop", "hidden_dropout", "dropout", "resid_dropout")
-        ),
         experts,
         (_first(config, ("num_experts_per_tok",)) or 1) if experts > 1 else 1,
         tensors.vocabulary,
@@ -66,7 +63,6 @@ def read_architecture(skeleton: Skeleton) -> Architecture:
         embedding,
         head,
         final,
-        reader.readers(),
     )
 
 
@@ -109,16 +105,6 @@ class _Reader:
             and tensor.operator == "Linear"
             and len(tensor.shape) == 2
             and re.search("attn|attention", name)
-        )
-
-    def readers(self) -> int:
-        """Products of the first layer into attention and into the MLP: of one matrix for several parts, one."""
-        return sum(
-            not number
-            and tensor.operator == "Linear"
-            and len(tensor.shape) == 2
-            and not _ROW_PARALLEL.search(name)
-            for number, tensor, name in self._inside()
         )
 
     def mlp(self) -> tuple[int, bool]:

@@ -27,6 +27,7 @@ from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.sizes import MIB
 from tests.unit.memory.architectures import llama, lora
+from tests.unit.memory.profiles import by_hand
 
 ARCHITECTURE = llama(8)
 FULL = Recipe(128)
@@ -34,6 +35,7 @@ FROZEN = Recipe(128, adapters=(lora(ARCHITECTURE),))
 LARGE = llama(16, 4096, 11008)
 ON_LARGE = Recipe(1024, adapters=(lora(LARGE),))
 A100 = gpu("A100")
+PROFILES = by_hand(ARCHITECTURE)
 
 
 @given(
@@ -44,14 +46,14 @@ A100 = gpu("A100")
 )
 @settings(max_examples=10, deadline=None)
 def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int | None) -> None:
-    found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch)
+    found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch, profiles=PROFILES)
     fitting = [entry for entry in found.entries if entry.fits]
     assert found.chosen == (max(fitting, key=lambda e: e.speed.throughput) if fitting else None)
     for entry in found.entries:
         assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest_batch >= entry.batch)
         assert entry.peak_process == sum(entry.breakdown.values())
         assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
-        parts = step_memory(ARCHITECTURE, recipe, entry.method)
+        parts = step_memory(ARCHITECTURE, recipe, entry.method, PROFILES)
         assert parts.peak((entry.largest_batch + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
 
@@ -59,14 +61,14 @@ def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int |
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_a_batch_that_is_given_is_not_accumulated(gpus: int) -> None:
     """One micro-batch a step, four for each stage of a pipeline; where nobody gave one, up to 64 sequences a step."""
-    given = rank(ARCHITECTURE, FULL, gpus, 1 << 40, A100, 3).entries
+    given = rank(ARCHITECTURE, FULL, gpus, 1 << 40, A100, 3, profiles=PROFILES).entries
     for entry in given:
         method = entry.method
         assert method.micro_batches == (4 * method.pipeline if method.pipeline > 1 else 1)
         assert entry.batch == 3 and entry.speed.tokens == 3 * 128 * method.data * method.micro_batches
     bare = Recipe(128, master=False)  # no gradients between steps, unless they are accumulated
     (one, *_), (most, *_) = (
-        rank(ARCHITECTURE, bare, 1, 1200 * MIB, A100, batch).entries for batch in (3, None)
+        rank(ARCHITECTURE, bare, 1, 1200 * MIB, A100, batch, profiles=PROFILES).entries for batch in (3, None)
     )
     assert one.phases["the loss"]["gradients"] == 0
     assert most.method.micro_batches * most.batch >= SEQUENCES
@@ -74,11 +76,13 @@ def test_a_batch_that_is_given_is_not_accumulated(gpus: int) -> None:
 
 def test_host_memory_helps_where_nothing_else_does() -> None:
     least = min(
-        step_memory(ARCHITECTURE, FULL, m).peak(128) for m in methods(1, ARCHITECTURE, FULL) if not m.offload
+        step_memory(ARCHITECTURE, FULL, m, PROFILES).peak(128)
+        for m in methods(1, ARCHITECTURE, FULL)
+        if not m.offload
     )
-    found = rank(ARCHITECTURE, FULL, 1, least - 1, A100)
+    found = rank(ARCHITECTURE, FULL, 1, least - 1, A100, profiles=PROFILES)
     assert found.selected == "offload" and found.chosen is not None and found.chosen.method.offload
-    none = rank(ARCHITECTURE, FULL, 1, 500 * MIB, A100)  # less than the context alone
+    none = rank(ARCHITECTURE, FULL, 1, 500 * MIB, A100, profiles=PROFILES)  # less than the context alone
     assert none.selected is None and none.entries[0].peak_process == min(e.peak_process for e in none.entries)
 
 

@@ -17,6 +17,7 @@ from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.sizes import GIB
 from tests.unit.memory.architectures import llama
+from tests.unit.memory.profiles import by_hand
 
 OTHERS = [name for name, one in OPTIMIZERS.items() if one.megatron is None]
 
@@ -54,7 +55,8 @@ def test_printed_flags_are_taken(optimizer: str, precision: Precision, master: b
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "adamw_torch"])
 def test_flags_say_whose_they_are(optimizer: str) -> None:
-    found = rank(llama(8), Recipe(128, optimizer=optimizer), 2, 80 * GIB, gpu("A100")).entries
+    recipe, model = Recipe(128, optimizer=optimizer), llama(8)
+    found = rank(model, recipe, 2, 80 * GIB, gpu("A100"), profiles=by_hand(model)).entries
     for entry in found:
         assert entry.program == (TRAINER if optimizer == "adafactor" else "Megatron-LM")
         assert ("--optim" in entry.flags) == (optimizer == "adafactor") and entry.flags

@@ -25,7 +25,6 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
         "activation": "silu",
         "rms_norm": True,
         "rotary": True,
-        "dropout": False,
         "experts": 1,
         "experts_per_token": 1,
         "vocabulary": 1024,
@@ -41,7 +40,7 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
 def gpt2(layers: int = 3, hidden: int = 256, activation: str = "gelu_new") -> Architecture:
     """A small GPT-2 of eight heads; with ReLU, an OPT."""
     return Architecture(
-        "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, activation, False, False, True, 1, 1, 1024, True,
+        "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, activation, False, False, 1, 1, 1024, True,
         (Unit(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
         Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden),
     )  # fmt: skip
