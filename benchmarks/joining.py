@@ -4,12 +4,12 @@ python benchmarks/joining.py --json                       # a file of 1,000,000 
 python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
 
 A task trains on one core, with one thread. A task file is dropped into the watched directory whose data are a file of a
-million pairs. While they are tokenised, the tokenising process is held (SIGSTOP) and let go by turns, a few of the
-engine's steps each, so that both kinds of steps meet the same machine; `slower` compares their medians. Once it is done,
-the time is taken until the new task's first step begins.
+million pairs. While they are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
+bursts of steps, so that steps with and without it meet the same machine; `slower` compares their medians. Once it is
+done, the time is taken until the new task's first step begins.
 
-Twice, if there are two cores: with the tokenising process allowed on every core (`any core`), to its end; and on none but
-the engine's (`engine's core`), where idle priority leaves it little: for a while only, since the end is hours away.
+Twice, if there are two cores: with the tokenising process allowed on every core (`any core`), to its end; and on the
+engine's alone (`engine's core`), where idle priority leaves it little: for a while only, since the end is hours away.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
 
 WORDS = "a the film story acting music plot is was great terrible long short moving dull funny and but with of".split()
-TURN_STEPS = 6
-"""Steps of the engine until the tokenising process is held or let go."""
+HELD = 4
+"""The tokenising process is held during one of so many bursts."""
+WARM_UP_STEPS = 12
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--backbone", type=Path, default=ROOT / ".quickstart" / "backbone")
+    parser.add_argument(
+        "--backbone", type=Path, help="by default a small Llama with the quickstart's tokenizer"
+    )
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a step of the task that trains")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the task that trains")
     parser.add_argument("--max-length", type=int, default=32)
     parser.add_argument("--window", type=float, default=60.0, help="seconds on the engine's core alone")
     parser.add_argument(
@@ -60,12 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.engine is not None:
         return _engine(json.loads(arguments.engine.read_text()))
-    from megatron_mux.fusion.roofline import cpu_name
+    from megatron_mux.fusion.device import cpu_name
 
     cores = sorted(os.sched_getaffinity(0))
-    result: dict[str, Any] = {"cpu": cpu_name(), "cores": len(cores), "backbone": arguments.backbone.name}
+    result: dict[str, Any] = {"cpu": cpu_name(), "cores": len(cores)}
     result |= {"records": arguments.records, "batch": arguments.batch, "max_length": arguments.max_length}
     with tempfile.TemporaryDirectory() as directory:
+        if arguments.backbone is None:
+            arguments.backbone = Path(directory) / "small-llama"
+            _make_backbone(arguments.backbone)
+        result["backbone"] = arguments.backbone.name
+        result["load"] = os.getloadavg()[0]
         data = Path(directory) / "million.jsonl"
         _write(data, arguments.records)
         result["megabytes"] = round(data.stat().st_size / 1e6, 1)
@@ -142,7 +150,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The table."""
     title = (
         f"**A file of {result['records']:,} records ({result['megabytes']} MB) joins** on {result['cpu']}, "
-        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences."
+        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences; load of the "
+        f"machine before: {result['load']:.1f}."
     )
     rows = []
     for name in ("any core", "engine's core"):
@@ -171,13 +180,13 @@ class _Observer:
     def before(self) -> None:
         """A burst begins."""
         now = time.time()
-        if not self.dropped and self._steps >= 2 * TURN_STEPS:
+        if not self.dropped and self._steps >= WARM_UP_STEPS:
             self.dropped = now
             path = Path(self.request["watched"]) / "joins.yaml"
             path.with_name(".joins").write_text(self.request["joins"])
             path.with_name(".joins").rename(path)
         if self.child is not None and self.child.returncode is None:
-            hold = self._steps // TURN_STEPS % 2 == 1
+            hold = len(self.bursts) % HELD == 0
             if hold != self.held:
                 os.kill(self.child.pid, signal.SIGSTOP if hold else signal.SIGCONT)
                 self.held = hold
@@ -253,6 +262,24 @@ def _task(name: str, data: Path, arguments: argparse.Namespace) -> dict[str, Any
         "data": {"path": str(data), "max_length": arguments.max_length},
         "training": {"per_device_train_batch_size": arguments.batch, "max_steps": 1_000_000},
     }
+
+
+def _make_backbone(directory: Path) -> None:
+    """A Llama of four layers with random weights and a real tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / ".quickstart" / "backbone", local_files_only=True)
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _write(path: Path, count: int) -> None:
