@@ -8,7 +8,7 @@ million pairs. While they are tokenised, the tokenising process is held (SIGSTOP
 bursts of steps, so that steps with and without it meet the same machine; `slower` compares their medians. Once it is
 done, the time is taken until the new task's first step begins.
 
-Twice, if there are two cores: with the tokenising process allowed on every core (`any core`), to its end; and on the
+Twice: with the tokenising process allowed on every core (`any core`), to its end; and on the
 engine's alone (`engine's core`), where idle priority leaves it little: for a while only, since the end is hours away.
 """
 
@@ -49,9 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the task that trains")
     parser.add_argument("--max-length", type=int, default=32)
     parser.add_argument("--window", type=float, default=60.0, help="seconds on the engine's core alone")
-    parser.add_argument(
-        "--same-core-only", action="store_true", help="to the end, on the engine's core alone"
-    )
+    parser.add_argument("--allowed", choices=("any", "engine", "both"), default="both", help="see above")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     add_output(parser)
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
@@ -77,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = Path(directory) / "million.jsonl"
         _write(data, arguments.records)
         result["megabytes"] = round(data.stat().st_size / 1e6, 1)
-        if len(cores) > 1 and not arguments.same_core_only:
+        if arguments.allowed != "engine":
             result["any core"] = measure(arguments, Path(directory) / "any", data, cores[0], cores, None)
-        window = None if arguments.same_core_only else arguments.window
-        own = [cores[0]]
-        result["engine's core"] = measure(arguments, Path(directory) / "same", data, cores[0], own, window)
+        if arguments.allowed != "any":
+            place, window = Path(directory) / "engine", arguments.window
+            result["engine's core"] = measure(arguments, place, data, cores[0], [cores[0]], window)
     if arguments.json:
         print(json.dumps(result, indent=1))
         if arguments.output is None:
@@ -173,13 +171,16 @@ class _Observer:
         self.request = request
         self.bursts: list[dict[str, Any]] = []
         self.child: Any = None
-        self.held = False
+        self.held = self.exited = False
         self.dropped = 0.0
         self._steps = 0
 
     def before(self) -> None:
         """A burst begins."""
         now = time.time()
+        if self.child is not None and self.child.returncode is None:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            self.exited = os.waitid(os.P_PID, self.child.pid, options) is not None
         if not self.dropped and self._steps >= WARM_UP_STEPS:
             self.dropped = now
             path = Path(self.request["watched"]) / "joins.yaml"
@@ -197,7 +198,7 @@ class _Observer:
         state = "none" if self.child is None or self.child.returncode is not None else "at work"
         state = "held" if state == "at work" and self.held else state
         burst = {"began": began, "seconds": (now - began) / len(results), "steps": len(results)}
-        self.bursts.append({**burst, "tasks": list(tasks), "tokenising": state})
+        self.bursts.append({**burst, "tasks": list(tasks), "tokenising": state, "exited": self.exited})
         self._steps += len(results)
         window = self.request["window"]
         if "joins" in tasks or (window is not None and self.dropped and now - self.dropped > window):
@@ -222,6 +223,8 @@ class _Observer:
             done = max(path.stat().st_mtime for path in Path(self.request["cache"]).glob("*/index.bin"))
             found["tokenised_s"] = done - self.dropped
             found["first_step_after_s"] = joined[0]["began"] - done
+            without = [burst for burst in self.bursts if "joins" not in burst["tasks"]]
+            found["bursts_after_exit"] = sum(burst["exited"] for burst in without)
         return found
 
 

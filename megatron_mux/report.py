@@ -91,7 +91,14 @@ class Reporter:
         self._refresh()
 
     def step(self, name: str, result: StepResult, seconds: float) -> None:
-        """A task's step was done, in `seconds` of the engine's step."""
+        """Report a task's step.
+
+        Args:
+            name: The task.
+            result: What the step gave.
+            seconds: How long the engine's step took, on average over the steps that ran without a flush between them.
+                Their results are known together; `wall_s` says when.
+        """
         task = self.history[name]
         task.step, task.status, task.reason = result.step, result.status, result.reason
         if result.status != "failed":
