@@ -5,9 +5,6 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint docs format bench bench-pipeline gpu-check gpu-bench gpu-memory clean
 
-# PY for commands that run in another folder: a path is made absolute, a bare name is found on PATH anyway.
-PY_ANYWHERE = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
-
 PYTHON ?=
 PYTEST_ARGS ?=
 BOOTSTRAP := $(shell command -v python3 || command -v python)
@@ -16,9 +13,6 @@ ifeq ($(origin PY), undefined)
 PY := .venv/bin/python
 VENV_TARGET := venv
 endif
-
-# Tools that the package itself does not need are run as modules of the same environment.
-PYTHON_FILES := $(wildcard pretrain_mux.py) $(wildcard tools/*.py)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
@@ -47,10 +41,7 @@ test-latest: prepare venv-latest  ## the same with Python 3.12 and the newest Me
 lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy megatron_mux $(PYTHON_FILES)
-	$(PY) -m mypy --explicit-package-bases tests
-	cd examples && $(PY_ANYWHERE) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache *.py
-	cd examples/quickstart && $(PY_ANYWHERE) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache *.py
+	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()"
 
 docs: $(VENV_TARGET)  ## the documentation as HTML, in docs/_build; a broken link is an error

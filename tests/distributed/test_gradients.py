@@ -25,6 +25,8 @@ from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
 from tests.end_to_end.harness import Case, relative
 
+pytestmark = pytest.mark.versions
+
 LAYOUTS: dict[str, Layout] = {
     "1": Layout(1, 1),
     "TP2": Layout(2, 1),

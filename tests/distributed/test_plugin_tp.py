@@ -20,6 +20,8 @@ from tests.distributed.small_gpt import (
     small_gpt,
 )
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_stages(sequence_parallel: bool, joined: Callable[..., Parallel]) -> None:

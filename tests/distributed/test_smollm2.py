@@ -17,6 +17,8 @@ from megatron_mux import layout
 from megatron_mux.backbone import Backbone
 from megatron_mux.runtime import Parallel
 
+pytestmark = pytest.mark.versions
+
 MODEL = Path(os.environ.get("SMOLLM2", ".quickstart/backbone"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Runs `pretrain_mux.py` in processes of their own."""
     with Server(tmp_path_factory.mktemp("runs")) as running:
         yield running
+
+
+@pytest.fixture
+def warm_workers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the package starts for traces and dry runs are forked from the server as well."""
+    monkeypatch.setattr(sys, "executable", server.python)
 
 
 @pytest.fixture(scope="module")

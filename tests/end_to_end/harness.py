@@ -86,10 +86,11 @@ class Case:
 
 @dataclass
 class Trained:
-    """What an engine made of the tasks: every step's results, and adapters at the end."""
+    """What an engine made of the tasks: every step's results, and adapters after the first step and at the end."""
 
     results: dict[str, list[StepResult]]
     tensors: dict[str, dict[str, Tensor]]
+    after_first: dict[str, dict[str, Tensor]]
 
     def losses(self, name: str) -> list[float]:
         """Loss of each step of a task."""
@@ -102,11 +103,13 @@ def train(
     """Train `cases` together on `backbone` and leave it without adapters again."""
     engine = Engine(backbone, parallel, **engine_arguments)
     engine.register_tasks([case.task for case in cases])
-    trained = Trained({case.name: [] for case in cases}, {})
+    trained = Trained({case.name: [] for case in cases}, {}, {})
     try:
-        for _ in range(steps):
+        for step in range(steps):
             for name, result in engine.step().items():
                 trained.results[name].append(result)
+            if step == 0:
+                trained.after_first = {case.name: adapter(engine, case.name) for case in cases}
         trained.tensors = {case.name: adapter(engine, case.name) for case in cases}
     finally:
         for case in cases:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,14 @@ from megatron_mux.dry_run.rank_estimate import RankEstimate
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import dumps, plan_for
 from megatron_mux.fusion.plan_edits import keep_tasks
-from megatron_mux.memory.sizes import GIB
 from tests.end_to_end.forked import ROOT
-from tests.end_to_end.test_estimate_memory import OURS, TASKS
+from tests.end_to_end.test_estimate_memory import OURS, TASKS, processor_seconds
 from tests.end_to_end.test_plans import tool
 
 Call = Callable[..., tuple[int, str, str]]
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+PYTHON = sys.executable  # as a user starts it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,15 +73,15 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     least, most = method["peak_process_interval_bytes"]
     assert least < method["peak_process_bytes"] < most
     assert method["worst_rank"] == {"stage": 0, "rank": 0, "at": f"{method['moment']} ({method['action']})"}
-    start = time.perf_counter()
+    before = processor_seconds()
     again = subprocess.run(
-        [sys.executable, "tools/estimate_memory.py", *flags],
+        [PYTHON, "tools/estimate_memory.py", *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=True,
     )
-    assert time.perf_counter() - start < 6 and not again.stderr  # about a second where nothing else runs
+    assert processor_seconds() - before < 3 and not again.stderr  # about half a second
     for word in (
         "2DP",
         "upper bound: the data of a, b",
@@ -158,4 +159,3 @@ def test_methods_are_tried_until_one_fits(estimate: Call, monkeypatch: pytest.Mo
     assert len({tuple(method["flags"]) for method in found["methods"]}) == 3
     status, output, _ = estimate("--gpu-memory", "22GiB")
     assert status == 0 and len(asked) == 7 and "selected: nothing" in output
-    assert GIB < 22 << 30

@@ -266,7 +266,7 @@ def test_a_traced_step_of_70b(tmp_path: Path) -> None:
     assert not imported & {"torch", "transformers", "peft"}
 
 
-def _processor_seconds() -> float:
+def processor_seconds() -> float:
     """What ended processes of this one have used."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -284,21 +284,20 @@ finally:
 """Runs a tool, and says how many KiB it and the largest of its processes have had."""
 
 
-@pytest.mark.parametrize("method", ["trace", "ours", "all"])
-def test_times_and_memory_for_70b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_times_and_memory_for_70b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten seconds from nothing are the goal on a quiet machine, and one second for what was answered before; 2 GB.
 
     Processor time is what other processes change least; most of it goes into importing torch and transformers. GPUs of
-    4 TB have room for many sequences: to find how many takes longest.
+    4 TB have room for many sequences: to find how many takes longest. All methods take longer than any of them.
     """
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
-    flags = ["--method", method, "--gpu-memory", "4000GB"]
-    used = [_processor_seconds()]
+    flags = ["--method", "all", "--gpu-memory", "4000GB"]
+    used = [processor_seconds()]
     first = _run_on_70b(tmp_path, *flags, python=["-c", _TOLD_LAST])
-    used.append(_processor_seconds())
-    for _ in range(3):
+    used.append(processor_seconds())
+    for _ in range(2):
         second = _run_on_70b(tmp_path, *flags)
-        used.append(_processor_seconds())
+        used.append(processor_seconds())
         assert {**json.loads(second.stdout), "seconds": 0} == {**json.loads(first.stdout), "seconds": 0}
     cold, *cached = [after - before for before, after in pairwise(used)]
     assert cold < 20 and min(cached) < 1

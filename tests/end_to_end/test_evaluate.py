@@ -16,6 +16,8 @@ from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.harness import engine_logits
 from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("kind", ["lora", "prefix"])
 @pytest.mark.parametrize("choices", [0, 3])

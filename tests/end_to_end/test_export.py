@@ -22,6 +22,8 @@ from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, l
 from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records
 from tests.reference import peft_solo
 
+pytestmark = pytest.mark.versions
+
 LOGITS = 5e-4  # largest absolute difference
 
 

@@ -21,6 +21,7 @@ from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix, vera
 from tests.end_to_end.harness import (
     Case,
+    Trained,
     adapter,
     assert_close,
     assert_same,
@@ -219,7 +220,12 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_poisoned_neighbour_changes_nothing(
-    poison: str, dtype: torch.dtype, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    poison: str,
+    dtype: torch.dtype,
+    backbone_of: BackboneOf,
+    path_of: PathOf,
+    parallel: Parallel,
+    known: Known,
 ) -> None:
     """Also where sequences of several tasks have one length and so may share a call of attention."""
     all_kinds = kinds(FAMILIES["llama"])
@@ -228,13 +234,14 @@ def test_a_poisoned_neighbour_changes_nothing(
     after = {name: all_kinds[name] for name in ("lora-everywhere", "bottleneck", "ia3")}
     lengths = (12, 12) if dtype == torch.float32 else (4, 24)
     cases = make_cases(path_of("llama"), before | poisoned | after, ADAMW, dtype, lengths)
-    check_victims(backbone_of("llama", dtype), parallel, cases, POISONS[poison])
+    about = str(dtype)
+    check_victims(backbone_of("llama", dtype), parallel, cases, POISONS[poison], known, (about, about))
 
 
 @pytest.mark.parametrize("kind", kinds(FAMILIES["llama"]))
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "Inf"])
 def test_a_poisoned_adapter_of_any_kind_changes_nothing(
-    kind: str, value: float, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    kind: str, value: float, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, known: Known
 ) -> None:
     all_kinds = kinds(FAMILIES["llama"])
     sections = {"first": all_kinds["lora"], "poisoned": all_kinds[kind]} | all_kinds
@@ -244,30 +251,56 @@ def test_a_poisoned_adapter_of_any_kind_changes_nothing(
         parallel,
         cases,
         lambda backbone, case: tensors_become(case, "", value),
+        known,
+        (f"beside {kind}", "beside each other"),
     )
 
 
-def check_victims(backbone: Backbone, parallel: Parallel, cases: dict[str, Case], poison: Poison) -> None:
-    """Beside the poisoned task, and once it was stopped, the others are as beside a healthy one."""
-    healthy = train(backbone, parallel, list(cases.values()), 1)
+Known = dict[tuple[str, str], Trained]
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """What victims come to without a poison, trained once for all cases that compare with it."""
+    return {}
+
+
+def check_victims(
+    backbone: Backbone,
+    parallel: Parallel,
+    cases: dict[str, Case],
+    poison: Poison,
+    known: Known,
+    names: tuple[str, str],
+) -> None:
+    """Beside the poisoned task, and once it was stopped, the others are as beside a healthy one.
+
+    Args:
+        backbone, parallel, cases, poison: What is trained.
+        known: See the fixture.
+        names: Of all these tasks together, and of the victims by themselves, in `known`.
+    """
+    victims = {name: case for name, case in cases.items() if name != "poisoned"}
+    for part, own, steps in ((0, cases, 1), (1, victims, 3)):
+        key = ("all", "victims")[part], names[part]
+        if key not in known:
+            known[key] = train(backbone, parallel, list(own.values()), steps)
+    healthy, without = known["all", names[0]], known["victims", names[1]]
     with poison(backbone, cases["poisoned"]):
-        sick = train(backbone, parallel, list(cases.values()), 1)
-        sick_for_longer = train(backbone, parallel, list(cases.values()), 3)
+        sick = train(backbone, parallel, list(cases.values()), 3)
         spoiled = cases["poisoned"].initial
     assert spoiled is not None
-    assert [result.status for result in sick_for_longer.results["poisoned"]] == ["failed"]
-    assert "step 1" in sick.results["poisoned"][0].reason
-    for key, value in sick_for_longer.tensors["poisoned"].items():
-        assert torch.equal(value.nan_to_num(7.0), spoiled[key].nan_to_num(7.0)), (
-            f"the poisoned task stepped: {key}"
+    (failed,) = sick.results["poisoned"]
+    assert failed.status == "failed" and "step 1" in failed.reason
+    for key_of, value in sick.tensors["poisoned"].items():
+        assert torch.equal(value.nan_to_num(7.0), spoiled[key_of].nan_to_num(7.0)), (
+            f"the poisoned task stepped: {key_of}"
         )
-    victims = {name: case for name, case in cases.items() if name != "poisoned"}
-    without = train(backbone, parallel, list(victims.values()), 3)
     for name in victims:
-        assert sick.losses(name) == healthy.losses(name), name
-        assert_same(sick.tensors[name], healthy.tensors[name], name)
+        assert sick.losses(name)[:1] == healthy.losses(name), name
+        assert_same(sick.after_first[name], healthy.tensors[name], name)
         tolerance = 1e-9 if backbone.dtype == torch.float64 else 1e-4
-        assert_close(sick_for_longer.tensors[name], without.tensors[name], tolerance, name)
+        assert_close(sick.tensors[name], without.tensors[name], tolerance, name)
 
 
 @pytest.mark.quickstart

@@ -17,6 +17,8 @@ from tests.end_to_end.forked import Server
 from tests.end_to_end.ranks import free_port
 from tests.end_to_end.workplace import TASKS, Workplace
 
+pytestmark = pytest.mark.versions
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))

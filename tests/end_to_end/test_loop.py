@@ -7,10 +7,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
+
+pytestmark = pytest.mark.versions
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.end_to_end.forked import Server
 
+pytestmark = pytest.mark.versions
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "megatron_pretrain.py"
 HAS_LOOP = importlib.util.find_spec("megatron.training") is not None

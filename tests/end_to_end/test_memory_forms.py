@@ -23,6 +23,8 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
 from tests.unit.memory.configs import write
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,

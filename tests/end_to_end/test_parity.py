@@ -15,6 +15,8 @@ from tests.end_to_end.harness import Case, Trained, assert_close, random_records
 from tests.reference import plain, solo
 from tests.reference.loop import SoloResult
 
+pytestmark = pytest.mark.versions
+
 STEPS = 20
 LOSS = 1e-4  # relative, every step
 ADAPTER = 2e-3  # relative Frobenius norm of every tensor after the last step

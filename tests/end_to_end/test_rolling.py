@@ -13,6 +13,8 @@ from tests.end_to_end.conftest import BackboneOf
 from tests.end_to_end.families import FAMILIES, diff_pruning, lora
 from tests.end_to_end.harness import Case, random_records
 
+pytestmark = pytest.mark.versions
+
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 

@@ -14,6 +14,8 @@ from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.test_plans import tool
 from tests.end_to_end.workplace import Workplace
 
+pytestmark = pytest.mark.versions
+
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 VIRTUAL = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 

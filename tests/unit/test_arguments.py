@@ -18,6 +18,8 @@ from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, PER_TASK, REAS
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.errors import UserError
 
+pytestmark = pytest.mark.versions
+
 TWO_STAGES = "--pipeline-model-parallel-size 2"
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import yaml
 
+pytestmark = pytest.mark.versions
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 
 

@@ -30,6 +30,8 @@ from tests.distributed.small_gpt import (
     small_gpt,
 )
 
+pytestmark = pytest.mark.versions
+
 PIPELINE, DATA = (1, 2), (1, 1)
 
 

@@ -18,6 +18,8 @@ from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, random_records, relative
 
+pytestmark = pytest.mark.versions
+
 Layout = tuple[int, int, bool] | tuple[int, int, bool, Split]
 SEQUENCE: Layout = (2, 1, True)
 

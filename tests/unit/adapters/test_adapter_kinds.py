@@ -25,6 +25,8 @@ from tests.unit.adapters.toy import (
     task,
 )
 
+pytestmark = pytest.mark.versions
+
 MIXTURE = mixture()
 EXACT = 1e-10
 

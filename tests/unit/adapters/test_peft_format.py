@@ -25,6 +25,8 @@ from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
 from tests.unit.adapters.toy import ia3, lora, noise, task
 
+pytestmark = pytest.mark.versions
+
 QVO, IA3 = ["q_proj", "v_proj", "o_proj"], ["k_proj", "v_proj", "down_proj"]
 PEFT = {
     "lora": lora("t", target_modules=QVO),

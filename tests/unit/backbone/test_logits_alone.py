@@ -18,6 +18,8 @@ from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 
+pytestmark = pytest.mark.versions
+
 Made = Callable[..., Path]
 
 

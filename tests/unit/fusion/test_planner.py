@@ -24,7 +24,7 @@ def planner(mesh: Mesh, **changes: object) -> Planner:
     return Planner(PlanningContext(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), meshes)
 def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> None:
     loads = backbone.random_loads(seed)
@@ -42,7 +42,7 @@ def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> No
     assert padding["plan"] == 0.0 <= padding["within_tasks"] <= padding["zero_padded"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 4]), st.floats(0.02, 1.5))
 def test_a_plan_keeps_to_memory_or_says_who_does_not_fit(seed: int, stages: int, share: float) -> None:
     loads, mesh = backbone.random_loads(seed), Mesh(pipeline=stages)

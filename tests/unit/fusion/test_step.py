@@ -216,7 +216,7 @@ def limited(draw: st.DrawFn) -> tuple[Plan, list[list[int]]]:
     return Plan("auto", stages, buckets, activation_limit=limit), sizes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(limited(), st.randoms(use_true_random=False))
 def test_however_little_may_be_kept_a_step_is_finished(
     case: tuple[Plan, list[list[int]]], random: Random
@@ -229,7 +229,7 @@ def test_however_little_may_be_kept_a_step_is_finished(
     assert run(template, plan.stages, random) <= most_in_flight(template) + len(plan.buckets)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(limited())
 def test_only_a_micro_batch_that_is_alone_exceeds_the_limit(case: tuple[Plan, list[list[int]]]) -> None:
     plan, sizes = case

@@ -44,7 +44,7 @@ def rolled(buckets: list[BucketCost], sizes: list[list[int]]) -> tuple[Template,
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps())
 def test_steps_follow_each_other_in_order(case: tuple[list[BucketCost], list[list[int]]]) -> None:
     buckets, sizes = case
@@ -61,7 +61,7 @@ def test_steps_follow_each_other_in_order(case: tuple[list[BucketCost], list[lis
                 assert timed.start >= done[Action(action.stage, "U", action.bucket - period)].stop - 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps(), st.data())
 def test_a_step_out_of_order_is_refused(
     case: tuple[list[BucketCost], list[list[int]]], data: st.DataObject

@@ -95,7 +95,7 @@ def test_structured_keeps_to_the_memory_it_is_given(buckets: list[BucketCost], r
     assert all(found.peak(s) <= limit[s] * (1 + 1e-6) for s in range(stages))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(2, 8),
     st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 6)), min_size=1, max_size=8),

@@ -11,6 +11,8 @@ import torch
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

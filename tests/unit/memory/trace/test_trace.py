@@ -165,6 +165,7 @@ def test_a_mask_is_made_where_sequences_are_padded() -> None:
     assert padded.peak().size > plain.peak().size + 2 * 64 * 64
 
 
+@pytest.mark.versions
 def test_traces_in_a_process_of_their_own() -> None:
     cases = [Case(GPT2, layers, 2, 16, ADAPTERS["ia3"]) for layers in (2, 3)]
     with Tracer() as tracer:
