@@ -227,9 +227,9 @@ class PlanEvaluator:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
         if plan.data > 1:  # where one bucket's sequences go depends on what is before it
             return self._price(plan)
-        for bucket in plan.buckets:
-            if bucket not in self._buckets:
-                self._buckets[bucket] = self._price(replace(plan, buckets=(bucket,)))[0]
+        new = tuple(bucket for bucket in plan.buckets if bucket not in self._buckets)
+        if new:
+            self._buckets.update(zip(new, self._price(replace(plan, buckets=new)), strict=True))
         return [self._buckets[bucket] for bucket in plan.buckets]
 
     def _price(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:

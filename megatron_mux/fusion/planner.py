@@ -60,6 +60,7 @@ class Planner:
 
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
+        self._last: PlanEvaluator | None = None
 
     @property
     def memory_limit(self) -> float | None:
@@ -120,7 +121,10 @@ class Planner:
         return Comparison(found, padding)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
-        return PlanEvaluator(self.context.with_tasks(tasks))
+        """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
+        if self._last is None or self._last.raw != tasks:
+            self._last = PlanEvaluator(self.context.with_tasks(tasks))
+        return self._last
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The search's layout if it is worth it, else the best plain policy that fits."""
