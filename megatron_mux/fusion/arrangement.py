@@ -7,15 +7,15 @@ Answers are remembered, and effort is counted, so that a search can stop within 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, kept_limit, lower_bound
-from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step
-from megatron_mux.fusion.grouping import balanced
+from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step, simulated_steps
+from megatron_mux.fusion.grouping import Grouping, balanced, every_grouping
 from megatron_mux.fusion.hybrid import Partition
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
 from megatron_mux.pipeline.structured import run_structured
@@ -25,6 +25,9 @@ _ROUNDING = 1e-12
 
 _NEAR = 1.1
 """An arrangement whose latency in the first entry order is not this near to the best is not tried in others."""
+
+_FEW_HYBRID_TASKS = 5
+"""Up to this number of hybrid tasks all groupings into buckets are looked at: 52."""
 
 Array = npt.NDArray[np.float64]
 
@@ -113,26 +116,45 @@ class ArrangementEvaluator:
     def best_grouping(self, partition: Partition, micro_batches: int, below: float) -> Arrangement | None:
         """The best way to put these hybrid tasks into buckets, if its latency is below `below` and it fits.
 
-        Equation 7 makes one grouping for each number of buckets. Without communication to hide, buckets of several
-        hybrid tasks only make clocks longer, so that one bucket each is all there is to try.
+        Without communication to hide, buckets of several hybrid tasks only make clocks longer, so that one bucket each
+        is all there is to try. Else all groupings of a few hybrid tasks are bounded; of many, equation 7 makes one for
+        each number of buckets.
         """
-        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
-        latencies = [sum(cost.forward[:1]) for cost in costs]
-        least = len(partition) if not any(cost.communicates for cost in costs) else 1
         best: Arrangement | None = None
-        for count in range(len(partition), least - 1, -1):
-            if self.is_exhausted and below < math.inf:
+        for bound, grouping in sorted(self._groupings(partition, micro_batches, below)):
+            if bound >= below or (self.is_exhausted and below < math.inf):
                 break
-            if self._least_work(partition, micro_batches, count) >= below:
-                continue
-            self.spent += len(partition) ** 2 // 4
-            grouping = balanced(latencies, count)
             found = self.best_order(
                 [[partition[i] for i in bucket] for bucket in grouping], micro_batches, below
             )
             if found is not None:
                 best, below = found, found.latency
         return best
+
+    def _groupings(
+        self, partition: Partition, micro_batches: int, below: float
+    ) -> Iterator[tuple[float, Grouping]]:
+        """Groupings to try, with bounds on their latency below `below`."""
+        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        few = len(partition) <= _FEW_HYBRID_TASKS
+        if not any(cost.communicates for cost in costs):
+            groupings: Iterable[Grouping] = [tuple((i,) for i in range(len(partition)))]
+        elif few:
+            groupings = every_grouping(len(partition))
+        else:
+            latencies = [sum(cost.forward[:1]) for cost in costs]
+            counts = range(len(partition), 0, -1)
+            groupings = (
+                balanced(latencies, count)
+                for count in counts
+                if self._least_work(partition, micro_batches, count) < below
+            )
+        for grouping in groupings:
+            self.spent += len(partition) if few else len(partition) ** 2 // 4
+            grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
+            bound = lower_bound([self._bucket(hybrids, micro_batches) for hybrids in grouped], self.steps)
+            if bound < below:
+                yield bound, grouping
 
     def best_order(
         self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float = math.inf
@@ -168,12 +190,12 @@ class ArrangementEvaluator:
         latencies: list[float] = []
         sizes = sizes_of(buckets)
         work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
-        for steps in (2, 1) if self.steps > 1 else (1,):
+        for steps in reversed(simulated_steps(self.steps)):
             self.spent += 2 * steps * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
             seconds = run_structured(buckets, limit, sizes * steps, self.virtual).latency
             latencies.insert(0, seconds)
-            if (seconds + (self.steps - steps) * work) / self.steps >= below:
-                return None
+            if len(latencies) == 1 and (seconds + (self.steps - steps) * work) / self.steps >= below:
+                return None  # each further step adds at least its work
         seconds = seconds_per_step(latencies, work, self.steps)
         if seconds >= below:
             return None

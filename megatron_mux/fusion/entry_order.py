@@ -34,15 +34,21 @@ def busiest(buckets: Sequence[BucketCost], sizes: Sizes, ranks: int) -> float:
     )
 
 
+def simulated_steps(steps: int) -> tuple[int, ...]:
+    """Numbers of steps to simulate for `seconds_per_step`, where a flush comes every `steps` steps."""
+    return (1,) if steps == 1 else (1, min(steps, 3))
+
+
 def seconds_per_step(latencies: Sequence[float], work: float, steps: int) -> float:
-    """Seconds of a step, averaged over `steps` steps between two flushes: what plans are compared and published by.
+    """Seconds of a step, averaged over the steps between two flushes: what plans are compared and published by.
 
     Args:
-        latencies: Seconds of one step and, if `steps` is more than one, of two steps without a flush between them.
+        latencies: Seconds of as many steps, without a flush between them, as `simulated_steps` says.
         work: Seconds of work that a step has on the busiest rank: each further step adds at least that.
         steps: Steps between two flushes.
     """
     if steps == 1:
         return latencies[0]
-    one, two = latencies
-    return (two + (steps - 2) * max(work, two - one)) / steps
+    simulated = simulated_steps(steps)[-1]
+    further = max(work, (latencies[1] - latencies[0]) / (simulated - 1))
+    return (latencies[1] + (steps - simulated) * further) / steps

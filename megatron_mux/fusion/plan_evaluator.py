@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.arrangement import Arrangement
 from megatron_mux.fusion.cost import bucket_cost, kept_limit, works_with
-from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step
+from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step, simulated_steps
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.planning_context import PlanningContext
@@ -284,7 +284,7 @@ class _Run:
 def _run(plan: Plan, sizes: list[Sizes]) -> _Run:
     """Seconds of a step of a plan on one pipeline, from as many simulated steps as that takes."""
     costs = [bucket_costs(bucket) for bucket in plan.buckets]
-    runs = [_simulated(plan, costs, sizes * steps) for steps in range(1, min(plan.rolling, 2) + 1)]
+    runs = [_simulated(plan, costs, sizes * steps) for steps in simulated_steps(plan.rolling)]
     latency = seconds_per_step([run.latency for run in runs], busiest(costs, sizes, plan.ranks), plan.rolling)
     peaks = [max(own) for own in zip(*(run.peaks for run in runs), strict=True)]
     return _Run(latency, peaks, sum(run.actions for run in runs))

@@ -1,8 +1,8 @@
 """The search for an arrangement: hybrid tasks, buckets, entry order and the number of micro-batches together.
 
 Equation 6's and equation 7's answers are candidates: those with the best bounds are evaluated first, so that few have
-to be simulated; the best are then refined by moving single tasks, and at last by other entry orders. `exhaustive`
-evaluates all arrangements in the same way, to measure how far from optimal `search` is.
+to be simulated; the best are then refined by moving single tasks, and at last by other buckets and entry orders.
+`exhaustive` evaluates all arrangements in the same way, to measure how far from optimal `search` is.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def search(
     refined.sort(key=lambda arrangement: arrangement.latency)
     best = _from_elsewhere(evaluator, tokens, refined)
     evaluator.renew()
-    return _reorder(evaluator, best)
+    return _regroup(evaluator, best)
 
 
 def _from_elsewhere(
@@ -227,20 +227,40 @@ def _refine(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
     return best
 
 
-def _reorder(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
-    """Swap buckets in the entry order for as long as that lowers the latency and the budget lasts."""
+def _regroup(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
+    """Move hybrid tasks to other buckets, and buckets to other places, while that helps and the budget lasts."""
     improved = True
     while improved:
         improved = False
-        for a, b in combinations(range(len(best.buckets)), 2):
+        for buckets in _other_buckets(best.buckets):
             if evaluator.is_exhausted:
                 return best
-            buckets = list(best.buckets)
-            buckets[a], buckets[b] = buckets[b], buckets[a]
-            found = evaluator.latency(buckets, best.micro_batches, best.latency * (1 - 1e-9))
+            below = best.latency * (1 - 1e-9)
+            if not evaluator.is_below(buckets, best.micro_batches, below):
+                continue
+            found = evaluator.latency(buckets, best.micro_batches, below)
             if found is not None:
                 best, improved = found, True
+                break
     return best
+
+
+def _other_buckets(buckets: Sequence[tuple[Hybrid, ...]]) -> Iterator[list[tuple[Hybrid, ...]]]:
+    """Two buckets swapped in the entry order; a hybrid task in another bucket; two hybrid tasks exchanged."""
+    for a, b in combinations(range(len(buckets)), 2):
+        swapped = list(buckets)
+        swapped[a], swapped[b] = buckets[b], buckets[a]
+        yield swapped
+    if all(len(bucket) == 1 for bucket in buckets):
+        return
+    for a, b in permutations(range(len(buckets)), 2):
+        for given in buckets[a]:
+            left = tuple(h for h in buckets[a] if h != given)
+            for taken in (None, *(buckets[b] if a < b else ())):
+                changed = list(buckets)
+                changed[a] = left if taken is None else (*left, taken)
+                changed[b] = (*(h for h in buckets[b] if h != taken), given)
+                yield [bucket for bucket in changed if bucket]
 
 
 def _neighbours(partition: Partition) -> Iterator[Partition]:

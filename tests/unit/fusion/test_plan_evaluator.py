@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.entry_order import entry_orders, seconds_per_step
+from megatron_mux.fusion.entry_order import entry_orders, seconds_per_step, simulated_steps
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
@@ -39,7 +39,7 @@ def test_predictions_are_those_of_simulated_templates(
     costs, sizes = [bucket_costs(bucket) for bucket in plan.buckets], step_grid(plan, made.lengths).sizes
     runs = [
         simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
-        for steps in range(1, min(plan.rolling, 2) + 1)
+        for steps in simulated_steps(plan.rolling)
     ]
     work = max(runs[0].busy(rank) for rank in range(plan.ranks))
     latency = seconds_per_step([run.latency for run in runs], work, plan.rolling)
@@ -61,7 +61,7 @@ def test_eight_steps_take_what_is_predicted() -> None:
         simulated = simulate(step_template(plan, sizes), costs, sizes=sizes).latency / steps
         overhead = made.costs.step_overhead(range(len(plan.tasks)))
         errors.append(abs((found.latency - overhead) / simulated - 1))
-    assert max(errors) < 0.03
+    assert max(errors) < 0.02
 
 
 def test_the_best_of_several_entry_orders_is_taken() -> None:
@@ -89,5 +89,6 @@ def test_entry_orders() -> None:
 
 def test_a_step_takes_at_least_the_work_of_the_busiest_rank() -> None:
     assert seconds_per_step([5.0], 3.0, 1) == 5.0
-    assert seconds_per_step([5.0, 9.0], 3.0, 8) == (9.0 + 6 * 4.0) / 8
-    assert seconds_per_step([5.0, 7.0], 3.0, 8) == (7.0 + 6 * 3.0) / 8
+    assert seconds_per_step([5.0, 8.0], 3.0, 2) == 4.0
+    assert seconds_per_step([5.0, 13.0], 3.0, 8) == (13.0 + 5 * 4.0) / 8
+    assert seconds_per_step([5.0, 10.0], 3.0, 8) == (10.0 + 5 * 3.0) / 8
