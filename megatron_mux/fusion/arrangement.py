@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, kept_limit, lower_bound
-from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step, simulated_steps
+from megatron_mux.fusion.entry_order import (
+    BUSY_ENOUGH,
+    busiest,
+    entry_orders,
+    seconds_per_step,
+    simulated_steps,
+)
 from megatron_mux.fusion.grouping import Grouping, balanced, every_grouping
 from megatron_mux.fusion.hybrid import Partition
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
@@ -163,13 +169,16 @@ class ArrangementEvaluator:
         if not self.is_below(grouped, micro_batches, below):
             return None
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
+        work = busiest(buckets, sizes_of(buckets), buckets[0].stages // self.virtual)
         best: Arrangement | None = None
-        for order in entry_orders(buckets) if buckets[0].stages > 1 else entry_orders(buckets)[:1]:
+        for order in entry_orders(buckets):
             found = self.latency([grouped[i] for i in order], micro_batches, below * _NEAR)
             if found is None:
                 break
             if found.latency < below:
                 best, below = found, found.latency
+            if found.latency <= work * BUSY_ENOUGH:
+                break
         return best
 
     def is_below(self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import descending
 
+BUSY_ENOUGH = 1.002
+"""Latency over the busiest rank's work below which no other entry order is tried: there is hardly anything to gain."""
+
 
 def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:
     """Orders worth trying, by first-stage latency: descending (MuxTune's rule 1), ascending, large and small in turn.
@@ -16,6 +19,8 @@ def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:
     for the small ones at its end: other orders may be faster.
     """
     down = descending(buckets)
+    if buckets[0].stages == 1:
+        return [down]  # one stage is never idle
     pairs = zip(down, reversed(down), strict=True)
     alternating = list(dict.fromkeys(i for pair in pairs for i in pair))
     return [list(order) for order in dict.fromkeys(map(tuple, (down, down[::-1], alternating)))]

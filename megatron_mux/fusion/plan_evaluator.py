@@ -10,7 +10,13 @@ from typing import Literal
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.arrangement import Arrangement
 from megatron_mux.fusion.cost import bucket_cost, kept_limit, works_with
-from megatron_mux.fusion.entry_order import busiest, entry_orders, seconds_per_step, simulated_steps
+from megatron_mux.fusion.entry_order import (
+    BUSY_ENOUGH,
+    busiest,
+    entry_orders,
+    seconds_per_step,
+    simulated_steps,
+)
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.planning_context import PlanningContext
@@ -182,11 +188,19 @@ class PlanEvaluator:
 
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
-        costs = [cost for cost, _ in self._priced(plan)]
-        orders = entry_orders(costs) if plan.stages > 1 else entry_orders(costs)[:1]
-        plans = [replace(plan, buckets=tuple(plan.buckets[i] for i in order)) for order in orders]
-        found = [self.evaluate(ordered) for ordered in plans]
-        return min(found, key=lambda one: (not one.fits, one.latency))
+        priced = self._priced(plan)
+        costs = [cost for cost, _ in priced]
+        work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
+        overhead = self.costs.step_overhead([self._index[name] for name in plan.tasks])
+        best: Evaluation | None = None
+        for order in entry_orders(costs):
+            found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
+            if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
+                best = found
+            if best.latency <= overhead + work * BUSY_ENOUGH:
+                break
+        assert best is not None
+        return best
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order."""

@@ -11,7 +11,6 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -104,15 +103,14 @@ class StageCosts:
             member[i, list(tasks)] = 1.0
         # There are no more micro-batches than sequences.
         parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
-        found = self._combine(
+        return self._combine(
             member * self._total / parts[:, None],
             member @ self._labels / parts,
             member @ self._attention / parts[:, None],
             (member * self._longest).max(axis=1),
             np.zeros(len(sets)),
+            np.ceil(parts / self.data).astype(int),
         )
-        counts = np.ceil(parts / self.data).astype(int).tolist()
-        return [replace(cost, parts=count) for cost, count in zip(found, counts, strict=True)]
 
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
         """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
@@ -129,7 +127,8 @@ class StageCosts:
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
                 # Put together with what comes before them, and left for later chunks: in each place a copy.
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept)
+        asked_for = np.zeros(len(chunks), np.int64)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, asked_for)
 
     def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
         """`[S]` bytes of one sequence that a task may have: kept, and taken besides.
@@ -145,7 +144,13 @@ class StageCosts:
         return tuple((found.lasting + found.working)[0].tolist())
 
     def _combine(
-        self, rows: Array, labels: Array, attention: Array, longest: Array, copied: Array
+        self,
+        rows: Array,
+        labels: Array,
+        attention: Array,
+        longest: Array,
+        copied: Array,
+        parts: npt.NDArray[np.int64],
     ) -> list[HybridCost]:
         """Seconds and bytes of B batches.
 
@@ -155,6 +160,7 @@ class StageCosts:
             attention: `[B, 2]` seconds in one layer.
             longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
             copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
+            parts: `[B]` see `HybridCost`.
         """
         total = rows.sum(axis=1)
         nothing = len(BASE_OPS) * self.shape.layers
@@ -181,11 +187,8 @@ class StageCosts:
         most = np.maximum(total, longest)
         memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
         columns = (*_passes(seconds), *_passes(messages), memory.lasting, memory.working, transfer)
-        listed = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            HybridCost(tuple(f), tuple(b), tuple(cf), tuple(cb), tuple(k), tuple(w), tuple(t))
-            for f, b, cf, cb, k, w, t in listed
-        ]
+        listed = (map(tuple, column.tolist()) for column in columns)
+        return list(map(HybridCost, *listed, parts.tolist()))
 
     # -- adapters
 
