@@ -1,4 +1,4 @@
-"""What every section of `tasks.yaml` shares: strict fields, and known fields that we refuse by name."""
+"""The base of all sections of `tasks.yaml`: strict fields, and known fields that are refused by name."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _LONGEST_VALUE = 60
 
 # Beyond any real use: what is larger is a slip, and would fail where it can no longer be said in a sentence.
 LARGEST_SIZE = 65_536
-"""Of what becomes a dimension of an adapter's weights."""
+"""Maximum of a dimension of an adapter's weights."""
 LARGEST_BATCH = 1_000_000
-"""Of sequences, or of parts of a batch."""
+"""Maximum number of sequences, or of parts of a batch."""
 LARGEST_COUNT = 1_000_000_000
-"""Of steps and tokens."""
+"""Maximum number of steps and tokens."""
 
 BASE_DIRECTORY = "base_directory"
-"""Key of the validation context that holds the directory which relative paths start from."""
+"""Key of the validation context for the directory that relative paths start from."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that another library knows and we do not do.
+    """A field of another library that is not supported.
 
     Attributes:
         advice: What to say of it; completes "adapter.use_dora: ...".
@@ -52,7 +52,7 @@ class Refused:
     always: bool = False
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether `value` can be dropped silently."""
+        """Whether `value` can be ignored."""
         return self.always or any(type(value) is type(n) and value == n for n in self.neutral)
 
 
@@ -69,7 +69,7 @@ class Section(BaseModel):
     )
 
     refused: ClassVar[Mapping[str, Refused]] = {}
-    """Known fields of the library whose spelling the section follows, with what to say when one is used."""
+    """Unsupported fields of the library whose spelling the section follows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,17 +82,17 @@ class Section(BaseModel):
 
 
 def problem(text: str) -> PydanticCustomError:
-    """A validation error whose wording is ours; it reads on after "training.max_steps: "."""
+    """Make a validation error with our own wording, which follows "training.max_steps: "."""
     return PydanticCustomError("mux", "{problem}", {"problem": text})
 
 
 def plain(text: str) -> str:
-    """A text as it stands in a message, which is one line: quoted if it holds more than plain characters."""
+    """Format a text for a message of one line: quoted if it has unprintable characters."""
     return text if text.isprintable() else repr(text)
 
 
 def shown(value: Any) -> str:
-    """A value as it is quoted in a message: short, whatever it is."""
+    """Format any value for a message, in few characters."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -52,7 +52,7 @@ class AdapterParameter:
     decay: bool = True
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """The part of `full` that this rank holds, a copy.
+        """Copy the part of `full` that this rank holds.
 
         Args:
             full: A tensor of `full_shape`: the value itself, an optimizer moment, a mask.
@@ -100,7 +100,7 @@ class LowRankTerm:
 class Adapter:
     """One task's method at one BaseOp. The stages it names in `stages` are called, in this order:
 
-    1. `extend(batch)`: leave something for core attention (prefix tuning);
+    1. `extend(batch)`: add keys and values for core attention (prefix tuning);
     2. `before(x)`: replace the BaseOp's input, row-parallel BaseOps only;
     3. `low_rank(batch, rows)`: terms fused into the product itself;
     4. `product(x, y, batch)`: change the product before it is summed over tensor ranks;
@@ -112,23 +112,26 @@ class Adapter:
     stages: frozenset[str] = frozenset()
 
     def extend(self, batch: MicroBatch) -> None:
-        """Side effect on the micro-batch."""
+        """Change the micro-batch, in place."""
         raise NotImplementedError
 
     def before(self, x: Tensor) -> Tensor:
-        """`[n, K]` input of the BaseOp to `[n, K]`."""
+        """Map the BaseOp's input `[n, K]` to the `[n, K]` that the BaseOp gets."""
         raise NotImplementedError
 
     def low_rank(self, batch: MicroBatch, rows: tuple[int, int]) -> Sequence[LowRankTerm]:
-        """Low-rank terms for the task's rows."""
+        """Return the low-rank terms for the task's rows."""
         raise NotImplementedError
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
-        """`[n, K]` input and `[n, N]` product, bias of column-parallel BaseOps included unless skipped, to `[n, N]`."""
+        """Map input `[n, K]` and product `[n, N]` to `[n, N]`.
+
+        The product has the bias of a column-parallel BaseOp, unless the module skips it.
+        """
         raise NotImplementedError
 
     def after(self, y: Tensor) -> Tensor:
-        """`[n, N]` output to `[n, N]`."""
+        """Map the finished output `[n, N]` to `[n, N]`."""
         raise NotImplementedError
 
 
@@ -185,11 +188,11 @@ class TaskAdapter(ABC):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """What must be saved besides parameters, by the key of the parameter whose layout it shares; local parts."""
+        """Return local tensors to save besides parameters, by the key of the parameter that is divided alike."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore `state()` from full tensors (parts of other ranks are ignored)."""
+        """Restore `state()` from full tensors, of which this rank takes its part."""
 
     def parameter(
         self,
@@ -251,7 +254,7 @@ class TaskAdapter(ABC):
     def input_mask(
         self, name: str, path: str, features: tuple[int, int], probability: float, batch: MicroBatch
     ) -> Tensor | None:
-        """`[n, K]` bool of the entries of a module's input that dropout keeps in this step, None without dropout.
+        """Draw the dropout mask of a module's input: `[n, K]` bool of the entries that are kept; None without dropout.
 
         Args:
             name: Of the dropout: masks of different names differ.
@@ -270,7 +273,7 @@ class TaskAdapter(ABC):
 
 
 def tensor_key(path: str, suffix: str) -> str:
-    """Name of a tensor of the adapter at the module `path`, as peft spells it."""
+    """Return the name that peft gives to an adapter's tensor at the module `path`."""
     return f"base_model.model.{path}.{suffix}"
 
 

@@ -1,4 +1,4 @@
-"""The adapters of all tasks on one stage of the backbone: joined and left at any time, without touching it.
+"""The adapters of all tasks on one stage of the backbone, which can be added and removed at any time.
 
 MuxTune section 3.2, figure 7(b): the live side of `register_tasks()`.
 """
@@ -42,7 +42,7 @@ class AdapterSet:
         self._tasks: dict[str, TaskAdapter] = {}
 
     def add(self, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None = None) -> TaskAdapter:
-        """Attach a task's adapter. Nothing has changed if it raises.
+        """Attach a task's adapter, or raise and change nothing.
 
         Args:
             spec: The task: `name`, `adapter`, `training.seed`.
@@ -71,7 +71,7 @@ class AdapterSet:
         """Detach a task's adapter.
 
         Raises:
-            KeyError: There is none of that name.
+            KeyError: No task of that name has an adapter.
         """
         adapter = self._tasks.pop(name)
         for op in adapter.at:

@@ -43,20 +43,20 @@ class AttachedBaseOp:
         self.adapters: dict[str, Adapter] = {}
 
     def add(self, task: str, adapter: Adapter) -> None:
-        """Let `adapter` have the rows of `task`; the first one attaches to the module."""
+        """Give the rows of `task` to `adapter`. The first adapter replaces the module's `forward`."""
         if not self.adapters:
             self.info.module.forward = self.forward
         self.adapters[task] = adapter
 
     def remove(self, task: str) -> None:
-        """Undo `add`; the last one detaches from the module, which is then as it was."""
+        """Undo `add`. Removing the last adapter restores the module."""
         del self.adapters[task]
         if not self.adapters:
             # The class's own method shows again: nothing of ours is left in the module's __dict__.
             del self.info.module.forward
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's linear modules: `[T, 1, K]` to `[T, 1, N]` and the bias if its addition is skipped."""
+        """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
         batch = layout.active()
         present = {
             rows: self.adapters[task]
@@ -72,7 +72,7 @@ class AttachedBaseOp:
             return result
         # What Megatron's module can be told besides (another weight, gathering) the layers of a GPT model never use.
         assert not args and not kwargs, (
-            f"{self.info.name}: arguments beside the input are not done with adapters"
+            f"{self.info.name}: arguments besides the input are not supported with adapters"
         )
         if self.info.parallel == "column":
             return self._column(input_, present, batch)
@@ -113,7 +113,7 @@ class AttachedBaseOp:
     def _product(
         self, x: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter], batch: MicroBatch
     ) -> Tensor:
-        """The frozen product with the terms of all adapters: fused low-rank ones, then the others."""
+        """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
         low_rank = [(rows, a.low_rank(batch, rows)) for rows, a in present.items() if "low_rank" in a.stages]
         y = low_rank_linear(x, weight, bias, low_rank)
@@ -128,7 +128,7 @@ class AttachedBaseOp:
         return _map_rows(y, {rows: dispatch(rows, a) for rows, a in others.items()})
 
     def _spread(self, input_: Tensor) -> Tensor:
-        """The input as the column-parallel product takes it; its backward sums the gradient over tensor ranks."""
+        """Copy or gather the input of a column-parallel product; the backward sums its gradient over tensor ranks."""
         if self.parallel.tp_size == 1:
             return input_
         from megatron.core.tensor_parallel import mappings
@@ -143,7 +143,7 @@ class AttachedBaseOp:
         return copied
 
     def _reduce(self, partial: Tensor) -> Tensor:
-        """The row-parallel product summed over tensor ranks, as rows of this rank with sequence parallelism."""
+        """Sum the row-parallel product over tensor ranks; with sequence parallelism, keep this rank's rows of it."""
         if self.parallel.tp_size == 1:
             return partial
         from megatron.core.tensor_parallel import mappings
@@ -159,7 +159,7 @@ class AttachedBaseOp:
 
 
 def _finish(y: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter]) -> tuple[Tensor, Tensor | None]:
-    """Let adapters change the finished output; they want the bias in it, also where Megatron adds it later."""
+    """Apply `Adapter.after`. The bias is added first, even where Megatron would add it later."""
     after = {rows: adapter.after for rows, adapter in present.items() if "after" in adapter.stages}
     if not after:
         return y, bias
@@ -170,19 +170,19 @@ def _finish(y: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter]) -> 
 
 
 def _within(present: Mapping[Rows, Adapter], start: int, count: int) -> dict[Rows, Adapter]:
-    """Rows cut to the `count` rows from `start`, counted from there; those with nothing left are gone."""
+    """Cut row ranges to the `count` rows from `start`, counted from there; empty ranges are dropped."""
     cut = {(max(a - start, 0), min(b - start, count)): adapter for (a, b), adapter in present.items()}
     return {(a, b): adapter for (a, b), adapter in cut.items() if a < b}
 
 
 def _split_rows(x: Tensor, rows: list[Rows]) -> list[Tensor]:
-    """The rows of each range. One split, so that autograd puts the gradients together in one copy."""
+    """Take the rows of each range, in one split: autograd then assembles the gradient in one copy."""
     pieces = x.split(_lengths(rows, x.shape[0]))
     return list(pieces[1::2])
 
 
 def _map_rows(x: Tensor, functions: Mapping[Rows, RowFunction]) -> Tensor:
-    """`x` with each range of rows replaced by its function of it; other rows as they are."""
+    """Replace each range of rows by its function of them; other rows stay as they are."""
     if not functions:
         return x
     rows = sorted(functions)

@@ -44,18 +44,18 @@ _OF_AN_ELEMENT = 5
 
 
 def freeze_step(total_steps: int) -> int:
-    """After how many optimizer steps the mask is frozen: two thirds, rounded up, so that one step is enough."""
+    """Return the number of optimizer steps after which the mask is frozen: two thirds of all, rounded up."""
     part, whole = RELAXED_SHARE
     return -(-total_steps * part // whole)
 
 
 def kept_entries(numel: int, sparsity: float) -> int:
-    """How many entries of a difference are not zero at the end."""
+    """Return the number of entries of a difference that are not zero at the end."""
     return numel - round(sparsity * numel)
 
 
 def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The relaxed mask.
+    """Compute the relaxed mask and its slope.
 
     Args:
         log_alpha: Logits.
@@ -206,7 +206,7 @@ class _DifferenceProduct(torch.autograd.Function):
 def _mask_of(
     log_alpha: Tensor, difference: _Difference, mask: Tensor | None, key: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The mask as it is now, and its slope unless it is frozen."""
+    """Return the current mask, and its slope unless the mask is frozen."""
     if mask is not None:
         return mask, None
     noise = None if key is None else uniform(key, difference.rows, difference.inputs)
@@ -243,7 +243,7 @@ class DiffPruning(TaskAdapter):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Freeze the mask when its time has come; keep what is frozen out at zero. See `TaskAdapter.after_step`."""
+        """Freeze the mask after `freeze_step` steps; from then on keep pruned entries at zero."""
         for difference in self.differences:
             if difference.mask is None and step >= freeze_step(self.total_steps):
                 self._freeze(difference)
@@ -273,7 +273,7 @@ class DiffPruning(TaskAdapter):
         return _Difference(site, weight, log_alpha)
 
     def _freeze(self, difference: _Difference) -> None:
-        """Keep the largest entries of the whole module, whatever rank holds them; ties go to the first entry."""
+        """Keep the largest entries of the whole module, over all tensor ranks; of equal ones, the first."""
         record = difference.weight
         assert record.dim is not None and record.index is not None
         z, _ = gate(difference.log_alpha.value, None)

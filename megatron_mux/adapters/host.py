@@ -1,4 +1,4 @@
-"""What an adapter needs to know of the backbone's stage it attaches to: its BaseOps, sizes, ranks and dtype."""
+"""The backbone's stage that an adapter attaches to: its BaseOps, shape, ranks and dtype."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Host:
 
     @property
     def first_tensor_rank(self) -> bool:
-        """Whether this rank owns what every tensor rank holds."""
+        """Whether this rank owns the parameters that every tensor rank holds."""
         return self.parallel.tp_rank == 0
 
     @property
@@ -84,7 +84,7 @@ class Host:
         return sorted({info.layer for info in self.base_ops})
 
     def sites(self, modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
-        """Those of the modules that are on this stage, BaseOp by BaseOp."""
+        """Yield the modules that are on this stage, BaseOp by BaseOp."""
         wanted = {module.path for module in modules}
         for op, info in enumerate(self.base_ops):
             found = [
@@ -96,11 +96,11 @@ class Host:
                 yield op, found
 
     def generator(self, seed: int, key: str) -> torch.Generator:
-        """A CPU generator for the initial value of a tensor, the same at any division of the backbone."""
+        """Make a CPU generator for the initial value of a tensor, the same however the backbone is divided."""
         return torch.Generator().manual_seed(key_of(seed, "initial", key) >> 1)
 
     def gather(self, local: Tensor, full_shape: tuple[int, ...], dim: int, index: Tensor) -> Tensor:
-        """The whole of a tensor divided over tensor ranks, on every one of them; all of them must call.
+        """Gather a tensor that is divided over tensor ranks, on each of them. All tensor ranks must call this.
 
         Args:
             local: This rank's part.

@@ -40,7 +40,7 @@ class IA3Spec(AdapterSpec):
     initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_ia3_weights": (True, False)}
     refused: ClassVar[Mapping[str, Refused]] = {
         **TUNER_FIELDS,
-        "init_ia3_weights": Refused("only true (peft's default) is done: leave it out", (True,)),
+        "init_ia3_weights": Refused("only true (peft's default) is supported: leave it out", (True,)),
     }
 
     @model_validator(mode="after")

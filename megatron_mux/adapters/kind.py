@@ -161,7 +161,7 @@ class AdapterSpec(Section, ABC):
 
 # -- fields of peft that are not fields of ours
 
-_NOT_YET = "is a peft field that megatron-mux does not do yet: leave it out"
+_NOT_YET = "is a peft field that megatron-mux does not support yet: leave it out"
 
 
 def not_yet(*names: str, neutral: tuple[Any, ...] = (None, False)) -> dict[str, Refused]:
@@ -177,7 +177,7 @@ def bookkeeping(*names: str) -> dict[str, Refused]:
 COMMON_FIELDS: Mapping[str, Refused] = {
     **bookkeeping("peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     **not_yet("modules_to_save", neutral=(None, [])),
-    "task_type": Refused("only CAUSAL_LM is done: leave it out", (None, "CAUSAL_LM")),
+    "task_type": Refused("only CAUSAL_LM is supported: leave it out", (None, "CAUSAL_LM")),
 }
 """Fields of all of peft's config classes."""
 

@@ -90,8 +90,8 @@ class LoraSpec(AdapterSpec):
         **not_yet("layers_pattern", "target_parameters", neutral=(None, [])),
         **not_yet("runtime_config", neutral=(None, {}, {"ephemeral_gpu_offload": False})),
         **bookkeeping("megatron_core", "qalora_group_size"),
-        "bias": Refused("only none is done: the backbone is frozen, its biases too", ("none",)),
-        "init_lora_weights": Refused("only true (peft's default) is done yet: leave it out", (True,)),
+        "bias": Refused("only none is supported: the backbone is frozen, its biases too", ("none",)),
+        "init_lora_weights": Refused("only true (peft's default) is supported yet: leave it out", (True,)),
     }  # fmt: skip
 
     @property

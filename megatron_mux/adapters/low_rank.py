@@ -78,14 +78,14 @@ def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tasks: Seque
 
 
 def _together(terms: Sequence[LowRankTerm]) -> list[list[LowRankTerm]]:
-    """Terms without dropout share their input; with dropout each has a mask of its own."""
+    """Group terms that share their input: those without dropout. With dropout each has its own mask."""
     if not terms or any(t.keep is not None or t.scale != terms[0].scale for t in terms):
         return [[t] for t in terms]
     return [list(terms)]
 
 
 class _LowRankLinear(torch.autograd.Function):
-    """See the module's text."""
+    """The operation that the module's docstring describes."""
 
     @staticmethod
     def forward(
@@ -223,7 +223,7 @@ def _spread_up(group: _Group, parameters: Sequence[Tensor], y: Tensor) -> Tensor
 def reference_low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tasks: Sequence[TaskTerms]
 ) -> Tensor:
-    """What `low_rank_linear` computes, with plain autograd, task by task and term by term."""
+    """Compute `low_rank_linear` with plain autograd, task by task and term by term: the oracle of tests."""
     y = F.linear(x, weight, bias)
     for (start, stop), terms in tasks:
         for term in terms:

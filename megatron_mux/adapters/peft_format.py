@@ -1,4 +1,4 @@
-"""Adapters on disk: read, and checked against a task and a backbone before any weight of the backbone is read."""
+"""Reads stored adapters, and checks them against a task and a backbone before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def read_adapter(directory: Path | str, spec: AdapterSpec, shape: Shape) -> dict[str, Tensor]:
-    """The tensors of an adapter that a task starts from, as fp32 on the CPU.
+    """Read the tensors of the adapter that a task starts from, as fp32 on the CPU.
 
     Args:
         directory: Holds `adapter_config.json` and `adapter_model.safetensors`.
@@ -47,7 +47,7 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: Shape) -> dict
 
 
 def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a stored adapter.
+    """Read config and tensors of a stored adapter.
 
     Raises:
         UserError: A file is missing or unreadable.
@@ -79,7 +79,7 @@ def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Shape) -> list[str]:
-    """What keeps `tensors` from being a whole adapter for a task on a backbone.
+    """Compare `tensors` with those of a task's adapter on a backbone.
 
     Args:
         tensors: Full tensors by key.

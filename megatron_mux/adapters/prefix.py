@@ -44,7 +44,7 @@ class PrefixTuningSpec(AdapterSpec):
         **not_yet("init_weights", neutral=(None,)),
         **{name: Refused("follows from the backbone: leave it out", (None,)) for name in _FROM_THE_BACKBONE},
         "encoder_hidden_size": Refused(
-            "belongs to prefix_projection, which is not done: leave it out", (None,)
+            "belongs to prefix_projection, which is not supported: leave it out", (None,)
         ),
     }
 
@@ -81,7 +81,7 @@ class PrefixTuningSpec(AdapterSpec):
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
-        """None: its cost is that of longer keys, which is attention's."""
+        """None: a prefix costs longer keys, which are counted with attention."""
         return []
 
     def curve(self, modules: int) -> None:
@@ -103,7 +103,7 @@ class PrefixTuningSpec(AdapterSpec):
 
 
 def _width(shape: Shape) -> int:
-    """Of a layer's keys."""
+    """Return the width of a layer's keys."""
     return shape.kv_heads * shape.head_dim
 
 
@@ -140,7 +140,7 @@ class _Prefix(Adapter):
         self.place = place
 
     def extend(self, batch: MicroBatch) -> None:
-        """Leave key and value, `[P, key-value heads on this rank, D]` each, where core attention looks."""
+        """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
         owner = self.owner
         shape = owner.host.shape
         table = owner.table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
@@ -150,7 +150,7 @@ class _Prefix(Adapter):
 
 
 def _heads_of_rank(heads: int, rank: int, size: int) -> tuple[int, int]:
-    """First and one past the last key-value head that core attention sees on a tensor rank."""
+    """Return the range of key-value heads that core attention sees on a tensor rank."""
     if heads >= size:
         return rank * (heads // size), (rank + 1) * (heads // size)
     head = rank // (size // heads)

@@ -54,8 +54,8 @@ class VeraSpec(AdapterSpec):
         **TUNER_FIELDS,
         **not_yet("layers_to_transform"),
         **not_yet("layers_pattern", neutral=(None, [])),
-        "bias": Refused("only none is done: the backbone is frozen, its biases too", ("none",)),
-        "init_weights": Refused("only true (peft's default) is done: leave it out", (True,)),
+        "bias": Refused("only none is supported: the backbone is frozen, its biases too", ("none",)),
+        "init_weights": Refused("only true (peft's default) is supported: leave it out", (True,)),
     }
 
     def default_targets(self, shape: Shape) -> list[str]:

@@ -90,7 +90,11 @@ class StepTracker(Heartbeat):
             for parameter in adapter.parameters
         ]
 
+        fixed = [record.value for adapter in engine.adapters.tasks.values() for record in adapter.fixed]
+
         def label() -> None:
+            for value in fixed:
+                self._recorder.label(value, Category.ADAPTERS)
             for parameter, optimizer, layer in trained:
                 own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
                 own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]

@@ -1,4 +1,4 @@
-"""What a task is: the validated content of `tasks.yaml` (one tenant's PEFT job).
+"""Tasks: the validated content of `tasks.yaml`, one PEFT job each.
 
 A file can be checked before anything heavy is loaded: importing this room loads torch, but neither transformers nor
 Megatron-Core.

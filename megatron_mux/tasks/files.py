@@ -1,4 +1,4 @@
-"""Reading `tasks.yaml`: everything that is wrong with a file is said at once, before anything heavy is loaded."""
+"""Reads `tasks.yaml` and reports all mistakes in it at once, before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
 
 
 def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool]:
-    """The tasks in a file's value, and whether it is one task by itself."""
+    """Return the tasks in a file's value, and whether it is one task by itself."""
     if isinstance(value, dict) and "tasks" not in value and value.keys() & TaskSpec.model_fields.keys():
         return [value], True
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def _where(path: Path, item: Any, number: int | None) -> str:
 
 
 def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]:
-    """A validated task, what is wrong with it, and which of its data files are missing."""
+    """Return a validated task, its problems, and its data files that are missing."""
     if not isinstance(item, dict):
         return None, [f"must be a mapping of {', '.join(TaskSpec.model_fields)}, got {shown(item)}"], []
     odd = [shown(key) for key in item if not isinstance(key, str)]
@@ -115,7 +115,7 @@ def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]
 
 
 def _data_paths(item: Mapping[str, Any], base: Path) -> dict[str, Path]:
-    """A task's data files, as far as they can be told: it may not have validated."""
+    """Return a task's data files. The task may be invalid, so only what looks like a path counts."""
     paths = {}
     for section in ("data", "eval"):
         value = item.get(section)
@@ -138,7 +138,7 @@ def _missing_files(paths: Mapping[str, Path]) -> list[str]:
 
 
 def _read_yaml(path: Path) -> tuple[Any, list[str]]:
-    """A YAML file's value (None if it could not be read) and what is wrong with it."""
+    """Read a YAML file: its value (None if it cannot be read) and its problems."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -169,7 +169,7 @@ def _read_yaml(path: Path) -> tuple[Any, list[str]]:
 
 
 def _duplicate_keys(root: yaml.Node) -> list[str]:
-    """Keys given twice in one mapping, of which YAML would keep the last."""
+    """Find keys that are given twice in one mapping; YAML would silently keep the last."""
     found: list[str] = []
     seen: set[int] = set()
     pending = [root]

@@ -19,7 +19,7 @@ from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
 _RESERVED = frozenset({"manifests", "plan.json", "schedule.json", "schedule.svg"})
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LONGEST_NAME = 100
-"""Characters of a task's name."""
+"""Maximum length of a task's name."""
 
 
 def _name(value: Any) -> Any:
@@ -50,11 +50,11 @@ class TaskSpec(Section):
     adapter: AnyAdapter
     """PEFT method and its hyper-parameters."""
     data: DataSpec
-    """What it learns from."""
+    """Training data."""
     training: TrainingSpec = Field(default_factory=lambda: TrainingSpec.model_validate({}))
     """Batch size, optimizer, schedule, steps, seed."""
     eval: EvalSpec | None = None
-    """Held-out data, if any."""
+    """Held-out data."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -76,7 +76,7 @@ class TaskSpec(Section):
         return self.model_dump(mode="json")
 
     def fingerprint(self) -> str:
-        """Identifies what decides the task's updates: all but its name, where files lie, and its evaluation.
+        """Hash all fields that affect the task's updates: not its name, paths of files, or evaluation.
 
         What the data file holds is fingerprinted by `TaskDataset.fingerprint`.
         """
@@ -84,7 +84,7 @@ class TaskSpec(Section):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, other: TaskSpec) -> list[str]:
-        """Where `other` decides differently: `training.learning_rate: 0.001, not 0.01` (ours, not theirs)."""
+        """List the fields in which `other` differs: `training.learning_rate: 0.001, not 0.01` (ours, not theirs)."""
         ours, theirs = self._deciding(), other._deciding()
         found = []
         for section in ours:

@@ -1,4 +1,4 @@
-"""Starting from an existing PEFT adapter: its stored config becomes part of the task's `adapter` section."""
+"""Merges the stored config of a PEFT adapter that a task starts from into the task's `adapter` section."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
         return dict(adapter), [
-            f"adapter_name_or_path: {config} has peft_type {shown(kind)}, which is not done"
+            f"adapter_name_or_path: {config} has peft_type {shown(kind)}, which is not supported"
         ]
     if "peft_type" in adapter and adapter["peft_type"] != kind:
         # The other fields mean something else then: nothing more to compare.
@@ -61,13 +61,13 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
                 problems.append(f"{key}: is {given_here} here but {stored_there}: leave it out of the task")
         elif not _can_be_left(key, value, model):
             problems.append(
-                f"adapter_name_or_path: {config} has {plain(key)} {shown(value)}, which is not done yet"
+                f"adapter_name_or_path: {config} has {plain(key)} {shown(value)}, which is not supported yet"
             )
     return merged, problems
 
 
 def _can_be_left(key: str, value: Any, model: type[AdapterSpec]) -> bool:
-    """Whether a stored field that is not one of ours says nothing that matters."""
+    """Whether a stored field that our section lacks can be ignored."""
     if key == "adapter_name_or_path" or key in model.from_weights:
         return True
     if key in model.initial_values:
@@ -84,7 +84,7 @@ def _same(mine: Any, its: Any) -> bool:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], str]:
-    """The stored config, or what is wrong with the adapter's directory."""
+    """Read the stored config: the config, or the problem with the adapter's directory."""
     shown_folder, config = plain(str(folder)), plain(str(folder / CONFIG))
     if not os.path.isdir(folder):
         return {}, f"no such directory: {shown_folder} (adapters are read from disk, not from a hub)"

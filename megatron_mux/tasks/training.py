@@ -21,7 +21,7 @@ from megatron_mux.section import (
 
 
 class DataSpec(Section):
-    """What a task learns from."""
+    """The training data of a task."""
 
     path: FilePath
     """JSON Lines file; see `megatron_mux.data.records` for the shapes of a record."""
@@ -32,14 +32,14 @@ class DataSpec(Section):
 
 
 class EvalSpec(Section):
-    """Held-out records and when to look at them."""
+    """Held-out records, and when to evaluate on them."""
 
     path: FilePath
     """JSON Lines file of held-out records."""
     eval_steps: int = Field(default=500, ge=1, le=LARGEST_COUNT)
     """Evaluate every so many of the task's steps, besides at its beginning and end."""
     per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=LARGEST_BATCH)
-    """Most sequences evaluated together; None takes as many as fill a pass. It changes memory, never the result."""
+    """Maximum number of sequences evaluated together; None: as many as fill a pass. Affects memory, not results."""
 
 
 def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:
@@ -49,7 +49,7 @@ def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:
 
 _REFUSED: Mapping[str, Refused] = {
     **_elsewhere("is of the whole run: use --bf16 of pretrain_mux.py", "bf16", "bf16_full_eval"),
-    **_elsewhere("fp16 is not done: use --bf16 of pretrain_mux.py", "fp16", "fp16_full_eval", "fp16_opt_level"),
+    **_elsewhere("fp16 is not supported: use --bf16 of pretrain_mux.py", "fp16", "fp16_full_eval", "fp16_opt_level"),
     **_elsewhere("is of the whole run: use --save DIR of pretrain_mux.py", "output_dir", "overwrite_output_dir"),
     **_elsewhere("is of the whole run: use --save-interval of pretrain_mux.py", "save_steps", "save_strategy"),
     **_elsewhere("is of the whole run: use --mux-keep-checkpoints of pretrain_mux.py", "save_total_limit"),
@@ -75,7 +75,7 @@ _REFUSED: Mapping[str, Refused] = {
     **_elsewhere("use data.max_length", "max_seq_length", "max_length"),
     **_elsewhere("use data.shuffle", "train_sampling_strategy", "group_by_length", "length_column_name"),
     **_elsewhere(
-        "is a field of transformers.TrainingArguments that megatron-mux does not do: leave it out",
+        "is a field of transformers.TrainingArguments that megatron-mux does not support: leave it out",
         "accelerator_config", "adafactor", "auto_find_batch_size", "average_tokens_across_devices",
         "batch_eval_metrics",
         "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_num_workers",
@@ -101,17 +101,17 @@ _REFUSED: Mapping[str, Refused] = {
 
 
 class TrainingSpec(Section):
-    """How a task is trained, in the spellings and with the defaults of `transformers.TrainingArguments`."""
+    """Hyper-parameters of training, with the spellings and defaults of `transformers.TrainingArguments`."""
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=LARGEST_BATCH)
     """Sequences of one accumulation step. One optimizer step uses this times `gradient_accumulation_steps`, whatever
     the number of ranks."""
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=LARGEST_BATCH)
-    """Parts an optimizer step's sequences are computed in; it changes memory, never the result."""
+    """Number of parts in which an optimizer step's sequences are computed. Affects memory, not results."""
     learning_rate: Number = Field(default=5e-5, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    """How the learning rate runs after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: TidyNumber = Field(default=0, ge=0, le=LARGEST_COUNT)
     """Steps over which the rate rises from zero; below 1, the share of all steps."""
     warmup_ratio: Number = Field(default=0.0, ge=0, le=1)
@@ -119,7 +119,7 @@ class TrainingSpec(Section):
     weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled for adamw_torch, L2 for sgd; biases are exempt."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
-    """Norm the task's gradient is clipped to; 0 does not clip."""
+    """Maximum norm of the task's gradient; 0: no clipping."""
     optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
     """AdamW, or plain SGD without momentum as in transformers."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
@@ -129,7 +129,7 @@ class TrainingSpec(Section):
     adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
     max_steps: int | None = Field(default=None, ge=1, le=LARGEST_COUNT)
-    """Optimizer steps; None (or -1) goes by `num_train_epochs`."""
+    """Number of optimizer steps; None (or -1): as many as `num_train_epochs` takes."""
     num_train_epochs: Number | None = Field(default=None, gt=0, le=LARGEST_BATCH)
     """Passes over the data, fractions allowed; 3 when neither this nor `max_steps` is given."""
     seed: int = Field(default=42, ge=0, lt=2**32)
@@ -164,7 +164,7 @@ class TrainingSpec(Section):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of warm-up in a run of `total_steps`, counted as transformers does."""
+        """Return the number of warm-up steps in a run of `total_steps`, counted as transformers does."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(total_steps * (self.warmup_steps or self.warmup_ratio))

@@ -1,4 +1,4 @@
-"""Validation errors in words that say where, what was expected and what to change."""
+"""Turns validation errors into sentences that say where, what was expected and what to change."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _OF_PEFT = frozenset(
     TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT
     """.split()
 )
-"""All methods of peft, to tell one that we lack from a misspelt one."""
+"""All methods of peft: one that we lack gets another message than a misspelt one."""
 
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known word is near."""
+    """Return `; did you mean 'x'?`, or nothing when no known word is close."""
     by_lower = {k.lower().replace("-", "_"): k for k in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.6)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def sentences(error: ValidationError, task: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a task, one sentence per problem, in the order of its keys.
+    """Describe the problems of a task, one sentence each, in the order of its keys.
 
     Args:
         error: What pydantic found.
@@ -68,7 +68,7 @@ def _sentence(error: Any, task: Mapping[str, Any]) -> str:
 
 
 def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]:
-    """The dotted path of a location, the model it ends in, and its field there (None: a section or no field)."""
+    """Return the dotted path of a location, its model, and its field (None: a section or no field)."""
     model: type[BaseModel] = TaskSpec
     field: FieldInfo | None = None
     path: list[str] = []
@@ -117,13 +117,13 @@ def _peft_type(task: Mapping[str, Any]) -> str:
         return f"adapter.peft_type: is missing: it must be one of {known}"
     given = adapter["peft_type"]
     if isinstance(given, str) and given in _OF_PEFT:
-        return f"adapter.peft_type: {given} is a method of peft that megatron-mux does not do: use one of {known}"
+        return f"adapter.peft_type: {given} is a method of peft that megatron-mux does not support: use one of {known}"
     near = did_you_mean(given, KINDS) if isinstance(given, str) else ""
     return f"adapter.peft_type: must be one of {known}, got {shown(given)}{near}"
 
 
 def _expected(field: FieldInfo) -> str:
-    """What a field takes, in words."""
+    """Describe the values that a field takes."""
     options = {_bare(a) for a in (field.annotation, *typing.get_args(field.annotation))}
     if typing.get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(field.annotation)))
@@ -139,7 +139,7 @@ def _expected(field: FieldInfo) -> str:
 
 
 def _bare(annotation: Any) -> Any:
-    """A type without its `Annotated` metadata and its parameters."""
+    """Strip `Annotated` metadata and parameters from a type."""
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     return typing.get_origin(annotation) or annotation
