@@ -36,13 +36,14 @@ class BackgroundTokenising:
         backbone: Directory of the tokenizer.
         paths: The files.
         cache: See `token_cache_directory`.
+        niceness: Of the process, relative to this one; 19 is idle priority.
 
     Attributes:
         news: Lines for people, to be taken away: how far it is.
         results: For each file its tokens, or what is wrong with it; None until it is done.
     """
 
-    def __init__(self, backbone: Path, paths: Sequence[str], cache: Path | None) -> None:
+    def __init__(self, backbone: Path, paths: Sequence[str], cache: Path | None, niceness: int = 19) -> None:
         self.paths = tuple(paths)
         self.news: list[str] = []
         self.results: dict[str, TokenisedFile | UserError] | None = None
@@ -57,6 +58,7 @@ class BackgroundTokenising:
             "backbone": str(backbone),
             "paths": paths,
             "cache": cache and str(cache),
+            "niceness": niceness,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_mux.data.background_worker", json.dumps(request)],

@@ -23,9 +23,9 @@ def main(request: dict[str, Any]) -> None:
     """Tokenise what a request names.
 
     Args:
-        request: `backbone`, `paths` and `cache` of `BackgroundTokenising`.
+        request: The arguments of `BackgroundTokenising`.
     """
-    os.nice(19)
+    os.nice(request["niceness"])
     cache = None if request["cache"] is None else Path(request["cache"])
     tokenizer = load_tokenizer(request["backbone"])
     results: dict[str, Any] = {}
