@@ -19,6 +19,7 @@ from megatron_mux.adapters.costs import Kept, Where
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
 from megatron_mux.memory.forms import engine_layer
 from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.engine_layer import FIRSTS
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.saved import Pass, Saved, total
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
@@ -95,7 +96,7 @@ class AdapterTables:
         }
         self._below = np.array(
             [
-                plain - self._total(engine_layer.kept(architecture, run, selective, first=op))
+                plain - self._total(engine_layer.kept(architecture, run, selective, first=at))
                 for op in BASE_OPS
             ]
         )
@@ -105,7 +106,6 @@ class AdapterTables:
         self._own, self._factors, self._scratch = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
-        # The first BaseOp with an adapter: layer times BaseOps of a layer, and its index.
         self._lowest = np.array([task.lowest for task in tasks], dtype=np.int64)
         known: dict[AdaptedOp, tuple[Kept, float, float]] = {}
         for k, task in enumerate(tasks):
@@ -158,7 +158,7 @@ class AdapterTables:
             rows: Of each task.
             together: Whether gradients begin where those of any task do, whoever is in the micro-batch.
         """
-        layers, count = len(self.of_stage), len(BASE_OPS)
+        layers, count = len(self.of_stage), len(FIRSTS)
         present = (rows > 0).astype(float)
         everyone = self._lowest.min(initial=layers * count)
         lowest = np.where(rows > 0, self._lowest, layers * count).min(axis=1, initial=layers * count)

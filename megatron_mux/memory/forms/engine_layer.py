@@ -8,16 +8,19 @@ token (a row of the micro-batch), for one layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
+from megatron_mux.kernels.pointwise import gated
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.saved import Pass, Saved
 from megatron_mux.memory.invisible import flash_packed
 from megatron_mux.memory.sdpa import Asked, backward_scratch
 
-_ORDER = {None: 0, "linear_qkv": 1, "linear_proj": 2, "linear_fc1": 3, "linear_fc2": 4}
-"""The first part of a layer with a gradient: its first norm, attention, the second norm, the activation, the end."""
+First = BaseOpName | Literal["core_attention"]
+"""The first part of a layer that something is trained at."""
+FIRSTS: tuple[First, ...] = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def layer_input(architecture: Architecture, size: int) -> Saved:
@@ -30,7 +33,7 @@ def kept(
     run: Pass,
     selective: bool = False,
     inputs: frozenset[BaseOpName] = frozenset(),
-    first: BaseOpName | None = None,
+    first: First | None = None,
 ) -> list[Saved]:
     """What a layer with a gradient keeps, besides what adapters keep of their own.
 
@@ -39,23 +42,24 @@ def kept(
         run: How it is computed.
         selective: Whether attention is computed again.
         inputs: BaseOps whose input is needed to train an adapter.
-        first: The first BaseOp with an adapter, where gradients begin in this layer; what is below keeps nothing.
+        first: Where gradients begin in this layer, at the first adapter: what is below keeps nothing. None: below it.
     """
-    a, w, begins = architecture, run.size, _ORDER[first]
+    a, w = architecture, run.size
+    begins = 0 if first is None else 1 + FIRSTS.index(first)
     saved: list[Saved] = []
     if begins == 0:
         saved += _norm(a, run, "the first norm")
-    if begins <= 1:
-        saved += _attention(a, run, selective)
     if begins <= 2:
+        saved += _attention(a, run, selective, with_norms=begins <= 1)
+    if begins <= 3:
         saved += _norm(a, run, "the second norm")
         saved += _norm(a, run, "the norm behind attention") if a.output_norms else []
-    if begins <= 3:
+    if begins <= 4:
         saved += _activation(a, run)
     saved += _norm(a, run, "the norm behind the MLP") if a.output_norms else []
     if "linear_qkv" in inputs:
         saved.append(Saved("output of the first norm", "all", a.hidden, w))
-    if "linear_proj" in inputs and (selective or begins > 1):
+    if "linear_proj" in inputs and (selective or begins > 2):
         saved.append(Saved("output of attention", "columns", a.queries, w))
     if "linear_fc1" in inputs:
         saved.append(Saved("output of the second norm", "all", a.hidden, w))
@@ -88,7 +92,7 @@ def copied_keys(architecture: Architecture, run: Pass) -> list[Saved]:
     return [Saved("copied keys", "columns", a.keys, run.size)] if _one_kernel(run) and not changed else []
 
 
-def _attention(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
+def _attention(a: Architecture, run: Pass, selective: bool, with_norms: bool) -> Iterator[Saved]:
     """Queries, keys and values as core attention takes them, and what it keeps itself.
 
     The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something needs:
@@ -104,9 +108,10 @@ def _attention(a: Architecture, run: Pass, selective: bool) -> Iterator[Saved]:
         yield Saved("keys", "columns", a.keys, run.size)
     if values_copied:
         yield Saved("values", "columns", a.keys, run.size)
-    if a.qk_norm or not (changed and values_copied):
+    normed = a.qk_norm and with_norms  # else nothing trained lies below them
+    if normed or not (changed and values_copied):
         yield Saved("product of linear_qkv", "columns", a.queries + 2 * a.keys, run.size)
-    if a.qk_norm:
+    if normed:
         if grouped:
             yield Saved("queries before their norm", "columns", a.queries, run.size)
         statistics = _statistics(a, run) * (a.heads + a.kv_heads)
@@ -122,7 +127,7 @@ def _one_kernel(run: Pass) -> bool:
 
 
 def _activation(a: Architecture, run: Pass) -> Iterator[Saved]:
-    """Inside the MLP: one function takes both halves of a gated one with SiLU, else autograd keeps what they make."""
+    """Inside the MLP: most gated ones are one function of both halves, else autograd keeps what the first makes."""
     yield Saved("input of the activation", "columns", a.inner, run.size)
     if a.gated and not _is_fused(a):
         yield Saved("activated half", "columns", a.ffn, run.size)
@@ -132,7 +137,7 @@ def _activation(a: Architecture, run: Pass) -> Iterator[Saved]:
 
 def _is_fused(a: Architecture) -> bool:
     """Whether one function computes both halves of a gated MLP."""
-    return a.gated and a.activation in ("silu", "swish")
+    return a.gated and gated(a.activation) is not None
 
 
 def logits(architecture: Architecture, run: Pass, tensor: int) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.modules import Module, Shape
-from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.base_ops import BaseOpName
+from megatron_mux.memory.forms.engine_layer import FIRSTS, First
 from megatron_mux.tasks import TaskSpec
 
 
@@ -27,6 +28,11 @@ class AdaptedOp:
     op: BaseOpName
     curve: Curve | None
     kept: Kept = Kept()  # noqa: RUF009  (frozen)
+
+    @property
+    def first(self) -> First:
+        """Where gradients begin: a prefix, which needs nothing of its BaseOp, lies behind it."""
+        return "core_attention" if self.op == "linear_qkv" and self.kept == Kept() else self.op
 
 
 def adapted_ops(adapter: AdapterSpec, shape: Shape) -> tuple[AdaptedOp, ...]:
@@ -94,9 +100,9 @@ class TaskAdapters:
 
     @property
     def lowest(self) -> int:
-        """The first BaseOp with an adapter: its layer times BaseOps of a layer, and its index; if none, beyond all."""
-        count = len(BASE_OPS)
-        places = (op.layer * count + BASE_OPS.index(op.op) for op in self.ops)
+        """Where gradients begin: the layer times `FIRSTS` of a layer, and the index there; if nowhere, beyond all."""
+        count = len(FIRSTS)
+        places = (op.layer * count + FIRSTS.index(op.first) for op in self.ops)
         return min(places, default=len(self.divided) * count)
 
     def values(self, layers: range, tensor: int) -> float:

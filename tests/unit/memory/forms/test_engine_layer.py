@@ -50,6 +50,9 @@ def test_selective_recomputation_keeps_the_product_of_linear_qkv() -> None:
 
 def test_below_the_first_adapter_nothing_is_kept() -> None:
     assert of(llama()) - of(llama(), first="linear_qkv") == 2 * 256 + 4, "the first norm's input"
+    assert of(llama(), first="core_attention") == of(llama(), first="linear_qkv"), "a prefix needs all of attention"
+    normed = replace(llama(), qk_norm=True)
+    assert of(normed, first="core_attention") == of(llama(), first="linear_qkv"), "but no norm before it"
     assert of(llama(), first="linear_proj") == total(behind_attention(llama(), RUN))
     assert of(llama(), first="linear_fc1") == 2 * 2 * 704
     assert of(llama(), "linear_fc2", first="linear_fc2") == 2 * 704
@@ -94,7 +97,8 @@ def test_activations() -> None:
         return of(architecture, first="linear_fc1")
 
     assert inside(gpt2()) == 2 * 1024 and inside(llama()) == 2 * 2 * 704, "its input alone"
-    assert inside(replace(llama(), activation="gelu_pytorch_tanh")) == 2 * 3 * 704, "and the activated half"
+    assert inside(replace(llama(), activation="gelu_pytorch_tanh")) == 2 * 2 * 704
+    assert inside(replace(llama(), activation="relu")) == 2 * 3 * 704, "and the activated half"
     assert inside(replace(gpt2(), activation="quick_gelu")) == 2 * 2 * 1024, "and the sigmoid"
 
 

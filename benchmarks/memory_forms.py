@@ -1,0 +1,86 @@
+"""Closed forms of the engine's memory against dry runs: every family x adapter kind x {1x1, TP2, PP2}.
+
+python benchmarks/memory_forms.py                                       # a quarter of an hour on two cores
+python benchmarks/memory_forms.py --family gemma3_text --kind VERA      # some of it
+python benchmarks/memory_forms.py --output benchmarks/results/memory-forms.json
+
+Models have four layers of width 512; a dry run executes the engine's own steps on a GPU that is not there. Compared are
+bytes of tensors at the peak, on the first rank of every stage. Nothing is measured: the result is the same on every
+machine. The exit status is 1 if any is further off than `--tolerance`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from script import add_output, command_line, publish, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+if TYPE_CHECKING:
+    from tests.end_to_end.memory_cells import Compared
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--family", action="append", help="a model_type; may be given again; default: all")
+    parser.add_argument("--kind", action="append", help="an adapter kind; may be given again; default: all")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--tolerance", type=float, default=0.04)
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run dry, compare, print."""
+    arguments = parse(argv)
+    from megatron_mux.backbone.registry import FAMILIES
+    from tests.end_to_end.memory_cells import KIND_NAMES, all_cells, compared
+
+    found: list[Compared] = []
+    for family in arguments.family or FAMILIES:  # family by family, so that progress is seen
+        cells = all_cells([family], arguments.kind or KIND_NAMES, dtype=arguments.dtype)
+        found += compared(cells)
+        print(max(found[-len(cells) :], key=lambda one: abs(one.off)), file=sys.stderr)
+    worst = max(found, key=lambda one: abs(one.off))
+    publish(_result(found, worst), _markdown(found, worst), arguments.output)
+    return int(abs(worst.off) > arguments.tolerance)
+
+
+def _result(found: Sequence[Compared], worst: Compared) -> dict[str, Any]:
+    return {
+        "worst": str(worst),
+        "cells": [
+            {
+                "family": one.cell.family,
+                "kind": one.cell.kind,
+                "division": one.cell.division,
+                "dtype": one.cell.dtype,
+                "stage": one.stage,
+                "form_bytes": one.form,
+                "dry_run_bytes": one.dry_run,
+                "off": one.off,
+            }
+            for one in found
+        ],
+    }
+
+
+def _markdown(found: Sequence[Compared], worst: Compared) -> str:
+    """A row for each family and kind, a column for each stage of each division."""
+    columns = list(dict.fromkeys((one.cell.division, one.stage) for one in found))
+    rows: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
+    for one in found:
+        rows.setdefault((one.cell.family, one.cell.kind), {})[one.cell.division, one.stage] = one.off
+    headings = " | ".join(("family", "adapter", *(f"{name}, stage {stage}" for name, stage in columns)))
+    cells = ((*name, *(f"{own[column]:+.1%}" for column in columns)) for name, own in rows.items())
+    return "\n".join([*table(headings, cells), "", f"Worst: {worst}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Families, adapter kinds and divisions, each with its memory by closed forms and in a dry run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.registry import FAMILIES, read_shape
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
+from megatron_mux.fusion.plan import plan_for
+from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.engine_step import EngineStepMemory
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.tasks import TaskSpec
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 4096, "n_positions": 2048, "n_embd": 512, "n_layer": 4, "n_head": 8},
+    "gpt_neo": {
+        "vocab_size": 4096, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "max_position_embeddings": 2048,
+        "attention_types": [[["global", "local"], 2]], "window_size": 64,
+    },
+    "opt": {
+        "vocab_size": 4096, "hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "max_position_embeddings": 2048,
+    },
+    "qwen3": {**_LLAMA, "head_dim": 64},
+    "gemma3_text": {**_LLAMA, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
+    "phi3": {**_LLAMA, "pad_token_id": 0},
+}  # fmt: skip
+"""Configs of families that are not as Llama is."""
+ADAPTERS: Mapping[str, dict[str, Any]] = {
+    "LORA": {"r": 8, "target_modules": "all-linear"},
+    "LORA with dropout": {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
+    "BOTTLENECK": {"bottleneck_size": 32},
+    "PREFIX_TUNING": {"num_virtual_tokens": 16},
+    "DIFF_PRUNING": {"sparsity": 0.9, "target_modules": "all-linear"},
+}
+"""Fields of sections that do not have defaults for all, and of those whose defaults adapt little."""
+KIND_NAMES = (*KINDS, "LORA with dropout")
+METHODS = {
+    "1x1": Method(parts=2),
+    "TP2": Method(tensor=2, parts=2),
+    "PP2": Method(pipeline=2, parts=8),
+}
+LENGTH, SEQUENCES = 128, 16
+"""Tokens of a sequence; sequences of a micro-batch, a quarter of them in a pipeline."""
+_SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task on a backbone, divided.
+
+    Attributes:
+        family: Of the backbone.
+        kind: Of the adapter, a name of `KIND_NAMES`.
+        division: A name of `METHODS`.
+        dtype: Of the backbone.
+    """
+
+    family: str
+    kind: str
+    division: str
+    dtype: Dtype = "bfloat16"
+
+    @property
+    def method(self) -> Method:
+        """The division."""
+        return METHODS[self.division]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The backbone's config.json."""
+        return {
+            "model_type": self.family,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **CONFIGS.get(self.family, _LLAMA),
+        }
+
+    @property
+    def task(self) -> TaskSpec:
+        """The task."""
+        section = {"peft_type": self.kind.split()[0], **ADAPTERS.get(self.kind, {})}
+        sequences = self.sequences * self.method.micro_batches
+        return TaskSpec.model_validate(
+            {
+                "name": "task",
+                "adapter": section,
+                "data": {"path": "none", "max_length": LENGTH},
+                "training": {"per_device_train_batch_size": sequences, "max_steps": 8},
+            }
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Of a micro-batch."""
+        return SEQUENCES // (4 if self.method.pipeline > 1 else 1)
+
+    def forms(self) -> list[int]:
+        """Bytes of each stage's tensors at its peak, by closed forms."""
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(self.config))
+            shape = read_shape(Path(directory))
+        recipe = Recipe(
+            LENGTH,
+            "bf16" if _SIZES[self.dtype] == 2 else "fp32",
+            adapters=(TaskAdapters.of(self.task, shape),),
+        )
+        memory = EngineStepMemory(
+            architecture_of(shape), recipe, self.method, overhead=ProcessOverhead.none()
+        )
+        found = (memory.at(stage, self.sequences * LENGTH) for stage in range(self.method.pipeline))
+        return [sum(phase.breakdown.values()) - phase.breakdown["fragmentation"] for phase in found]
+
+    def runs(self) -> list[tuple[RunSpec, int]]:
+        """The dry run of the first rank of each stage."""
+        method, spec = self.method, self.task
+        plan = plan_for("spatial", {spec.name: 1}, method.pipeline, method.micro_batches)
+        count = 2 * spec.training.per_device_train_batch_size
+        records = TaskRecords(spec.plain(), [LENGTH] * count, [LENGTH - 1] * count)
+        run = RunSpec(
+            self.config,
+            [records],
+            replace(plan, schedule="1f1b" if method.pipeline > 1 else "planned"),
+            method.tensor,
+            dtype=self.dtype,
+        )
+        return [(run, stage * method.tensor) for stage in range(method.pipeline)]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A stage of a cell.
+
+    Attributes:
+        cell: The cell.
+        stage: Of its pipeline.
+        form: Bytes by closed forms.
+        dry_run: Bytes in a dry run.
+        moment: When that has most.
+    """
+
+    cell: Cell
+    stage: int
+    form: int
+    dry_run: int
+    moment: str
+
+    @property
+    def off(self) -> float:
+        """How far the closed forms are above the dry run, as a share of it."""
+        return self.form / self.dry_run - 1
+
+    def __str__(self) -> str:
+        c = self.cell
+        name = f"{c.family}, {c.kind}, {c.division}, stage {self.stage}, {c.dtype}"
+        return f"{self.off:+.1%} {name}: {self.form} by closed forms, {self.dry_run} in a dry run ({self.moment})"
+
+
+def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
+    """Every stage of these cells."""
+    runs = [cell.runs() for cell in cells]
+    made = iter(dry_runs([one for own in runs for one in own], whole=True))
+    for cell in cells:
+        for stage, form in enumerate(cell.forms()):
+            peak = next(made).stream.peak()
+            yield Compared(cell, stage, form, peak.size, str(peak.moment))
+
+
+def all_cells(
+    families: Sequence[str] = FAMILIES,
+    kinds: Sequence[str] = KIND_NAMES,
+    divisions: Sequence[str] = tuple(METHODS),
+    dtype: Dtype = "bfloat16",
+) -> list[Cell]:
+    """The whole matrix, or a part of it."""
+    return [Cell(f, k, d, dtype) for f in families for k in kinds for d in divisions]
