@@ -1,4 +1,4 @@
-"""Closed forms of our engine's peak against dry runs of it: adapters of every kind, and divisions of every kind."""
+"""Closed forms of the engine's peak against dry runs of it: adapters of every kind, and divisions of every kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.backbone.registry import read_shape
+from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.choice.step import FileStep, TaskBatch
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
@@ -21,6 +21,7 @@ from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
+from tests.end_to_end.memory_cells import KIND_NAMES, Cell, compared
 from tests.unit.memory.configs import write
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -123,4 +124,20 @@ def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
             line = f"{name}, stage {stage}: {form} by forms, {peak.size} in a dry run ({off:+.2%}), {peak.moment}"
             print(line)
             wrong += [line] * (not LEAST <= off <= MOST)
+    assert not wrong, "\n".join(wrong)
+
+
+# A part of the matrix of benchmarks/memory_forms.py: every family, and every kind.
+CELLS = (
+    *(Cell(family, "LORA", "1x1") for family in FAMILIES),
+    *(Cell("gemma3_text", kind, "TP2") for kind in KIND_NAMES if kind != "LORA"),
+)
+
+
+@pytest.mark.timeout(300)
+def test_every_family_and_adapter_kind() -> None:
+    wrong = []
+    for one in compared(CELLS):
+        print(one)
+        wrong += [str(one)] * (abs(one.off) > 0.02)
     assert not wrong, "\n".join(wrong)

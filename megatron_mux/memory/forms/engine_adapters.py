@@ -95,10 +95,7 @@ class AdapterTables:
             for op in BASE_OPS
         }
         self._below = np.array(
-            [
-                plain - self._total(engine_layer.kept(architecture, run, selective, first=at))
-                for op in BASE_OPS
-            ]
+            [plain - self._total(engine_layer.kept(architecture, run, selective, first=at)) for at in FIRSTS]
         )
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}

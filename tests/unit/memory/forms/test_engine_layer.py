@@ -50,7 +50,9 @@ def test_selective_recomputation_keeps_the_product_of_linear_qkv() -> None:
 
 def test_below_the_first_adapter_nothing_is_kept() -> None:
     assert of(llama()) - of(llama(), first="linear_qkv") == 2 * 256 + 4, "the first norm's input"
-    assert of(llama(), first="core_attention") == of(llama(), first="linear_qkv"), "a prefix needs all of attention"
+    assert of(llama(), first="core_attention") == of(llama(), first="linear_qkv"), (
+        "a prefix needs all of attention"
+    )
     normed = replace(llama(), qk_norm=True)
     assert of(normed, first="core_attention") == of(llama(), first="linear_qkv"), "but no norm before it"
     assert of(llama(), first="linear_proj") == total(behind_attention(llama(), RUN))
