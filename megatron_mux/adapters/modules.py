@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName, DefaultTargets
@@ -84,12 +85,16 @@ class Module:
         return self.op in COLUMN_PARALLEL
 
 
-def modules_of(shape: Shape) -> list[Module]:
+def modules_of(shape: Shape) -> Sequence[Module]:
     """All modules of a backbone, in the order of `Shape.module_paths`."""
     layer = [(op, *shape.module_shape(path)) for op, paths in shape.layer_modules.items() for path in paths]
-    return [
-        Module(path, i // len(layer), *layer[i % len(layer)]) for i, path in enumerate(shape.module_paths)
-    ]
+    return _modules(tuple(shape.module_paths), tuple(layer))
+
+
+@lru_cache(maxsize=8)
+def _modules(paths: tuple[str, ...], layer: tuple[tuple[BaseOpName, int, int], ...]) -> tuple[Module, ...]:
+    """The modules of these paths; layers are alike."""
+    return tuple(Module(path, i // len(layer), *layer[i % len(layer)]) for i, path in enumerate(paths))
 
 
 def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
