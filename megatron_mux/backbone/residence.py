@@ -36,7 +36,7 @@ def unit_of(parameter: str, layers: int) -> Key:
 
     Args:
         parameter: Its full name.
-        layers: Of the stage.
+        layers: Number of layers of the stage.
     """
     first, *rest = parameter.split(".")
     if first == "embedding":
@@ -270,5 +270,5 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        layer, ctx.layer = ctx.layer, None  # its graph is done with
+        layer, ctx.layer = ctx.layer, None  # frees its graph
         return None, layer.backward(gradient), None

@@ -66,7 +66,7 @@ def parse_layout(text: str) -> Split:
             raise UserError(f"{flag}: repeats too much")
         flat = flat[: found.start()] + (group or letter) * int(times) + flat[found.end() :]
     if "m" in flat:
-        raise UserError(f"{flag}: layers for multi-token prediction (m) are not done")
+        raise UserError(f"{flag}: layers for multi-token prediction (m) are not supported")
     if re.fullmatch(r"E[t|]*L", flat) is None:
         raise UserError(
             f"{flag}: must be E (embedding), layers t with a | after each stage, L (loss), like Et*4|t*4L"

@@ -63,7 +63,7 @@ def shape(
         partial_rotary: Whether a config may ask to rotate a part of a head's features only.
 
     Raises:
-        UserError: A field that asks for what is not done.
+        UserError: A field asks for something unsupported.
     """
     shape = decoder.shape(
         full,
