@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_mux.choice.recipes import TaskFile
-    from megatron_mux.memory.answers import Said
+    from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.memory.trace.process import Tracer
@@ -175,10 +175,10 @@ def run(arguments: argparse.Namespace) -> None:
         print(line, file=sys.stderr)
 
 
-def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said, bool]:
+def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[SavedOutput, bool]:
     """The answer, as a table if there is a console for it; and whether it would be the same another time."""
     from megatron_mux.choice.memory_answer import MemoryAnswer
-    from megatron_mux.memory.answers import Said
+    from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.trace.process import Tracer
     from megatron_mux.memory.traced_estimate import NOT_TRACED
@@ -196,7 +196,7 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Said,
         with console.capture() as captured:
             answer.print(console, _command(arguments, question))
         output = captured.get()
-    return Said(output, answer.refusals), not any(NOT_TRACED in refusal for refusal in answer.refusals)
+    return SavedOutput(output, answer.refusals), not any(NOT_TRACED in refusal for refusal in answer.refusals)
 
 
 def _dry_run(arguments: argparse.Namespace, console: Console | None, start: float) -> None:

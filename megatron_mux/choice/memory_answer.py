@@ -124,7 +124,7 @@ class MemoryAnswer:
             f"trace: the peak is {prediction.moment}",
             f"trace: {least} to {most}: kernels, context and NCCL are uncertain (not measured on a GPU)",
             f"trace: {show_size(prediction.peak_reserved_expandable)} reserved with expandable segments",
-            f"trace: {question.options.told()}; {prediction.settings.told()}",
+            f"trace: {question.options.describe()}; {prediction.settings.describe()}",
         ]
         if self.choice is None:
             lines.append(

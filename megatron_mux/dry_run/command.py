@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.answers import Answers, Said
+from megatron_mux.memory.answers import Answers, SavedOutput
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
@@ -58,7 +58,7 @@ def run(
     if arguments.plot:
         _draw(answer, arguments.plot, question)
     told = answer.to_json()
-    answers.write(Said(json.dumps(told), []))
+    answers.write(SavedOutput(json.dumps(told), []))
     return question, told
 
 

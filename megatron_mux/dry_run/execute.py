@@ -26,10 +26,10 @@ from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
-from megatron_mux.memory.trace.place import INPUTS, JOIN, Place
-from megatron_mux.memory.trace.record import Answer, Recorder
-from megatron_mux.memory.trace.scratch import scratch_of
+from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
+from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
+from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
+from megatron_mux.memory.fake_gpu.scratch import scratch_of
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 

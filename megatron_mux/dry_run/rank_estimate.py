@@ -19,7 +19,7 @@ from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction, cublas, outside
+from megatron_mux.memory.estimate import Prediction, cublas, process_overhead
 from megatron_mux.memory.stream.insertion import inserted
 
 
@@ -103,7 +103,7 @@ def estimate_rank(
         settings: Allocator options; those of the environment if None.
     """
     found = prediction(recording, run, settings)
-    capacity = memory - outside(found.communicators)
+    capacity = memory - process_overhead(found.communicators)
     limited = replay(found.stream, replace(found.settings, capacity=max(capacity, 0)))
     return RankEstimate(
         rank,

@@ -15,9 +15,9 @@ from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.dry_run.recording import Mark
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Heartbeat
+from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Category
-from megatron_mux.memory.trace.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
-from megatron_mux.memory.trace.record import Recorder
 from megatron_mux.pipeline.action import Action
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}

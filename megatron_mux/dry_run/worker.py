@@ -29,7 +29,7 @@ def main() -> int:
     from megatron_mux.dry_run import execute
     from megatron_mux.dry_run.run_spec import RunSpec
     from megatron_mux.errors import UserError
-    from megatron_mux.memory.trace.guard import NoFakeGpu
+    from megatron_mux.memory.fake_gpu.guard import NoFakeGpu
 
     parts = [(RunSpec.from_dict(run), rank, whole) for run, rank, whole in map(json.loads, lines)]
     try:

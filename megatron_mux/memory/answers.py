@@ -22,12 +22,12 @@ _LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer.
+class SavedOutput:
+    """The output of a program.
 
     Attributes:
-        output: For standard output.
-        errors: Lines for standard error.
+        output: Standard output.
+        errors: Lines of standard error.
     """
 
     output: str
@@ -35,36 +35,37 @@ class Said:
 
 
 class Answers:
-    """Answers by a program's arguments and everything else that they depend on: what the files hold that arguments
-    name, packages and this one's sources, the environment.
+    """Answers of a program, by its arguments and everything else they depend on.
+
+    That is the contents of files that arguments name, library versions and this package's sources, and the environment.
 
     Args:
-        kept: Where they are kept.
-        arguments: Of the program.
+        kept: Store for the answers.
+        arguments: Arguments of the program.
         more: What else an answer depends on, such as the width of a terminal.
     """
 
     def __init__(self, kept: Store, arguments: Namespace, more: object = None) -> None:
         self._kept = kept
         self._about = {
-            "arguments": {name: _told(value) for name, value in sorted(vars(arguments).items())},
+            "arguments": {name: _key(value) for name, value in sorted(vars(arguments).items())},
             "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
             "versions": versions(),
             "more": more,
         }
 
-    def read(self) -> Said | None:
-        """The answer that was given before; None if there was none."""
+    def read(self) -> SavedOutput | None:
+        """The answer given before; None if there is none."""
         text = self._kept.read(self._about)
-        return None if text is None else Said(**json.loads(text))
+        return None if text is None else SavedOutput(**json.loads(text))
 
-    def write(self, said: Said) -> None:
+    def write(self, said: SavedOutput) -> None:
         """Keep an answer."""
         self._kept.write(self._about, json.dumps(asdict(said)))
 
 
-def _told(value: Any) -> Any:
-    """An argument; of a path also what is there, and in the files that a YAML file names."""
+def _key(value: Any) -> Any:
+    """Key of an argument; for a path also its contents, and those of files that a YAML file names."""
     if not isinstance(value, Path):
         return value
     named = _named(value) if value.suffix in (".yaml", ".yml") else ()

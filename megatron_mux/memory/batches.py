@@ -1,4 +1,4 @@
-"""A case for any number of sequences, and the largest that fits, without a trace for each."""
+"""Predictions of a case for any number of sequences, and the largest that fits, from a few traces."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from functools import cached_property
 
 from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction, outside, prediction
-from megatron_mux.memory.invisible import SMALL_INDEX
+from megatron_mux.memory.estimate import Prediction, prediction, process_overhead
 from megatron_mux.memory.largest_batch import MAX_SEQUENCES, largest_batch
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.symbolic import Family, UnlikeError
 from megatron_mux.memory.trace.symbolic import family as varied
 from megatron_mux.memory.trace.traces import Traces
+from megatron_mux.memory.untraced import SMALL_INDEX
 
 
 class Batches:
-    """A case by its number of sequences.
+    """Predictions of a case by its number of sequences.
 
     Args:
-        case: Its batch is not looked at.
-        traces: Answer with streams.
-        settings: The allocator's options.
-        gpus: On how many GPUs with plain data parallelism.
-        weights: Bytes of the model's weights, where they are known: if they alone are too many, nothing fits.
+        case: Case to trace; its batch is ignored.
+        traces: Source of streams.
+        settings: Allocator options.
+        gpus: Number of data-parallel GPUs.
+        weights: Bytes of the model's weights if known; nothing fits if they alone do not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Batches:
         self._known: dict[int, Prediction] = {}
 
     def prediction(self, batch: int) -> Prediction:
-        """What a step takes.
+        """Predict a step's memory.
 
         Raises:
             TraceError, StreamError: A trace failed.
@@ -58,14 +58,14 @@ class Batches:
         return self._known[batch]
 
     def fits(self, batch: int, memory: int) -> bool:
-        """Whether a step runs on a GPU of so many bytes: the allocator may return what it does not need."""
+        """Whether a step runs on a GPU of `memory` bytes, where the allocator may release cached blocks."""
         settings, stream = self._on(memory), self.prediction(batch).stream
         if max(stream.live()) > (settings.capacity or 0):
             return False
         return replay(stream, settings).out_of_memory is None
 
     def within(self, batch: int, memory: int) -> Prediction:
-        """What a step that fits takes of a GPU of so many bytes.
+        """Predict a step that fits on a GPU of `memory` bytes.
 
         Raises:
             TraceError, StreamError: A trace failed.
@@ -74,11 +74,11 @@ class Batches:
         return found if found.process <= memory else replace(found, settings=self._on(memory))
 
     def _on(self, memory: int) -> Settings:
-        """The allocator's options on a GPU of so many bytes."""
-        return replace(self._settings, capacity=memory - outside(int(self._gpus > 1)))
+        """Allocator options on a GPU of `memory` bytes."""
+        return replace(self._settings, capacity=memory - process_overhead(int(self._gpus > 1)))
 
     def largest(self, memory: int) -> int:
-        """The most sequences that fit; 0 if not even one does."""
+        """The largest batch that fits; 0 if none does."""
         # One sequence is traced for itself: only where it is likely to be all that is needed.
         if self._weights is None:
             if not self.fits(1, memory):
@@ -86,34 +86,34 @@ class Batches:
         elif self._weights > memory:
             return 0
 
-        def lacks(batch: int) -> int:
+        def does_not_fit(batch: int) -> int:
             return int(not self.fits(batch, memory))
 
         if self._family is None:
-            return largest_batch(lacks, 0)
+            return largest_batch(does_not_fit, 0)
         if not self.fits(self._least, memory):
-            return largest_batch(lambda batch: 1 if batch >= self._least else lacks(batch), 0)
+            return largest_batch(lambda batch: 1 if batch >= self._least else does_not_fit(batch), 0)
         high = self._bound(memory) + 1  # does not fit
         step, low = 1, high - 1
-        while low > self._least and lacks(low):
+        while low > self._least and does_not_fit(low):
             high, low, step = low, low - step, 2 * step
         low = max(low, self._least)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if lacks(middle) else (middle, high)
+            low, high = (low, middle) if does_not_fit(middle) else (middle, high)
         return low
 
     @cached_property
     def _family(self) -> Family | None:
-        """The case for any batch; None if it is none."""
+        """The case for any batch; None if streams are no function of it."""
         try:
             return varied(replace(self._case, batch=self._least), ("batch",), self._traces.steps, self._least)
         except UnlikeError:
             return None
 
     def _bound(self, memory: int) -> int:
-        """The most sequences of which all that is live at once would fit, if nothing were lost to fragments."""
-        capacity = memory - outside(int(self._gpus > 1))
+        """Upper bound of the batch, without fragmentation."""
+        capacity = memory - process_overhead(int(self._gpus > 1))
         one, two = (self.prediction(self._least + more).stream.live() for more in (0, 1))
         found = MAX_SEQUENCES
         for few, more in zip(one, two, strict=True):

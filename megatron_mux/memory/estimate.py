@@ -1,7 +1,7 @@
-"""From a trace to an answer: the peak of a process's memory, what it is made of, when it comes, and how sure that is.
+"""Predicts the peak memory of a process from a trace: how much, what it consists of, when, and how certain that is.
 
-The stream of a case is traced or read; what dispatch does not see is put in; the whole is replayed through the caching
-allocator. Outside the allocator there are the CUDA context and NCCL's buffers.
+The stream of a case is traced or read from the cache, untraced memory is inserted, and all of it is replayed through
+the caching allocator. The CUDA context and NCCL's buffers come on top.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.replay import Replay, replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream
@@ -35,12 +35,12 @@ Step = Callable[[Case], Stream]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes of a GPU.
+    """Memory of a step on a GPU.
 
     Attributes:
-        stream: Allocations and frees, what dispatch does not see among them.
-        settings: The allocator's options. With a capacity it gives back what it holds in vain before that is passed.
-        communicators: NCCL communicators of the process.
+        stream: Allocations and frees, untraced ones inserted.
+        settings: Allocator options. With a capacity, cached blocks are released before it is exceeded.
+        communicators: Number of NCCL communicators of the process.
     """
 
     stream: Stream
@@ -49,17 +49,17 @@ class Prediction:
 
     @cached_property
     def replay(self) -> Replay:
-        """What the stream does to the allocator."""
+        """Replay of the stream through the allocator."""
         return replay(self.stream, self.settings)
 
     @property
     def peak_allocated(self) -> int:
-        """The most bytes in use, rounded as the allocator does."""
+        """Peak of bytes in use, rounded as the allocator does."""
         return self.replay.peak_allocated
 
     @property
     def peak_reserved(self) -> int:
-        """The most bytes that the allocator has from the device."""
+        """Peak of bytes that the allocator has reserved."""
         return self.replay.peak_reserved
 
     @cached_property
@@ -71,17 +71,17 @@ class Prediction:
 
     @property
     def _unlimited(self) -> Settings:
-        """The options, for what may need more than the GPU has."""
+        """The options without a capacity."""
         return replace(self.settings, capacity=None)
 
     @property
     def process(self) -> int:
-        """All bytes that the process takes of the GPU at the peak."""
-        return self.peak_reserved + outside(self.communicators)
+        """Bytes of the process at the peak."""
+        return self.peak_reserved + process_overhead(self.communicators)
 
     @cached_property
     def interval(self) -> tuple[int, int]:
-        """The least and the most that `process` may be, by what is not known of the invisible.
+        """The least and the most that `process` may be, from the uncertainty about untraced memory.
 
         The allocator may reserve less for larger requests: the likely value counts as well.
         """
@@ -90,7 +90,7 @@ class Prediction:
             other = scaled(self.stream, most)
             same = other.sizes == self.stream.sizes
             reserved = self.peak_reserved if same else replay(other, self._unlimited).peak_reserved
-            found.append(reserved + outside(self.communicators, most))
+            found.append(reserved + process_overhead(self.communicators, most))
         return min(found), max(found)
 
     @cached_property
@@ -101,18 +101,18 @@ class Prediction:
         index = self.replay.peak_allocated_at
         found = {str(category): size for category, size in self.stream.breakdown(index).items()}
         found[FRAGMENTATION] = self.peak_reserved - sum(found.values())
-        found[CONTEXT] = outside(0)
-        found[COMMUNICATORS] = outside(self.communicators) - outside(0)
+        found[CONTEXT] = process_overhead(0)
+        found[COMMUNICATORS] = process_overhead(self.communicators) - process_overhead(0)
         return {name: size for name, size in found.items() if size}
 
     @property
     def moment(self) -> str:
-        """When first most is in use, in words."""
+        """When the peak is first reached, in words."""
         return in_words(self.replay.peak_allocated_moment)
 
 
 def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int = 1) -> Prediction:
-    """What a step of a case takes of each GPU.
+    """Predict the memory of a case's step on each GPU.
 
     Args:
         case: What is trained.
@@ -127,7 +127,7 @@ def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int 
 
 
 def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpus: int = 1) -> Prediction:
-    """The same from a case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
+    """Predict it from the case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
     unseen = cublas(stream, case.gpu)
     if gpus > 1:
         unseen += buckets(stream)
@@ -135,29 +135,29 @@ def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpu
 
 
 def cublas(stream: Stream, gpu: Gpu) -> list[Block]:
-    """cuBLAS's workspaces in a stream."""
-    return workspaces(stream, invisible.cublas_of(gpu))
+    """Blocks for cuBLAS's workspaces in a stream."""
+    return workspaces(stream, untraced.cublas_of(gpu))
 
 
-def outside(communicators: int, most: bool | None = None) -> int:
-    """Bytes of a process that do not go through the allocator.
+def process_overhead(communicators: int, most: bool | None = None) -> int:
+    """Bytes of a process outside the allocator.
 
     Args:
-        communicators: Of NCCL.
-        most: The most there may be, or the least; None for what is likely.
+        communicators: Number of NCCL communicators.
+        most: Upper or lower bound; None for the likely value.
     """
     total = 0.0
     for name, likely in (
-        (invisible.CONTEXT, invisible.context()),
-        (invisible.COMMUNICATOR, communicators * invisible.communicator()),
+        (untraced.CONTEXT, untraced.context()),
+        (untraced.COMMUNICATOR, communicators * untraced.communicator()),
     ):
-        entry = invisible.TABLE[name]
+        entry = untraced.TABLE[name]
         total += likely * (1.0 if most is None else entry.most if most else entry.least)
     return round(total)
 
 
 def in_words(moment: Moment | None) -> str:
-    """A moment as a part of a sentence."""
+    """A moment in words."""
     if moment is None:
         return "never"
     place = "" if moment.layer is None else f" of layer {moment.layer}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory import invisible
-from megatron_mux.memory.invisible import Scratch
+from megatron_mux.memory import untraced
+from megatron_mux.memory.untraced import Scratch
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -26,8 +26,8 @@ class Kernel(StrEnum):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What attention is asked to do.
+class AttentionCall:
+    """What attention is call to do.
 
     Attributes:
         dtype: As torch names it.
@@ -53,34 +53,34 @@ class Asked:
     shares: bool = True
 
 
-def kernel(gpu: Gpu, asked: Asked) -> Kernel:
+def kernel(gpu: Gpu, call: AttentionCall) -> Kernel:
     """The first kernel in the GPU's order that can do it."""
-    same_heads = asked.heads == asked.groups
-    if not same_heads and not (asked.shares and asked.heads % asked.groups == 0):
+    same_heads = call.heads == call.groups
+    if not same_heads and not (call.shares and call.heads % call.groups == 0):
         return Kernel.MATH
-    if gpu.prefers_cudnn and _cudnn(gpu, asked):
+    if gpu.prefers_cudnn and _cudnn(gpu, call):
         return Kernel.CUDNN
-    if _flash(gpu, asked):
+    if _flash(gpu, call):
         return Kernel.FLASH
-    return Kernel.EFFICIENT if same_heads and _efficient(gpu, asked) else Kernel.MATH
+    return Kernel.EFFICIENT if same_heads and _efficient(gpu, call) else Kernel.MATH
 
 
-def backward_scratch(gpu: Gpu, asked: Asked, batch: int) -> list[Scratch]:
+def backward_scratch(gpu: Gpu, call: AttentionCall, batch: int) -> list[Scratch]:
     """What the backward pass of that kernel takes and returns.
 
     Args:
         gpu: The GPU.
-        asked: By each sequence.
+        call: By each sequence.
         batch: Sequences.
     """
-    a, size = asked, _ITEMSIZES.get(asked.dtype, 8)
-    match kernel(gpu, asked):
+    a, size = call, _ITEMSIZES.get(call.dtype, 8)
+    match kernel(gpu, call):
         case Kernel.FLASH:
-            return invisible.flash(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
+            return untraced.flash(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
         case Kernel.CUDNN:
-            return invisible.cudnn(batch, a.heads, a.queries, a.width)
+            return untraced.cudnn(batch, a.heads, a.queries, a.width)
         case Kernel.EFFICIENT:
-            return invisible.efficient(batch, a.heads, a.queries, a.width, size)
+            return untraced.efficient(batch, a.heads, a.queries, a.width, size)
     return []
 
 
@@ -88,41 +88,41 @@ def _half(gpu: Gpu, dtype: str) -> bool:
     return dtype in ("float16", "bfloat16") if gpu.capability >= (8, 0) else dtype == "float16"
 
 
-def _cudnn(gpu: Gpu, asked: Asked) -> bool:
+def _cudnn(gpu: Gpu, call: AttentionCall) -> bool:
     widest = 256 if gpu.capability == (9, 0) else 128  # by cuDNN 9.10 and newer, which is what is preferred
     return (
         (8, 0) <= gpu.capability <= (12, 1)
-        and _half(gpu, asked.dtype)
-        and all(size <= widest and size % 8 == 0 for size in (asked.width, asked.values))
-        and asked.keys > 1
-        and float(asked.dropout * 16).is_integer()  # cuDNN's resolution
+        and _half(gpu, call.dtype)
+        and all(size <= widest and size % 8 == 0 for size in (call.width, call.values))
+        and call.keys > 1
+        and float(call.dropout * 16).is_integer()  # cuDNN's resolution
     )
 
 
-def _flash(gpu: Gpu, asked: Asked) -> bool:
+def _flash(gpu: Gpu, call: AttentionCall) -> bool:
     return (
         (8, 0) <= gpu.capability <= (12, 1)
-        and _half(gpu, asked.dtype)
-        and not asked.masked
-        and asked.width == asked.values <= 256
-        and (not asked.causal or asked.queries == asked.keys)
-        and not (gpu.capability in _LITTLE_SHARED_MEMORY and _too_wide_to_train(asked))
+        and _half(gpu, call.dtype)
+        and not call.masked
+        and call.width == call.values <= 256
+        and (not call.causal or call.queries == call.keys)
+        and not (gpu.capability in _LITTLE_SHARED_MEMORY and _too_wide_to_train(call))
     )
 
 
 _LITTLE_SHARED_MEMORY = {(8, 6), (8, 7), (8, 8), (8, 9), (12, 0), (12, 1)}
 
 
-def _too_wide_to_train(asked: Asked) -> bool:
+def _too_wide_to_train(call: AttentionCall) -> bool:
     """For flash attention's backward pass on such GPUs."""
-    return 192 < asked.width <= 224 or (asked.width > 224 and asked.dropout > 0)
+    return 192 < call.width <= 224 or (call.width > 224 and call.dropout > 0)
 
 
-def _efficient(gpu: Gpu, asked: Asked) -> bool:
+def _efficient(gpu: Gpu, call: AttentionCall) -> bool:
     major = gpu.capability[0]
-    half = asked.dtype in ("float16", "bfloat16")
-    known = half or asked.dtype == "float32"
+    half = call.dtype in ("float16", "bfloat16")
+    known = half or call.dtype == "float32"
     if major < 8:
-        known = known and asked.dtype != "bfloat16"
+        known = known and call.dtype != "bfloat16"
     aligned = (8 if half else 4) if major >= 8 or (major == 7 and half) else 1
-    return known and asked.width % aligned == 0 and asked.values % aligned == 0
+    return known and call.width % aligned == 0 and call.values % aligned == 0

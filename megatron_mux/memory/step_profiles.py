@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.invisible import SMALL_INDEX
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.step_profile import StepProfile
 from megatron_mux.memory.stream.events import StreamError
@@ -13,6 +12,7 @@ from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.memory.trace.symbolic import Steps, family
 from megatron_mux.memory.trace.traces import Traces
 from megatron_mux.memory.traced_estimate import NOT_TRACED, check_layers, itemsize
+from megatron_mux.memory.untraced import SMALL_INDEX
 
 
 class StepProfiles:

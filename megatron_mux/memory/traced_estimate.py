@@ -67,7 +67,7 @@ class TracedEstimate:
             "peak_reserved_expandable_bytes": found.peak_reserved_expandable,
             "peak_process_interval_bytes": list(found.interval),
             "moment": found.moment,
-            "allocator": found.settings.told(),
+            "allocator": found.settings.describe(),
         }
 
 

@@ -115,7 +115,7 @@ class Settings:
         except ValueError as error:
             raise UserError(f"{name}={text}: {error}") from None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What is replayed, in words."""
         return self.source or "the caching allocator's defaults"
 

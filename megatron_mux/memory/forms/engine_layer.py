@@ -15,8 +15,8 @@ from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.saved import Pass, Saved
-from megatron_mux.memory.invisible import flash_packed
-from megatron_mux.memory.sdpa import Asked, backward_scratch
+from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
+from megatron_mux.memory.untraced import flash_packed
 
 First = BaseOpName | Literal["core_attention"]
 """The first part of a layer that something is trained at."""
@@ -197,6 +197,6 @@ def _scratch(a: Architecture, run: Pass) -> float:
     if _one_kernel(run):
         sizes = flash_packed(1, a.heads, a.kv_heads, length, length, a.head_dim, run.size)
     else:
-        asked = Asked("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
+        asked = AttentionCall("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
         sizes = backward_scratch(run.gpu, asked, 1)
     return sum(one.size for one in sizes) / length

@@ -1,6 +1,6 @@
 """Memory that a process takes on a GPU besides tensors: its context, communicators, cuBLAS's workspaces.
 
-Sizes are those of `memory.invisible`, like what is put into a traced stream. What kernels take within an operator is
+Sizes are those of `memory.untraced`, like what is put into a traced stream. What kernels take within an operator is
 counted with the layers.
 """
 
@@ -11,7 +11,7 @@ from typing import Self
 
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.invisible import (
+from megatron_mux.memory.untraced import (
     COMMUNICATOR,
     CONTEXT,
     TABLE,

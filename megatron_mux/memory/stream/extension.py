@@ -117,7 +117,7 @@ class _Outline:
         """Where the block that an event frees was allocated."""
         return self._places[self.allocated_at[~self.stream.codes[index]]]
 
-    def told(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """An event in words."""
         event = self.stream[index]
         return f"event {index} of {self.layers} layers ({event.moment}) {event.kind}s {event.size} bytes"
@@ -138,7 +138,7 @@ class _Outline:
                 continue
             if strict and labels[index] is not None:
                 raise StreamError(
-                    f"{self.told(index)}, and layers are not visited one after the other from there"
+                    f"{self.describe(index)}, and layers are not visited one after the other from there"
                 )
             index += 1
         return [*found, _Part((range(begun, index),), 0)]
@@ -204,7 +204,7 @@ def _blocks_of_both(small: _Outline, large: _Outline) -> Iterator[tuple[range, r
 def _check_as_many(small: _Outline, mine: range, count: int) -> None:
     """Raises StreamError if a block of two layers has not as many events as the same one of three."""
     if len(mine) != count:
-        first = f", beginning with {small.told(mine.start)}" if mine else ""
+        first = f", beginning with {small.describe(mine.start)}" if mine else ""
         raise StreamError(
             f"{len(mine)} events with two layers{first}, are {count} events by what three layers do"
         )
@@ -246,7 +246,7 @@ class _Rules:
         if place not in self._twins:
             index = self._large.parts[place.part].blocks[place.layer][place.offset]
             raise StreamError(
-                f"{self._large.told(index)}, for another layer; the layer between has no such block"
+                f"{self._large.describe(index)}, for another layer; the layer between has no such block"
             )
         return self._twins[place]
 
@@ -267,7 +267,7 @@ class _Rules:
             StreamError: They are not the same.
         """
         mine, other = self._small.stream[one], self._large.stream[same]
-        differ = StreamError(f"{self._small.told(one)}, but {self._large.told(same)}")
+        differ = StreamError(f"{self._small.describe(one)}, but {self._large.describe(same)}")
         if (mine.kind, mine.moment._replace(layer=None)) != (other.kind, other.moment._replace(layer=None)):
             raise differ
         if mine.kind == "allocate":

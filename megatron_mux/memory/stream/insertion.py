@@ -1,4 +1,4 @@
-"""Blocks that dispatch does not see, put into a stream: workspaces that cuBLAS keeps, and DDP's gradient buckets."""
+"""Inserts untraced blocks into a stream: workspaces that cuBLAS keeps, and DDP's gradient buckets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import CATEGORIES, Category, Moment, Stream
 
@@ -39,7 +39,7 @@ def workspaces(stream: Stream, size: int) -> list[Block]:
         if code >= 0 and at in products:
             phase = stream.moment_names[at].phase
             # The product's result is allocated first.
-            moment = Moment(phase, None, invisible.CUBLAS)
+            moment = Moment(phase, None, untraced.CUBLAS)
             found.setdefault(phase == "backward", Block(index + 1, size, Category.WORKSPACE, moment))
     return list(found.values())
 
@@ -104,7 +104,7 @@ def scaled(stream: Stream, most: bool) -> Stream:
     shares = {
         at: entry.most if most else entry.least
         for at, moment in enumerate(stream.moment_names)
-        if (entry := invisible.TABLE.get(moment.operator)) is not None
+        if (entry := untraced.TABLE.get(moment.operator)) is not None
     }
     sizes = stream.sizes[:]
     for code, at in zip(stream.codes, stream.moments, strict=True):

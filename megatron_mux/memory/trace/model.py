@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.record import Recorder
 
 
 class UntraceableError(ValueError):

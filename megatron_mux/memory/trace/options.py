@@ -81,7 +81,7 @@ class Options:
             gpu=found,
         )
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In words."""
         kind = str(self.adapter["peft_type"]) if self.adapter else "every parameter"
         weights = (

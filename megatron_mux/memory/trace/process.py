@@ -171,7 +171,7 @@ class _Worker:
         return killed or (words[-1] if words else "it said nothing")
 
     def _killed(self) -> str | None:
-        """What is to be said of a process that something else has ended: the system for want of memory, perhaps."""
+        """What is to be said of a process that something else has ended: perhaps the kernel, when memory ran out."""
         if not self._has_ended:
             return None
         with suppress(subprocess.TimeoutExpired):

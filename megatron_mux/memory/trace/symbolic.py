@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm, prod
 
-from megatron_mux.memory.invisible import MANY_TOKENS
 from megatron_mux.memory.stream.events import Stream, StreamError
 from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.untraced import MANY_TOKENS
 
 DEGREES: Mapping[str, int] = {"batch": 1, "length": 2, "rank": 1}
 """What a case can be varied in, and the degree of sizes in it."""

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
+from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
+from megatron_mux.memory.fake_gpu.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
+from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.scratch import scratch_of
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.device import DEVICE, fake_gpu, replaced
 from megatron_mux.memory.trace.model import (
     build,
     configuration,
@@ -24,9 +27,6 @@ from megatron_mux.memory.trace.model import (
     label_trained,
     materialise,
 )
-from megatron_mux.memory.trace.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
-from megatron_mux.memory.trace.record import Recorder
-from megatron_mux.memory.trace.scratch import scratch_of
 
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]  # Trainer's
 

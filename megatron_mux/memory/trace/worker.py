@@ -52,7 +52,7 @@ def main() -> int:
     # What every request needs is imported before the first one is there.
     import transformers.modeling_utils  # noqa: F401
 
-    from megatron_mux.memory.trace.guard import NoFakeGpu
+    from megatron_mux.memory.fake_gpu.guard import NoFakeGpu
     from megatron_mux.memory.trace.model import UntraceableError
 
     for line in sys.stdin:

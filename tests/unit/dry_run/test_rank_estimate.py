@@ -8,7 +8,7 @@ from megatron_mux.dry_run.rank_estimate import estimate_rank, prediction, worst
 from megatron_mux.dry_run.recording import STEP, Recording
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
 
@@ -33,12 +33,12 @@ def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     found = estimate_rank(_recording(), SETTING, 2, 80 * GIB)
     operators = [event.moment.operator for event in prediction(_recording(), SETTING).stream]
-    assert operators.count(invisible.CUBLAS) == 2
+    assert operators.count(untraced.CUBLAS) == 2
     # A workspace for the main thread and one for autograd's, which has not begun when most is allocated.
     live = (40 + 60 + 32 + 100) * MIB
     assert (found.rank, found.stage, found.fits, found.communicators) == (2, 1, True, 3)
     assert found.breakdown["parameters"] == 40 * MIB
-    outside = invisible.context() + 3 * invisible.communicator()
+    outside = untraced.context() + 3 * untraced.communicator()
     assert found.peak_process == found.peak_reserved + outside == sum(found.breakdown.values())
     assert found.peak_allocated == live + 32 * MIB
     assert found.action == "1B0.0" and found.when.endswith("(1B0.0)") and "backward" in found.moment

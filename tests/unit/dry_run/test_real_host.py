@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
-from megatron_mux.memory.trace.place import Place
-from megatron_mux.memory.trace.record import Recorder
+from megatron_mux.memory.fake_gpu.place import Place
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 
 
 @pytest.fixture

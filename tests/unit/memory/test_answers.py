@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.memory import answers as module
-from megatron_mux.memory.answers import Answers, Said
+from megatron_mux.memory.answers import Answers, SavedOutput
 from megatron_mux.memory.store import Store
 
-SAID = Said("one\ntwo\n", ["a warning"])
+SAID = SavedOutput("one\ntwo\n", ["a warning"])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from megatron_mux.memory.batches import Batches
 from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import outside, prediction
+from megatron_mux.memory.estimate import prediction, process_overhead
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.case import Case
@@ -51,7 +51,7 @@ class Formula(Traces):
 def _runs(batch: int, memory: int, jump: int | None) -> bool:
     case = replace(CASE, batch=batch)
     stream = prediction(Formula(jump).step(case), case).stream
-    return replay(stream, Settings(capacity=memory - outside(0))).out_of_memory is None
+    return replay(stream, Settings(capacity=memory - process_overhead(0))).out_of_memory is None
 
 
 @pytest.mark.parametrize("jump", [None, 40])

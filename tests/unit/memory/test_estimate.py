@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict, prediction
 from megatron_mux.memory.sizes import MIB
@@ -27,7 +27,7 @@ def _step(scratch: int = 0) -> Stream:
     x = builder.allocate(11 * MIB, Moment("forward", 0, "mm"), category=Category.ACTIVATIONS)
     builder.allocate(12 * MIB + 3, Moment("backward", 0, "mm"), category=Category.GRADIENTS)
     if scratch:
-        builder.free(builder.allocate(scratch, Moment("backward", 0, invisible.CUDNN)), Moment("backward", 0))
+        builder.free(builder.allocate(scratch, Moment("backward", 0, untraced.CUDNN)), Moment("backward", 0))
     builder.free(x, Moment("optimizer"))
     return builder.done()
 
@@ -52,7 +52,7 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
 def test_data_parallelism_adds_buckets_and_a_communicator() -> None:
     one, two = (prediction(_step(), CASE, gpus=gpus) for gpus in (1, 2))
     assert two.breakdown["communication"] == 12 * MIB + 3
-    assert two.process - one.process == 14 * MIB + invisible.communicator()
+    assert two.process - one.process == 14 * MIB + untraced.communicator()
     assert sum(two.breakdown.values()) == two.process
 
 

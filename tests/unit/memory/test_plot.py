@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction, outside
+from megatron_mux.memory.estimate import Prediction, process_overhead
 from megatron_mux.memory.plot import Panel, check, closed, draw, traced
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
@@ -34,8 +34,8 @@ def test_categories_add_up_to_what_is_live() -> None:
     found = _prediction()
     panel = traced(found, "a step")
     assert list(panel.columns) == ["context", "parameters", "gradients", "activations"]
-    assert panel.totals == [outside(0) + size for size in found.stream.live()]
-    assert panel.reserved == [outside(0) + size for size in found.replay.reserved]
+    assert panel.totals == [process_overhead(0) + size for size in found.stream.live()]
+    assert panel.reserved == [process_overhead(0) + size for size in found.replay.reserved]
     assert panel.top == found.process
 
 
@@ -43,7 +43,7 @@ def test_the_peak_of_a_long_stream_is_drawn() -> None:
     found = _prediction(times=5000)
     panel = traced(found, "a step")
     assert len(panel.reserved) <= 4000
-    assert max(panel.totals) == found.stream.peak().size + outside(0)
+    assert max(panel.totals) == found.stream.peak().size + process_overhead(0)
 
 
 def test_instants_of_closed_forms() -> None:

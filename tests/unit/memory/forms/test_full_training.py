@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.gpus import known
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.estimate import cublas, prediction
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
 from megatron_mux.memory.forms.method import Method, Recompute
@@ -136,7 +136,7 @@ def test_buckets_of_gradients(tmp_path: Path) -> None:
         parts = found.worst(batch * 128).breakdown
         assert held(found, batch * 128) == pytest.approx(traced.stream.peak().size, rel=0.004)
         assert parts["communication"] == 4 * skeleton.tensors.total
-        assert parts["context"] == invisible.context() + traced.communicators * invisible.communicator()
+        assert parts["context"] == untraced.context() + traced.communicators * untraced.communicator()
         least, most = found.interval(batch * 128)
         assert least < sum(parts.values()) < most
 

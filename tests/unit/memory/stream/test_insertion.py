@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.memory import invisible
+from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.stream.insertion import Block, bucket_sizes, buckets, inserted, scaled, workspaces
@@ -20,7 +20,7 @@ def a_step() -> Stream:
     for _ in range(2):
         x = builder.allocate(10, Moment("forward", 0, "mm"), category=Category.ACTIVATIONS)
         y = builder.allocate(10, Moment("backward", 0, "mm"), category=Category.GRADIENTS)
-        z = builder.allocate(8, Moment("backward", 0, invisible.CUDNN), category=Category.WORKSPACE)
+        z = builder.allocate(8, Moment("backward", 0, untraced.CUDNN), category=Category.WORKSPACE)
         builder.free(z, Moment("backward", 0))
         builder.free(x, Moment("optimizer"))
         builder.free(y, Moment("clear"))

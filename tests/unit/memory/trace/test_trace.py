@@ -13,7 +13,6 @@ import torch
 
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.invisible import TABLE
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Category, Moment, Stream
 from megatron_mux.memory.trace.case import Case
@@ -21,6 +20,7 @@ from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.model import UntraceableError
 from megatron_mux.memory.trace.process import TraceError, Tracer
 from megatron_mux.memory.trace.training import count, trace
+from megatron_mux.memory.untraced import TABLE
 from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA, on_a_fake_gpu
 
 pytestmark = on_a_fake_gpu

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.sdpa import Asked, Kernel, kernel
+from megatron_mux.memory.sdpa import AttentionCall, Kernel, kernel
 
 
 class Attention:
@@ -72,7 +72,7 @@ class Attention:
             return Kernel.MATH
         (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
         dtype = str(query.dtype).removeprefix("torch.")
-        asked = Asked(
+        call = AttentionCall(
             dtype,
             heads,
             groups,
@@ -85,7 +85,7 @@ class Attention:
             dropout,
             grouped,
         )
-        return kernel(self._gpu, asked)
+        return kernel(self._gpu, call)
 
 
 def _cast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:

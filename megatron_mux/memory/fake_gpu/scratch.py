@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_mux.memory import invisible
-from megatron_mux.memory.invisible import Scratch
+from megatron_mux.memory import untraced
+from megatron_mux.memory.untraced import Scratch
 
 
 def scratch_of(operator: str, args: Sequence[Any]) -> list[Scratch]:
@@ -24,14 +24,14 @@ def _flash(args: Sequence[Any]) -> list[Scratch]:
     """Arguments: gradient, queries, keys [B, heads, L, D], ..."""
     query, key = args[1], args[2]
     batch, heads, queries, head = query.shape
-    return invisible.flash(batch, heads, key.shape[1], queries, key.shape[2], head, query.element_size())
+    return untraced.flash(batch, heads, key.shape[1], queries, key.shape[2], head, query.element_size())
 
 
 def _flash_packed(args: Sequence[Any]) -> list[Scratch]:
     """Arguments: gradient, queries [T, heads, D], keys, values, output, its log-sum-exp, where segments begin, ..."""
     query, key, bounds = args[1], args[2], args[6]
     (queries, heads, head), (keys, groups, _) = query.shape, key.shape
-    return invisible.flash_packed(
+    return untraced.flash_packed(
         bounds.shape[0] - 1, heads, groups, queries, keys, head, query.element_size()
     )
 
@@ -40,33 +40,33 @@ def _sort(args: Sequence[Any]) -> list[Scratch]:
     values = args[0]
     if values.device.type == "cpu" or values.dim() != 1:
         return []
-    return invisible.sort(values.numel(), values.element_size())
+    return untraced.sort(values.numel(), values.element_size())
 
 
 def _cudnn(args: Sequence[Any]) -> list[Scratch]:
     batch, heads, queries, head = args[1].shape
-    return invisible.cudnn(batch, heads, queries, head)
+    return untraced.cudnn(batch, heads, queries, head)
 
 
 def _efficient(args: Sequence[Any]) -> list[Scratch]:
     batch, heads, queries, head = args[1].shape
-    return invisible.efficient(batch, heads, queries, head, args[1].element_size())
+    return untraced.efficient(batch, heads, queries, head, args[1].element_size())
 
 
 def _embedding(args: Sequence[Any]) -> list[Scratch]:
     """Arguments: gradient [..., H], tokens, ..."""
-    return invisible.embedding(args[1].numel(), args[0].shape[-1])
+    return untraced.embedding(args[1].numel(), args[0].shape[-1])
 
 
 def _norm(args: Sequence[Any]) -> list[Scratch]:
     """Arguments: gradient [..., H], input, ..., whether gradients of input, weight and bias are wanted."""
     hidden = args[0].shape[-1]
-    each = invisible.norm(args[0].numel() // hidden, hidden, args[1].element_size())
+    each = untraced.norm(args[0].numel() // hidden, hidden, args[1].element_size())
     return each * sum(bool(wanted) for wanted in args[-1][1:])
 
 
 def _foreach_norm(args: Sequence[Any]) -> list[Scratch]:
-    return invisible.foreach_norm([tensor.numel() for tensor in args[0]])
+    return untraced.foreach_norm([tensor.numel() for tensor in args[0]])
 
 
 _OPERATORS: Mapping[str, Callable[[Sequence[Any]], list[Scratch]]] = {

@@ -1,8 +1,7 @@
-"""What takes memory unseen by dispatch: a table, each entry with its source, and how many bytes it is likely to be.
+"""Memory that traces do not see: a table, each entry with its source, and how many bytes it is likely to be.
 
-Some of it goes through torch's caching allocator: what kernels take for themselves and return before they are done, and
-workspaces that are kept. It is put into the stream of allocations, at the operator that takes it. The rest counts to
-the process only.
+Some of it goes through torch's caching allocator: scratch that kernels allocate for themselves, and workspaces that are
+kept. It is inserted into the stream of allocations, at the operator that takes it. The rest is the process's alone.
 
 **None of it has been measured on a GPU here.** Sizes are read from sources, of torch 2.13 where nothing else is said.
 What the sources leave open carries a range: the least and the most it may be, in shares of what is likely. It becomes
@@ -27,7 +26,7 @@ Taken = Literal["in an operator", "by each thread", "by the process", "by each c
 
 
 @dataclass(frozen=True)
-class Invisible:
+class Untraced:
     """An entry of the table.
 
     Attributes:
@@ -55,15 +54,15 @@ NORM = "partial sums of a norm's gradient"
 FOREACH_NORM = "partial sums of foreach norms"
 SORT = "scratch of a sort"
 
-TABLE: Mapping[str, Invisible] = {
-    CONTEXT: Invisible(
+TABLE: Mapping[str, Untraced] = {
+    CONTEXT: Untraced(
         "by the process",
         False,
         "pytorch/pytorch issues 107667 (300 MB since modules are loaded lazily, 1 GB before), 20532, 28394",
         300 / 512,
         2.0,
     ),
-    COMMUNICATOR: Invisible(
+    COMMUNICATOR: Untraced(
         "by each communicator",
         False,
         "NCCL src/init.cc (buffers of a connection), NVIDIA/nccl issues 986 (channels) and 864 (1.6 GB seen)",
@@ -71,48 +70,48 @@ TABLE: Mapping[str, Invisible] = {
         7.0,
     ),
     # cuBLASLt has the same block: TORCH_CUBLASLT_UNIFIED_WORKSPACE is on by default.
-    CUBLAS: Invisible(
+    CUBLAS: Untraced(
         "by each thread",
         True,
         "aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize, getNewWorkspace",
     ),
-    FLASH: Invisible(
+    FLASH: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd",
     ),
-    CUDNN: Invisible(
+    CUDNN: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/cudnn/MHA.cpp: get_workspace_size of the backward graph; what cuDNN asks for is not said",
         0.0,
         2.0,
     ),
-    EFFICIENT: Invisible(
+    EFFICIENT: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta, and workspace_size of the kernel",
         0.0,
         3.0,
     ),
-    EMBEDDING: Invisible(
+    EMBEDDING: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/cuda/Embedding.cu (sort; none up to 3,072 tokens) and EmbeddingBackwardKernel.cu",
         0.0,
     ),
-    NORM: Invisible(
+    NORM: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel",
         0.0,
     ),
-    FOREACH_NORM: Invisible(
+    FOREACH_NORM: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/cuda/ForeachReduceOp.cu: output_per_tensor",
     ),
-    SORT: Invisible(
+    SORT: Untraced(
         "in an operator",
         True,
         "aten/src/ATen/native/cuda/Sort.cu: segmented_sort_large_segments; what cub asks for is not said",

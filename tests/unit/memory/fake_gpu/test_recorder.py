@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_mux.memory.fake_gpu.place import FORWARD, Place
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Stream
-from megatron_mux.memory.trace.place import FORWARD, Place
-from megatron_mux.memory.trace.record import Recorder
 
 _RESIZE = torch.UntypedStorage.resize_
 

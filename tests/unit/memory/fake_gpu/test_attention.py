@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.fake_gpu.attention import Attention
 from megatron_mux.memory.sdpa import Kernel
-from megatron_mux.memory.trace.attention import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OLD, AMPERE, HOPPER = Gpu((7, 5), False), Gpu((8, 0), False), Gpu((9, 0), True)

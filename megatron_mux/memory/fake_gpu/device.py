@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.trace.attention import Attention
-from megatron_mux.memory.trace.guard import fake_guard
+from megatron_mux.memory.fake_gpu.attention import Attention
+from megatron_mux.memory.fake_gpu.guard import fake_guard
 
 DEVICE = torch.device("cuda", 0)
 
