@@ -57,8 +57,8 @@ class Instruction:
 Record = PromptCompletion | Text | Messages | Instruction
 
 _SHAPES = '{"prompt", "completion"}, {"text"}, {"messages"} or {"instruction", "input", "output"}'
-_TELLING = ("prompt", "completion", "text", "messages", "instruction", "output")
-# Keys that change what a conversation means and that we do not render.
+_SHAPE_KEYS = ("prompt", "completion", "text", "messages", "instruction", "output")
+# Keys that change what a conversation means, and that are not rendered.
 _REFUSED = ("tools", "documents", "functions")
 _LONGEST_KEYS = 80
 
@@ -94,7 +94,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _shape(value: dict[str, Any]) -> Record:
-    keys = {key for key in _TELLING if key in value}
+    keys = {key for key in _SHAPE_KEYS if key in value}
     if keys == {"prompt", "completion"}:
         return PromptCompletion(_text(value, "prompt"), _text(value, "completion"))
     if keys == {"text"}:

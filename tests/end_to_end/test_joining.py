@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.end_to_end.forked import Server
-from tests.end_to_end.workplace import Workplace
+from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,3 +30,80 @@ def test_the_benchmark_of_a_joining_file(server: Server, workplace: Workplace) -
     assert found["first_step_after_s"] > 0 and found["tokenised_s"] > 0
     # In steps, not in seconds: the machine may be busy. A burst takes two seconds, or one step.
     assert found["bursts_after_exit"] <= 1, "it joins before the next burst but one"
+
+
+# Two runs of `pretrain_mux.py`. In the first, tokenising never ends: the task file is taken out and put back, and a
+# signal comes; a file named STOP is there. The second continues it, and its tokenising is waited for.
+DRIVER = """
+import os, pathlib, shutil, signal, sys
+from megatron_mux.data.background import BackgroundTokenising
+from megatron_mux.engine import Engine
+import pretrain_mux
+
+watched, joins = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+real, poll, steps = Engine.steps, BackgroundTokenising.poll, 0
+first = sys.argv[3] == "first"
+
+def never(self):
+    print("child", self._process.pid)
+    return False
+
+def wait(self):
+    self._process.wait()
+    return poll(self)
+
+def step(self, most, timer=None):
+    global steps
+    steps += 1
+    if first and steps in (2, 6):
+        shutil.copy(joins, watched / "joins.yaml")
+        (watched / "STOP").touch()
+    if first and steps == 4:
+        (watched / "joins.yaml").unlink()
+    if first and steps == 8:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self, most, timer)
+
+Engine.steps, BackgroundTokenising.poll = step, never if first else wait
+sys.exit(pretrain_mux.main(sys.argv[4:]))
+"""
+
+
+def test_a_run_that_ends_while_data_are_tokenised_is_continued(server: Server, tmp_path: Path) -> None:
+    workplace = furnish(tmp_path)
+    watched, joins = tmp_path / "watched", tmp_path / "joins.yaml"
+    watched.mkdir()
+    task = {
+        **TASKS["diff"],
+        "name": "joins",
+        "data": {"path": str(tmp_path / "texts.jsonl"), "max_length": 16},
+    }
+    joins.write_text(json.dumps({"tasks": [task]}))
+    tasks = workplace.write_tasks("one.yaml", {"lora": TASKS["lora"]})
+    flags = ["--no-mux-rolling", "--mux-watch", str(watched), "--save", str(tmp_path / "run")]
+
+    def run(which: str, *more: str) -> str:
+        words = [str(watched), str(joins), which, *workplace.arguments(*flags, *more, tasks=tasks)]
+        ran = subprocess.run(
+            [server.python, "-c", DRIVER, *words],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    said = run("first")
+    assert "joins.yaml left before its data were tokenised" in said and "stopping" in said
+    children = {int(line.split()[1]) for line in said.splitlines() if line.startswith("child ")}
+    assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
+    said = run("second", "--load", str(tmp_path / "run"))
+    assert "joins joined from joins.yaml" in said
+    final = sorted((tmp_path / "run" / "manifests").iterdir())[-1]
+    left = {task["name"]: (task["status"], task["step"]) for task in json.loads(final.read_text())["tasks"]}
+    assert left == {"lora": ("finished", 14), "joins": ("finished", 12)}, (
+        "STOP waits for who was there before"
+    )
