@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from megatron_mux.adapters.registry import KINDS
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 
 DENSE = (
     "norm",
@@ -121,7 +121,7 @@ class Profile:
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0
     step_seconds: float = 0.0
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
 
     @property
     def key(self) -> str:

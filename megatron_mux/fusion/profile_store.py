@@ -109,10 +109,7 @@ def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
     except OSError as error:
         raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
     try:
-        found = json.loads(text)
-        if isinstance(found, dict):
-            found.pop("activation_bytes", None)  # of earlier versions: memory is not measured
-        profile = _ADAPTER.validate_json(json.dumps(found))
+        profile = _ADAPTER.validate_json(text)
     except ValueError as error:  # pydantic's is one
         raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
     return profile

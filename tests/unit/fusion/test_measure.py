@@ -1,0 +1,85 @@
+"""From measured seconds to a profile: what whole modules take is told apart into what the cost model adds up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.fusion import measure as module
+from megatron_mux.fusion.measure import Measuring
+from megatron_mux.fusion.probes import SEGMENT, STACK
+from megatron_mux.fusion.profile import Curve, Profile, points
+from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.memory.forms.methods import Method
+from tests.unit.fusion import backbone
+
+LAYERS = 4
+HALVES = {
+    "attention": ("norm", "linear_qkv", "rotary", "linear_proj", "glue_attention"),
+    "mlp": ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp"),
+}
+
+
+def timed(profile: Profile) -> dict[str, Curve]:
+    """What probes of this device would give: modules with the all-reduces that end their passes, layers stacked."""
+    curves = {name: curve for name, curve in profile.curves.items() if not name.startswith("utilisation")}
+    messages = profile.curves.get("all_reduce", Curve((1.0,), (0.0,), (0.0,)))  # one rank alone has none
+
+    def more(curve: Curve, op: str) -> Curve:
+        at = {size: curve.at(size) for size in curve.sizes}
+        row = op in ("linear_proj", "linear_fc2")
+        return points(
+            {n: (f + row * messages.at(n)[0], b + (not row) * messages.at(n)[0]) for n, (f, b) in at.items()}
+        )
+
+    for name in list(curves):
+        kind, _, rest = name.partition(":")
+        if name in BASE_OPS:
+            curves[name] = more(curves[name], name)
+        elif rest and kind != "attention":  # an adapter is timed with its BaseOp
+            op = rest.partition(":")[0]
+            alone, base = curves[name], more(profile.curves[op], op)
+            curves[name] = points(
+                {n: (base.at(n)[0] + alone.at(n)[0], base.at(n)[1] + alone.at(n)[1]) for n in alone.sizes}
+            )
+    for half, parts in HALVES.items():
+        found = {}
+        for n in curves["norm"].sizes:
+            known = [curves[part].at(n) for part in parts]
+            if half == "attention":
+                length = min(SEGMENT, int(n))
+                known.append(curves[f"attention:{length}:0"].at(n / length))
+            found[n] = (STACK * sum(f for f, _ in known), STACK * sum(b for _, b in known))
+        curves[f"{half}_half"] = points(found)
+        del curves[f"glue_{half}"]
+    there = curves["transfer"]
+    curves["transfer"] = Curve(there.sizes, tuple(2 * s for s in there.forward), there.backward)
+    return curves
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each all-reduce is counted once, although modules are timed with theirs and the cost model adds all of them."""
+    device = backbone.profile(LAYERS, tensor_parallel=tensor)
+    parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
+    bench: Any = module._Bench.__new__(module._Bench)
+    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
+    bench.how, bench.device, bench.dtype = Measuring(), torch.device("cpu"), torch.float32
+    bench.probes = SimpleNamespace(layers=[None] * LAYERS)
+    monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
+    monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
+    curves = timed(device)
+    found = bench.profile(dict(device.about), curves)
+
+    def seconds(profile: Profile) -> tuple[float, ...]:
+        loads = [backbone.load("a", [SEGMENT] * 4, layers=LAYERS)]
+        model = StageCosts(
+            profile, backbone.shape(LAYERS), loads, [range(LAYERS)], Method(tensor=tensor), itemsize=4
+        )
+        return model.hybrid((0,), 1).alone()
+
+    assert seconds(found) == pytest.approx(seconds(device), rel=1e-6)
