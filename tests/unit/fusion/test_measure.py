@@ -14,7 +14,7 @@ from megatron_mux.fusion.measure import Measuring
 from megatron_mux.fusion.probes import SEGMENT, STACK
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.stage_cost import StageCosts
-from megatron_mux.memory.forms.methods import Method
+from megatron_mux.memory.forms.method import Method
 from tests.unit.fusion import backbone
 
 LAYERS = 4
