@@ -14,6 +14,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.step import Lengths, step_grid
 from tests.unit.fusion import backbone
 
 meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
@@ -38,8 +39,18 @@ def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> No
     for name in ("serial", "spatial", "temporal"):
         other = comparison.alternatives[name]
         assert other is not None and plan.predicted_latency_s <= other * (1 + 1e-9), name
+    lengths = {
+        name: Lengths(tuple(map(int, load.tokens)), tuple(map(int, load.labels)))
+        for name, load in loads.items()
+    }
+    grids = [step_grid(plan, lengths, rank) for rank in range(mesh.data)]
+    rows = sum(
+        s.tokens for grid in grids for chunks in grid.chunks.values() for chunk in chunks for s in chunk
+    )
+    tokens = sum(sum(own.tokens) for own in lengths.values())
     padding = comparison.padding
-    assert padding["plan"] == 0.0 <= padding["within_tasks"] <= padding["zero_padded"]
+    assert padding["plan"] == 1 - tokens / rows, "what the steps of the plan really hold"
+    assert padding["plan"] <= padding["within_tasks"] <= padding["zero_padded"]
 
 
 @settings(max_examples=20, deadline=None)
