@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests import warm
+
+sys.executable = os.environ.get(warm.COLD, sys.executable)
 
 # An example may take long on a busy machine, where tests of several processes share two cores. What fifty examples do
 # not find, a hundred hardly do: properties that need more say so.

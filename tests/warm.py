@@ -8,7 +8,8 @@ Importing Megatron-Core, transformers and peft takes ten seconds of processor ti
   the signals it gets, and is killed when it is killed; it ends as that process ends. In that process `sys.executable`
   is the file again, so that what torchrun starts is warm, too.
 
-What a test is to see of a cold start (what gets imported, how long that takes) belongs to `sys.executable` instead.
+What a test is to see of a cold start (what gets imported, how long that takes) starts `sys.executable`: in tests, which
+`run.py` starts warm themselves, `tests/conftest.py` makes that the interpreter again (`COLD`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from typing import Self
 
 VARIABLE = "WARM_PYTHON"
 """Environment variable: the file that takes `python`'s place, of a server that is running already."""
+
+COLD = "COLD_PYTHON"
+"""Environment variable of warm processes: the interpreter."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -288,9 +292,10 @@ def _become(request: Mapping[str, object], streams: Sequence[int]) -> None:
             for number in range(3)
         )
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-        sys.executable = os.environ[VARIABLE]
+        own = {COLD: sys.executable, VARIABLE: os.environ[VARIABLE]}
+        sys.executable = own[VARIABLE]
         os.environ.clear()
-        os.environ.update({**request["environment"], VARIABLE: sys.executable})  # type: ignore[dict-item]
+        os.environ.update({**request["environment"], **own})  # type: ignore[dict-item]
         os.chdir(str(request["directory"]))
         _run(list(request["arguments"]))  # type: ignore[call-overload]
         status = 0

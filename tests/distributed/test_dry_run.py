@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, grouped
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
-from tests import tiny_models
+from tests import tiny_models, warm
 from tests.distributed.exchanges import OnCopies
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case
@@ -110,8 +112,11 @@ def _told(recording: Recording) -> list[tuple[str, int]]:
 
 @pytest.mark.timeout(300)
 def test_ranks_hold_and_allocate_what_was_dry_run(
-    once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
     runs, paths = {}, {}
     for name, layout in LAYOUTS.items():
         paths[name] = _model(once, layout.layers)
