@@ -208,3 +208,13 @@ def test_progress_is_told_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> 
         "tokenising data.jsonl: 25%, 100 records/s",
         "tokenising data.jsonl: 50%, 100 records/s",
     ]
+
+
+def test_where_tokens_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "mine"))
+    directory = token_cache.token_cache_directory
+    assert directory(tmp_path / "given") == tmp_path / "given"
+    assert directory() == tmp_path / "mine" / "tokens"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "file"))
+    assert directory().name == "tokens" and directory() != tmp_path / "file" / "tokens"
