@@ -28,6 +28,7 @@ from megatron_mux.memory.trace.model import configuration
 from megatron_mux.memory.trace.training import _MADE, trace
 from tests.unit.memory.architectures import llama
 from tests.unit.memory.configs import write
+from tests.unit.memory.profiles import by_hand
 from tests.unit.memory.traced import CONFIGS, LLAMA, on_a_fake_gpu
 
 TRACED = [name for name, one in OPTIMIZERS.items() if one.traced]
@@ -91,7 +92,7 @@ def test_a_trace_has_these_states(name: str) -> None:
     assert kept == OPTIMIZERS[name].states(sum(p.numel() for p in real.parameters()), shapes, 2)
 
 
-def test_shapes_by_hand() -> None:
+def test_shapes_by_hand(architecture) -> None:
     matrix, vector, experts = (
         Shapes.of((64, 96), False),
         Shapes.of((64,), False),
@@ -114,6 +115,7 @@ def test_eight_bits_by_hand(tmp_path: Path) -> None:
         architecture,
         Recipe(16, optimizer="adamw_8bit", master=False),
         Method(),
+        by_hand(architecture),
         overhead=ProcessOverhead.none(),
     )
     step = next(i for i in parts.phases(32) if i.name == "the optimizer's step").breakdown
@@ -175,7 +177,11 @@ def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -
 
     def kept(**degrees: Any) -> int:
         parts = step_memory(
-            architecture, Recipe(16, optimizer=name), Method(**degrees), overhead=ProcessOverhead.none()
+            architecture,
+            Recipe(16, optimizer=name),
+            Method(**degrees),
+            by_hand(architecture),
+            overhead=ProcessOverhead.none(),
         )
         return parts.worst(32).breakdown["optimizer"]
 
