@@ -1,10 +1,10 @@
-"""What a run leaves: per-task checkpoints that `peft` loads, named together by one atomic manifest.
+"""Saves of a run: per-task checkpoints that `peft` loads, and one atomic manifest that names them.
 
 A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
 So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
 
-What a checkpoint is worth shows one step later: the loss of step s + 1 is the first that is measured on what update s
-left, and `checkpoint-s` holds just that. It is good once that loss and its gradient were finite and the loss in its
+Whether a checkpoint is good shows one step later: the loss of step s + 1 is the first that is measured with the adapter
+that update s left, and `checkpoint-s` holds that adapter. It is good once that loss and its gradient were finite and the loss in its
 usual range (see `engine.loss_health`). A manifest names each task's newest checkpoint, from which a run continues, and
 its last good one, which stays for as long as a manifest names it: it is what is kept of the task should it diverge.
 """
@@ -61,7 +61,7 @@ class SavedTask:
     health: LossHealth = field(default_factory=LossHealth)
 
     def note(self, step: int, loss: float) -> None:
-        """Step `step` had this loss, and a finite gradient; both tell of the adapter that the step before it left."""
+        """Record a step with a finite gradient and its loss; both judge the adapter that the step before it left."""
         self.health.note(loss)
         if self.health.good and self.checkpoint and self.step == step - 1:
             self.good = self.checkpoint
@@ -93,7 +93,7 @@ class Manifest:
 
 @dataclass
 class TaskToSave:
-    """What is saved of one task.
+    """One task's part of a save.
 
     Attributes:
         entry: Its line in the manifest; `checkpoint` is filled in by `save`.

@@ -1,4 +1,4 @@
-"""What a run tells: live progress, metrics files, TensorBoard, pictures of the schedule, a closing table."""
+"""Reports of a run: live progress, metrics files, TensorBoard, pictures of the schedule, a closing table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HEADINGS = (
 
 @dataclass
 class TaskHistory:
-    """What the closing table needs of one task."""
+    """One task's figures for the closing table."""
 
     kind: str
     total_steps: int
@@ -56,14 +56,14 @@ class TaskHistory:
 
 
 class Reporter:
-    """Tells people and files how the tasks are doing. Only rank 0 has one that speaks.
+    """Reports how the tasks are doing, to people and to files; silent on all ranks but 0.
 
     Args:
         directory: The run's directory, or None to leave no files.
         tensorboard: Directory for TensorBoard, or None.
         log_interval: A task's own steps between its printed lines; files get every step.
         live: Draw a live table where the output is a terminal; else a line per task and interval.
-        silent: Say and write nothing (ranks other than 0).
+        silent: Print and write nothing (ranks other than 0).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Reporter:
         self._started = time.monotonic()
 
     def add(self, name: str, kind: str, step: int, total_steps: int, status: str = "running") -> None:
-        """A task joined, or was done before this run continued it."""
+        """List a task that joins, or that was done before this run continued it."""
         self.history.setdefault(name, TaskHistory(kind, total_steps, step, status=status))
         self._refresh()
 
@@ -127,7 +127,7 @@ class Reporter:
         self._refresh()
 
     def evaluation(self, name: str, step: int, result: EvalResult) -> None:
-        """A task was evaluated after `step` of its steps."""
+        """Report an evaluation after `step` of the task's steps."""
         task = self.history[name]
         task.before = task.before or result
         task.after = result
@@ -137,11 +137,11 @@ class Reporter:
         self._refresh()
 
     def say(self, text: str, style: str | None = None) -> None:
-        """A line for people, as it is: what users wrote may look like markup."""
+        """Print a line as it is: names that users chose may look like markup."""
         self.console.print(text, markup=False, style=style)
 
     def schedule(self, actions: Sequence[TimedAction], title: str, ranks: int) -> None:
-        """Leave `schedule.svg` and `schedule.json` of the actions that were timed on the ranks of a pipeline."""
+        """Write `schedule.svg` and `schedule.json` of the actions that were timed on the ranks of a pipeline."""
         if self.directory is None or not actions:
             return
         try:
@@ -151,7 +151,7 @@ class Reporter:
             self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 
     def close(self) -> None:
-        """End the live picture and print the closing table.
+        """End the live table and print the closing one.
 
         Raises:
             UserError: What was written last did not reach its file.
@@ -207,7 +207,7 @@ class Reporter:
             self._note(f"--tensorboard-dir {events.directory}: could not write", error)
 
     def _note(self, what: str, error: OSError) -> None:
-        """Keep the first problem for the loop, which raises it on all ranks at once: only this one knows."""
+        """Keep the first problem; the loop raises it on every rank, since only this one knows of it."""
         advice = "Make room or choose another directory"
         if self.directory is not None:
             advice += ", and go on with --load"
@@ -238,10 +238,10 @@ class Reporter:
 
 
 class EventFile:
-    """A file of numbers for TensorBoard, written at once.
+    """A TensorBoard event file, flushed after every write.
 
-    PyTorch's `SummaryWriter` writes in a thread of its own: that a disk is full would show there, with a stack trace,
-    and here minutes later.
+    PyTorch's `SummaryWriter` writes in a thread of its own: a full disk would show there, as a stack trace, and here
+    minutes later.
 
     Args:
         directory: Where TensorBoard looks; made if need be.
@@ -269,7 +269,7 @@ class EventFile:
             raise UserError(f"--tensorboard-dir {directory}: {error.strerror or error}") from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step, each under its own heading.
+        """Add the values of a step, each under its own tag.
 
         Raises:
             OSError: They cannot be written.
@@ -278,7 +278,7 @@ class EventFile:
         self._write(step=step, summary=summary)
 
     def close(self) -> None:
-        """Nothing more is written.
+        """Close the file.
 
         Raises:
             OSError: What was written last did not reach the file.

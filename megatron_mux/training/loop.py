@@ -32,13 +32,12 @@ class Loop:
     """Steps the engine and does what is due between steps.
 
     Attributes:
-        arguments: What the user asked for.
-        engine: Trains.
-        parallel: Where this rank stands.
-        reporter: Tells.
+        arguments: The command line.
+        engine: Trains the tasks.
+        parallel: This rank's place.
         registry: The tasks of the run.
         manifest: The save to continue from, if any.
-        stopping: Set by a signal: leave after the step.
+        stopping: Set by a signal: save and leave after the current steps.
     """
 
     arguments: MuxArguments
@@ -79,7 +78,7 @@ class Loop:
             )
 
     def run(self) -> None:
-        """Until every task is done; with a watched directory, until it holds a file named STOP as well."""
+        """Train until every task is done and, with a watched directory, until that holds a file named STOP."""
         watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
         while not self._agreed_to_stop():
             self.parallel.heartbeat.at("beginning the next steps")
@@ -104,7 +103,7 @@ class Loop:
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def _advance(self) -> None:
-        """Take steps until something is due, then do it."""
+        """Run a burst of steps, report them, then evaluate and save what is due."""
         steps = self._step_loop.run_burst(self.engine.steps, self._due())
         self.parallel.heartbeat.at("reporting")
         if self._step_loop.is_time_to_draw:
@@ -129,7 +128,7 @@ class Loop:
                 self.engine.remove_task(name)
 
     def _due(self) -> Iterator[int]:
-        """In how many steps each task is to be evaluated and saved."""
+        """In how many steps each task's next evaluation and save are due."""
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
             for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
@@ -137,7 +136,11 @@ class Loop:
                     yield interval - step % interval
 
     def _after(self, name: str, result: StepResult) -> bool:
-        """Evaluate if due; whether a save is due."""
+        """Evaluate a task if that is due.
+
+        Returns:
+            Whether a save is due.
+        """
         if result.status == "failed":
             return True
         spec = self.engine.task(name).spec
@@ -161,7 +164,7 @@ class Loop:
             return
         if entry.checkpoint == entry.good:
             what = "its last good adapter is kept"
-        elif entry.health.good:  # it lacks data: nothing is known against what it had learned
+        elif entry.health.good:  # its data could not be read, which says nothing against its adapter
             what = "its last adapter is kept"
         else:
             what = "its adapter before the failing step is kept (no earlier save is known to be good)"
@@ -190,7 +193,7 @@ class Loop:
                 step, _, status = self.engine.progress(name)
                 entry.status = "removed" if name in leaving else status
                 if status == "failed" and not entry.health.good and entry.good:
-                    entry.fall_back()  # what made its loss diverge is in the updates since
+                    entry.fall_back()  # the updates since then made its loss diverge
                 elif not (entry.checkpoint and entry.step == step):
                     state.snapshot = self.engine.snapshot(name)
                     state.config = self.engine.adapter_config(name)
@@ -200,7 +203,7 @@ class Loop:
         problems: list[str | None] = [None]
         if self.parallel.rank == 0:
             try:
-                # What a continued run goes on with; once nobody is left, what was run last.
+                # The plan a resume starts with; once no task is left, the last one.
                 plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
                 checkpoint.save(
                     directory,
@@ -221,7 +224,7 @@ class Loop:
             raise SharedError(problems[0])
 
     def _draw(self) -> None:
-        """Leave a picture of the last timed step, on the pipeline of the first data-parallel replica."""
+        """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
         stages: list[list[TimedAction]] = [self._step_loop.timed]
         if self.parallel.world_size > 1:
             stages = [[] for _ in range(self.parallel.world_size)]

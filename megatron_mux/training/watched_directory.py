@@ -1,4 +1,4 @@
-"""A watched directory: a task file dropped in joins, one moved out leaves."""
+"""A watched directory: task files that appear in it join the run, those that are removed leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Changes:
 
 @dataclass
 class WatchedDirectory:
-    """Looks into a directory between steps; rank 0 looks, every rank gets the same answer.
+    """Compares a directory with what it held before; rank 0 reads it, and every rank gets the same changes.
 
     Attributes:
         directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
@@ -61,5 +61,5 @@ class WatchedDirectory:
                     found[path] = (stat.st_mtime_ns, stat.st_size)
             return found, (self.directory / STOP).exists()
         except OSError:
-            # Moved between listing and looking, or a file system that hiccups: as before, look again next step.
+            # A file was moved meanwhile, or the file system failed: no changes now, and another look after the next steps.
             return dict(self._seen), False
