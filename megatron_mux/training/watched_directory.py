@@ -61,5 +61,5 @@ class WatchedDirectory:
                     found[path] = (stat.st_mtime_ns, stat.st_size)
             return found, (self.directory / STOP).exists()
         except OSError:
-            # A file was moved meanwhile, or the file system failed: no changes now, and another look after the next steps.
+            # A file was moved meanwhile, or the file system failed: no changes now, another look later.
             return dict(self._seen), False
