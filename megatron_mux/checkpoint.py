@@ -4,9 +4,9 @@ A checkpoint is written beside its final name, flushed to disk and renamed; the 
 So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
 
 Whether a checkpoint is good shows one step later: the loss of step s + 1 is the first that is measured with the adapter
-that update s left, and `checkpoint-s` holds that adapter. It is good once that loss and its gradient were finite and the loss in its
-usual range (see `engine.loss_health`). A manifest names each task's newest checkpoint, from which a run continues, and
-its last good one, which stays for as long as a manifest names it: it is what is kept of the task should it diverge.
+that update s left, and `checkpoint-s` holds that adapter. It is good once that loss and its gradient were finite and
+the loss in its usual range (see `engine.loss_health`). A manifest names each task's newest checkpoint, from which a run
+continues, and its last good one, which stays for as long as a manifest names it: it is kept if the task diverges.
 """
 
 from __future__ import annotations
