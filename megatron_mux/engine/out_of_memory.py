@@ -39,7 +39,7 @@ class FailedBuckets:
         recovers: Whether passes that run out of memory are skipped, else raise; by default unless ranks meet in them.
 
     Attributes:
-        at: The action attempted last.
+        at: The action to blame: the one attempted last.
     """
 
     def __init__(

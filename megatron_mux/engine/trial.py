@@ -111,6 +111,7 @@ class Trials:
         moments, size = fullest_moments(actions, rows, len(plan.buckets))
         if not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
             for passes in filter(None, moments):
+                failed.at = passes[-1]
                 own = actions_of_trial(passes, self._parallel.pp_rank)
                 self.run(failed, partial(self._step, plan, own, failed, make))
             if not failed:
