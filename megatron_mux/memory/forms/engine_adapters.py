@@ -175,6 +175,9 @@ class AdapterTables:
         everything = rows.sum(axis=1, keepdims=True)
         own = rows @ self._own + everything * self._shared(present)
         factors, scratch = present @ self._factors, _largest(present, self._scratch)
+        # An input that one adapter replaces for others goes backward once these are done with theirs.
+        behind = _largest(rows, self._multiplied_behind)
+        behind = behind - everything * self._replaced_inputs(present, "linear_fc2")
         return AdapterBytes(
             trained=trained @ self.of_stage,
             below_first=(first * self._below[lowest % count][:, None]) @ self.of_stage,
@@ -186,7 +189,7 @@ class AdapterTables:
             all_factors=factors @ self.of_stage,
             scratch=self._most(scratch),
             multiplied=self._most(_largest(rows, self._multiplied)),
-            multiplied_behind=self._most(_largest(rows, self._multiplied_behind)),
+            multiplied_behind=self._most(np.maximum(behind, 0.0)),
             least_fc2_inputs=least,
             last_inputs=last,
             last_own=rows @ self._own_behind,
@@ -194,17 +197,22 @@ class AdapterTables:
 
     def _shared(self, present: Array) -> Array:
         """`[B, L]` bytes of a row that all rows keep since some task's adapter needs its own: one tensor for all."""
-        found = np.zeros((len(present), len(self.of_stage)))
+        found: Array = np.zeros((len(present), len(self.of_stage)))
         for op in BASE_OPS:
-            into, out = self._a.widths[op]
+            _, out = self._a.widths[op]
             column = op in COLUMN_PARALLEL
             output = Saved("output before adapters", "columns" if column else "rows", out, self._run.size)
             found += (present @ self._outputs[op] > 0) * self._total([output])
-            if not column:  # who needs an input that another one replaces has it beside the replaced one
-                after = Saved("input after adapters", "columns", into, self._run.size)
-                others = self._inputs[op] * (1 - self._replaced[op])
-                both = (present @ self._replaced[op] > 0) & (present @ others > 0)
-                found += both * self._total([after])
+            if not column:
+                found += self._replaced_inputs(present, op)
+        return found
+
+    def _replaced_inputs(self, present: Array, op: BaseOpName) -> Array:
+        """`[B, L]` bytes of a row of an input that one adapter has replaced and another needs: beside the first one."""
+        after = Saved("input after adapters", "columns", self._a.widths[op][0], self._run.size)
+        others = self._inputs[op] * (1 - self._replaced[op])
+        both = (present @ self._replaced[op] > 0) & (present @ others > 0)
+        found: Array = both * self._total([after])
         return found
 
     def _most(self, of_layers: Array) -> Array:

@@ -21,10 +21,9 @@ from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from tests.end_to_end.harness import Case, random_records
 
-LAYERS = 8
-BELOW, ABOVE = 0.02, 0.12
-"""How far a prediction may lie below and above what a dry run counts: these are -1.4% to +5.6%, and +11.8% where a
-layer whose last rows are left out is computed again as if they were not."""
+BELOW, ABOVE = 0.01, 0.11
+"""How far a prediction may lie below and above what a dry run counts: these are +0.6% to +9.5%. A plan counts all
+gradients from the first pass on, and neighbours' messages as if a step had many micro-batches."""
 CONFIG: Mapping[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
