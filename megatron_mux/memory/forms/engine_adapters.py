@@ -212,7 +212,7 @@ class AdapterTables:
         after = Saved("input after adapters", "columns", self._a.widths[op][0], self._run.size)
         others = self._inputs[op] * (1 - self._replaced[op])
         both = (present @ self._replaced[op] > 0) & (present @ others > 0)
-        found: Array = both * self._total([after])
+        found: Array = both.astype(float) * self._total([after])
         return found
 
     def _most(self, of_layers: Array) -> Array:
