@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor, nn
+if TYPE_CHECKING:  # memory is estimated without torch, which takes seconds to import
+    from torch import Tensor, nn
 
 BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 

@@ -6,19 +6,17 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_mux.choice.answer import Choice
-from megatron_mux.choice.fit import SEQUENCES
-from megatron_mux.choice.ranking import OFFLOAD
-from megatron_mux.choice.recipes import TaskFile
-from megatron_mux.choice.tables import show
 from megatron_mux.errors import UserError
 from megatron_mux.memory.plot import closed, draw, traced
-from megatron_mux.memory.question import Question
+from megatron_mux.memory.question import OFFLOAD, Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.traced_estimate import TracedEstimate, traced_estimate
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from megatron_mux.choice.answer import Choice
+    from megatron_mux.choice.recipes import TaskFile
 
 _DRAWN = 6
 """Methods in a picture."""
@@ -55,6 +53,8 @@ class MemoryAnswer:
         question.check()
         answer = cls(question)
         if arguments.method in ("ours", "all"):
+            from megatron_mux.choice.answer import Choice  # imports torch, which a saved trace does without
+
             try:
                 answer.choice = Choice.of(question, arguments, file)
             except UserError as error:
@@ -102,6 +102,9 @@ class MemoryAnswer:
             self._print_trace(console, self.trace)
         if self.choice is None:
             return
+        from megatron_mux.choice.fit import SEQUENCES
+        from megatron_mux.choice.tables import show
+
         show(console, self.choice.ranking, self.choice.impossible, command)
         if self.question.batch is None and self.choice.file is None:
             console.print(

@@ -26,9 +26,7 @@ from megatron_mux.memory.forms.methods import methods
 from megatron_mux.memory.forms.phases import Phase
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import Profiles
-
-OFFLOAD = "offload"
-"""What is selected where nothing fits unless host memory takes a part."""
+from megatron_mux.memory.question import OFFLOAD
 
 
 @dataclass(frozen=True)

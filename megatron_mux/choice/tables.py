@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron_mux.choice.ranking import OFFLOAD, Ranked, Ranking
+from megatron_mux.choice.ranking import Ranked, Ranking
+from megatron_mux.memory.question import OFFLOAD
 from megatron_mux.memory.sizes import GIB, show_size
 
 if TYPE_CHECKING:

@@ -16,6 +16,9 @@ MAX_GPUS = 1 << 16
 MIN_MEMORY = 64 * MIB
 """Below, a unit has been forgotten."""
 
+OFFLOAD = "offload"
+"""What is selected where nothing fits unless a part of the model is in host memory."""
+
 
 @dataclass(frozen=True)
 class Question:

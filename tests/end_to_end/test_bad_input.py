@@ -71,9 +71,7 @@ MISTAKES: dict[str, Mistake] = {
         _set("lora", "training", "max_steps", True), ["lora", "max_steps"]
     ),
     "an unknown kind": Mistake(_set("lora", "adapter", "peft_type", "LORAX"), ["lora", "LORAX"]),
-    "a kind of peft that is not done": Mistake(
-        _set("lora", "adapter", "peft_type", "VERA"), ["lora", "VERA"]
-    ),
+    "a kind of peft that is not done": Mistake(_set("lora", "adapter", "peft_type", "OFT"), ["lora", "OFT"]),
     "an unknown schedule": Mistake(_set("lora", "training", "lr_scheduler_type", "cosin"), ["lora", "cosin"]),
     "an unknown optimizer": Mistake(_set("lora", "training", "optim", "adam8bit"), ["lora", "adam8bit"]),
     "a name that is a path": Mistake(lambda w, t: t.update({"../up": t.pop("prefix")}), ["../up"]),

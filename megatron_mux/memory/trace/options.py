@@ -12,7 +12,6 @@ from megatron_mux.memory.method_flags import checked_gpu
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Precision
-from megatron_mux.tasks import load_task_file
 
 _DTYPES: Mapping[str, Precision] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -106,6 +105,8 @@ def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
     Raises:
         UserError: The file is not as it must be, has several tasks, or one that peft does not know.
     """
+    from megatron_mux.tasks import load_task_file  # imports torch
+
     specs = load_task_file(file, data_later=True)
     if len(specs) > 1:
         names = ", ".join(spec.name for spec in specs[:3]) + (", ..." if len(specs) > 3 else "")
