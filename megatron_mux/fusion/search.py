@@ -17,11 +17,14 @@ from megatron_mux.fusion.cost import CostModel, Hybrid
 from megatron_mux.fusion.grouping import every_grouping
 from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
 
-_BUDGET = 20_000
+_BUDGET = 60_000
 """Effort of finding a start, and of refining it: passes simulated or hybrid tasks compared; a tenth of a second."""
 
 _FEW = 16
-"""Up to this number of tasks, each number of micro-batches gets the whole budget."""
+"""Up to this number of tasks, each number of micro-batches gets the whole budget; of more, a fraction of it."""
+
+_FRACTION = 1 / 4
+"""Share of the budget for many tasks, divided among the numbers of micro-batches: most of the time goes into costs."""
 
 _WORTH_A_START = 0.1
 """How much slower than the best so far another number of micro-batches may start and still be refined."""
@@ -60,7 +63,7 @@ def search(
         DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
     # With few tasks a little more effort finds the optimum; with many nothing does in reasonable time.
-    budget = _BUDGET if len(tokens) <= _FEW else _BUDGET / len(micro_batches)
+    budget = _BUDGET if len(tokens) <= _FEW else _BUDGET * _FRACTION / len(micro_batches)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
     starts: list[Arrangement] = []
     for count in micro_batches:
