@@ -63,7 +63,8 @@ def kept(
         saved.append(Saved("output of attention", "columns", a.queries, w))
     if "linear_fc1" in inputs:
         saved.append(Saved("output of the second norm", "all", a.hidden, w))
-    if "linear_fc2" in inputs:
+    # ReLU goes backward by its output: an adapter behind it has that already.
+    if "linear_fc2" in inputs and (a.gated or a.activation != "relu" or begins > 4):
         saved.append(Saved("output of the activation", "columns", a.ffn, w))
     return saved
 
@@ -128,7 +129,7 @@ def _one_kernel(run: Pass) -> bool:
 
 def _activation(a: Architecture, run: Pass) -> Iterator[Saved]:
     """Inside the MLP: most gated ones are one function of both halves, else autograd keeps what the first makes."""
-    yield Saved("input of the activation", "columns", a.inner, run.size)
+    yield Saved("input of the activation, or its output", "columns", a.inner, run.size)
     if a.gated and not _is_fused(a):
         yield Saved("activated half", "columns", a.ffn, run.size)
     if a.activation == "quick_gelu":

@@ -104,6 +104,13 @@ def test_activations() -> None:
     assert inside(replace(gpt2(), activation="quick_gelu")) == 2 * 2 * 1024, "and the sigmoid"
 
 
+def test_relu_and_an_adapter_keep_the_same_output() -> None:
+    relu = gpt2(activation="relu")
+    assert of(relu, "linear_fc2") == of(relu) == of(gpt2())
+    assert of(gpt2(), "linear_fc2") - of(gpt2()) == 2 * 1024
+    assert of(relu, "linear_fc2", first="linear_fc2") == 2 * 1024, "no ReLU goes backward there"
+
+
 def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> None:
     saved = kept(llama(), RUN, inputs=frozenset({"linear_qkv"}))
     whole, rows, columns = (
