@@ -130,6 +130,15 @@ class Batches:
         sizes = (sum(piece.tokens for piece in chunk) for chunk in self._chunks(unit))
         return sum(-(-size // multiple) * multiple for size in sizes)
 
+    def labels(self, unit: Unit) -> int:
+        """Labelled tokens of a unit; without laying it out."""
+        step = unit.bucket // self._period
+        pieces = (piece for chunk in self._chunks(unit) for piece in chunk)
+        return sum(
+            int(self.fetched[step][piece.task][piece.sequence][3][piece.start : piece.stop].sum())
+            for piece in pieces
+        )
+
     @property
     def max_rows(self) -> int:
         """Rows of the largest unit."""

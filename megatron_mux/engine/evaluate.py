@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -168,7 +169,7 @@ class Evaluator:
         while True:
             batches = self._passes(group, tokens)
             rows = max((batch.rows for batch in batches), default=0)
-            failed = self._tried(batches, rows, sequences)
+            failed = self._tried(batches, sequences)
             if self.trials is None or not self._is_out_of_memory(failed):
                 failed = FailedBuckets(1, self.stages.values(), self.parallel)
                 compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence, failed)
@@ -179,16 +180,22 @@ class Evaluator:
                 raise SharedError(f"one sequence alone ran out of memory ({failed.everywhere()[0]})")
             tokens = max(1, min(tokens, int(self.parallel.most([rows])[0])) // 2)
 
-    def _tried(self, batches: Sequence[MicroBatch], rows: int, sequences: int) -> FailedBuckets:
-        """Whether the largest pass, of so many rows, runs out of memory on this rank; where trials are made."""
+    def _tried(self, batches: Sequence[MicroBatch], sequences: int) -> FailedBuckets:
+        """Whether the pass with the most rows, or the one with the most labels, runs out of memory on this rank."""
         failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers=False)
-        if self.trials is not None and rows > self.trials.evaluated:
-            largest = [batch for batch in batches if batch.rows == rows][:1]
-            self.trials.run(
-                failed, lambda: self._execute(EvaluationCompute(self.stages, largest, sequences, 0, failed))
-            )
-            if not failed:
-                self.trials.evaluated = rows
+        if self.trials is None or not batches:
+            return failed
+        sizes = [(batch.rows, batch.labels.numel()) for batch in batches]
+        for of in (0, 1):
+            largest = max(range(len(batches)), key=lambda i, of=of: sizes[i][of])  # type: ignore[misc]
+            if sizes[largest][of] > self.trials.evaluated[of]:
+                own = [batches[largest]]
+                compute = partial(EvaluationCompute, self.stages, own, sequences, 0, failed)
+                self.trials.run(failed, lambda compute=compute: self._execute(compute()))  # type: ignore[misc]
+        if not failed:
+            before = self.trials.evaluated
+            rows, labels = (max(before[of], *(size[of] for size in sizes)) for of in (0, 1))
+            self.trials.evaluated = rows, labels
         return failed
 
     def _is_out_of_memory(self, failed: FailedBuckets) -> bool:

@@ -131,7 +131,7 @@ class StepRunner:
             actions = template[self.parallel.pp_rank]
             self.communicator.expect(most_in_flight(template) + len(plan.buckets))
             reasons = self.trials.failures(
-                plan, actions, batches.rows, lambda failed: compute(failed, batches.anew())
+                plan, actions, batches.rows, batches.labels, lambda failed: compute(failed, batches.anew())
             )
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")

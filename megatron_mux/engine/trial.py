@@ -6,7 +6,7 @@ step, at which no task steps. Communication is local (`local_collectives`), so a
 nobody waiting. Adapters, optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller
 or a task is parked.
 
-What has fitted is remembered: a plan is tried again only for steps that keep more rows.
+What has fitted is remembered: a plan is tried again only for steps that keep more rows, or have more labels in a pass.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from megatron_mux.pipeline.execute import execute
 from megatron_mux.runtime import Parallel
 
 Size = tuple[int, ...]
-"""For each bucket, rows kept at its fullest moment, those of the last pass counted twice."""
+"""For each bucket, rows kept at its fullest moment plus the last pass's own rows; then the same plus its labels."""
 
 
 def fullest_moments(
-    actions: Sequence[Action], rows: Callable[[Unit], int], buckets: int
+    actions: Sequence[Action], rows: Callable[[Unit], int], computed: Callable[[Unit], int], buckets: int
 ) -> tuple[list[list[Action]], Size]:
     """For each bucket, the forward passes whose outputs are kept at its fullest moment, in their order; and the size.
 
     Args:
         actions: A rank's, in order.
-        rows: Returns the rows of a unit.
+        rows: Returns the rows that are kept of a unit.
+        computed: Returns what the last pass needs memory for besides: its rows, or its labels.
         buckets: Of a step.
     """
     kept: dict[Action, int] = {}
@@ -49,8 +50,8 @@ def fullest_moments(
             own = kept[action] = rows(action.unit)
             total += own
             bucket = action.bucket % buckets
-            if total + own > size[bucket]:
-                moments[bucket], size[bucket] = list(kept), total + own
+            if own and (most := total + computed(action.unit)) > size[bucket]:
+                moments[bucket], size[bucket] = list(kept), most
         elif action.kind == "B":
             total -= kept.pop(Action.of(action.stage, "F", action.unit))
     return moments, tuple(size)
@@ -74,11 +75,11 @@ class Trials:
         communicator: This rank's transfers.
 
     Attributes:
-        evaluated: Rows of the largest evaluation pass that has fitted.
+        evaluated: The most rows, and the most labels, of evaluation passes that have fitted.
     """
 
     def __init__(self, stages: Stages, parallel: Parallel, communicator: Communicator) -> None:
-        self.evaluated = 0
+        self.evaluated = (0, 0)
         self._stages = stages
         self._parallel = parallel
         self._communicator = communicator
@@ -87,13 +88,14 @@ class Trials:
     def forget(self) -> None:
         """Forget what has fitted: from now on there may be less memory."""
         self._fitted.clear()
-        self.evaluated = 0
+        self.evaluated = (0, 0)
 
     def failures(
         self,
         plan: Plan,
         actions: Sequence[Action],
         rows: Callable[[Unit], int],
+        labels: Callable[[Unit], int],
         make: Callable[[FailedBuckets], TrainingCompute],
     ) -> dict[int, str]:
         """Try a plan unless steps as large have fitted. Every rank calls it before it runs `actions`.
@@ -101,14 +103,17 @@ class Trials:
         Args:
             plan: The plan.
             actions: This rank's.
-            rows: Returns the rows of a unit.
+            rows, labels: Return the number of rows, and of labels, of a unit.
             make: Makes what computes the actions, with micro-batches of its own.
 
         Returns:
             The buckets that ran out of memory on some rank, where and why: the same on every rank.
         """
         failed = FailedBuckets(len(plan.buckets), self._stages.values(), self._parallel, recovers=False)
-        moments, size = fullest_moments(actions, rows, len(plan.buckets))
+        moments, size = fullest_moments(actions, rows, rows, len(plan.buckets))
+        others, more = fullest_moments(actions, rows, labels, len(plan.buckets))
+        moments += [passes for passes in others if passes not in moments]
+        size += more
         if not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
             for passes in filter(None, moments):
                 failed.at = passes[-1]

@@ -122,7 +122,7 @@ def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
     everywhere(problems)
 
 
-@pytest.mark.parametrize("layout", ["TP2xPP2", "SP2xPP2"])
+@pytest.mark.parametrize("layout", ["TP2xPP2", "SP2xPP2", "sharded DP4"])
 def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_passes(
     layout: str, path: Path, joined: Callable[..., Parallel]
 ) -> None:

@@ -160,9 +160,11 @@ def test_longer_records_are_tried_again(engine_of: EngineOf) -> None:
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_the_fullest_moments_are_the_template_s(schedule: Any) -> None:
-    rows = {0: 10, 1: 7}
+    def of(unit: Unit) -> int:
+        return {0: 10, 1: 7}[unit.bucket]
+
     for rank, actions in enumerate(schedule(3, plain([4, 4]))):
-        (first, second), size = fullest_moments(actions, lambda unit: rows[unit.bucket], 2)
+        (first, second), size = fullest_moments(actions, of, of, 2)
         if schedule is gpipe:
             assert (len(first), len(second)) == (4, 8)
             assert size == (4 * 10 + 10, 4 * 10 + 4 * 7 + 7)
@@ -181,7 +183,7 @@ def test_a_bucket_ends_while_others_are_kept() -> None:
 
 def test_the_chunks_of_a_micro_batch_are_kept_together() -> None:
     actions = one_f_one_b(1, [[3, 2]])[0]
-    (passes,), _ = fullest_moments(actions, lambda unit: 5, 1)
+    (passes,), _ = fullest_moments(actions, lambda unit: 5, lambda unit: 5, 1)
     assert [action.unit for action in passes] == [Unit(0, 0, chunk) for chunk in range(3)]
 
 
