@@ -181,21 +181,18 @@ class Evaluator:
             tokens = max(1, min(tokens, int(self.parallel.most([rows])[0])) // 2)
 
     def _tried(self, batches: Sequence[MicroBatch], sequences: int) -> FailedBuckets:
-        """Whether the pass with the most rows, or the one with the most labels, runs out of memory on this rank."""
+        """Whether a group's passes run out of memory on this rank, unless passes as large have fitted."""
         failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers=False)
         if self.trials is None or not batches:
             return failed
-        sizes = [(batch.rows, batch.labels.numel()) for batch in batches]
-        for of in (0, 1):
-            largest = max(range(len(batches)), key=lambda i, of=of: sizes[i][of])  # type: ignore[misc]
-            if sizes[largest][of] > self.trials.evaluated[of]:
-                own = [batches[largest]]
-                compute = partial(EvaluationCompute, self.stages, own, sequences, 0, failed)
-                self.trials.run(failed, lambda compute=compute: self._execute(compute()))  # type: ignore[misc]
-        if not failed:
-            before = self.trials.evaluated
-            rows, labels = (max(before[of], *(size[of] for size in sizes)) for of in (0, 1))
-            self.trials.evaluated = rows, labels
+        size = max(batch.rows for batch in batches), max(batch.labels.numel() for batch in batches)
+        before = self.trials.evaluated
+        largest = max(size[0], before[0]), max(size[1], before[1])
+        if largest != before:
+            compute = partial(EvaluationCompute, self.stages, batches, sequences, 0, failed)
+            self.trials.run(failed, lambda: self._execute(compute()))
+            if not failed:
+                self.trials.evaluated = largest
         return failed
 
     def _is_out_of_memory(self, failed: FailedBuckets) -> bool:

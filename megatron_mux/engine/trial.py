@@ -118,7 +118,9 @@ class Trials:
             for passes in filter(None, moments):
                 failed.at = passes[-1]
                 own = actions_of_trial(passes, self._parallel.pp_rank)
-                self.run(failed, partial(self._step, plan, own, failed, make))
+                later = actions[actions.index(passes[-1]) + 1 :]  # received ahead of their use
+                expected = [*own, *(action for action in later if action.kind == "F")]
+                self.run(failed, partial(self._step, plan, own, expected, failed, make))
             if not failed:
                 self._fitted.append((plan, size))
         return failed.everywhere() if self._parallel.total([bool(failed)])[0] else {}
@@ -141,14 +143,15 @@ class Trials:
         self,
         plan: Plan,
         own: Sequence[Action],
+        expected: Sequence[Action],
         failed: FailedBuckets,
         make: Callable[[FailedBuckets], TrainingCompute],
     ) -> None:
-        """Run a trial's actions; gradients are as before afterwards."""
+        """Run a trial's `own` actions, their tensors and those of `expected` being received; gradients stay as before."""
         compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
-        theirs = tuple(sent for action in own if (sent := action.before(plan.stages, ranks)) is not None)
+        theirs = tuple(sent for action in expected if (sent := action.before(plan.stages, ranks)) is not None)
         template = tuple(tuple(own) if other == rank else theirs for other in range(ranks))
         parameters = [p.value for task in compute.finalizer.tasks.values() for p in task.adapter.parameters]
         before = [parameter.grad for parameter in parameters]
