@@ -147,7 +147,7 @@ class Trials:
         failed: FailedBuckets,
         make: Callable[[FailedBuckets], TrainingCompute],
     ) -> None:
-        """Run a trial's `own` actions, their tensors and those of `expected` being received; gradients stay as before."""
+        """Run a trial's own actions while what `expected` needs is received; gradients are as before afterwards."""
         compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank

@@ -66,7 +66,7 @@ class Run:
             for i, (name, adapter) in enumerate(ADAPTERS.items())
         ]
         self.tasks = [case.task for case in cases]
-        self.tasks[0].evaluation = random_records(8, 96, 4, 24, seed=5).as_dataset()
+        self.tasks[0].evaluation = random_records(32, 96, 4, 24, seed=5).as_dataset()
 
     def go(self, limit: float | None = None) -> Run:
         with self.budget:
