@@ -92,7 +92,7 @@ def test_a_trace_has_these_states(name: str) -> None:
     assert kept == OPTIMIZERS[name].states(sum(p.numel() for p in real.parameters()), shapes, 2)
 
 
-def test_shapes_by_hand(architecture) -> None:
+def test_shapes_by_hand() -> None:
     matrix, vector, experts = (
         Shapes.of((64, 96), False),
         Shapes.of((64,), False),
