@@ -7,6 +7,7 @@ data parallel). Without torchrun these tests are skipped.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         wanted = 2 if here / "two" in item.path.parents else 4
         if here in item.path.parents and wanted != WORLD_SIZE:
             item.add_marker(pytest.mark.skip(reason=f"needs torchrun --nproc-per-node {wanted}"))
+
+
+def pytest_exception_interact(call: pytest.CallInfo[object]) -> None:
+    """Print a failure at once: the others wait for this rank until their time is up, and then end it unheard."""
+    if WORLD_SIZE > 1 and call.excinfo is not None:
+        print(
+            f"--- rank {os.environ['RANK']} fails:\n{call.excinfo.getrepr()}", file=sys.__stderr__, flush=True
+        )
 
 
 @pytest.fixture(scope="session")
