@@ -91,12 +91,12 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.gpus import Gpu
     from megatron_mux.memory.batches import Batches
     from megatron_mux.memory.store import versions
-    from megatron_mux.memory.trace.traces import Traces
+    from megatron_mux.memory.trace.tracer import Tracer
 
     gpu = this_gpu() if arguments.this_gpu else Gpu(arguments.capability, arguments.cudnn_attention)
     chosen = {name: found for name, found in cases(gpu).items() if wanted(name, arguments.only)}
-    with Traces() as traces:
-        found = {name: predicted_case(name, case, traces) for name, (_, case) in chosen.items()}
+    with Tracer() as tracer:
+        found = {name: predicted_case(name, case, tracer) for name, (_, case) in chosen.items()}
         for name, (_, run_spec) in settings(gpu).items():
             if wanted(name, arguments.only):
                 found[name] = predicted_together(name, run_spec)
@@ -105,7 +105,7 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
             for name in filter(chosen.__contains__, names):
                 print(f"largest batch of {name} in {gib} GiB", file=sys.stderr)
                 case = chosen[name][1]
-                largest = Batches(case, traces).largest(gib * GIB)
+                largest = Batches(case, tracer).largest(gib * GIB)
                 limits.append({"case": name, "limit": gib * GIB, "largest": largest, "about": case.to_dict()})
     gpu_words = {"capability": list(gpu.capability), "prefers_cudnn": gpu.prefers_cudnn}
     return {
@@ -128,12 +128,12 @@ def this_gpu() -> Any:
     return Gpu(found, cudnn)
 
 
-def predicted_case(name: str, case: Any, traces: Any) -> dict[str, Any]:
+def predicted_case(name: str, case: Any, tracer: Any) -> dict[str, Any]:
     """What is predicted of one case, in bytes."""
     from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
-    return {"asked": {"case": case.to_dict()}, **told(predict(case, traces.step)), "others": others(case)}
+    return {"asked": {"case": case.to_dict()}, **told(predict(case, tracer.step)), "others": others(case)}
 
 
 def predicted_together(name: str, run_spec: Any) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
         self.problems: list[str] = list(problems)
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, ...]]:
+        # A copy from another process has the same problems.
+        return type(self), tuple(self.problems)
+
 
 class SharedError(UserError):
     """A `UserError` that every process raises at the same point with the same message."""

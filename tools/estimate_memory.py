@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.tensors import Skeleton
-    from megatron_mux.memory.trace.process import Tracer
+    from megatron_mux.memory.trace.tracer import Tracer
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,7 +180,7 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Saved
     from megatron_mux.choice.memory_answer import MemoryAnswer
     from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.plot import check
-    from megatron_mux.memory.trace.process import Tracer
+    from megatron_mux.memory.trace.tracer import Tracer
     from megatron_mux.memory.traced_estimate import NOT_TRACED
 
     if arguments.plot:
@@ -241,7 +241,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     )
     skeleton = Skeleton(arguments.model, Store("models"), tracer.sizes)
     if not skeleton.is_known:
-        tracer.start()  # what it imports takes seconds
+        tracer.begin()  # what it imports takes seconds
     length, batch, file = arguments.sequence_length, arguments.batch_size, None
     if arguments.tasks is None:
         if length is None:

@@ -13,7 +13,7 @@ from megatron_mux.memory.answers import Answers, SavedOutput
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
-from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.worker import WorkerError
 from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _draw(selection: Selection, file: Path, question: Question) -> None:
     one = selection.chosen or selection.tried[-1]
     try:
         (recording,) = dry_runs([(one.run, one.worst.rank)])
-    except TraceError as error:
+    except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     title = f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.run.world}"
     panel = traced(prediction(recording, one.run), f"{one.name}, rank {one.worst.rank}")

@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
+from megatron_mux.dry_run.forks import in_forks
 from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.memory.trace.process import TraceError, without_gpu
+from megatron_mux.errors import UserError
+from megatron_mux.memory.stream.events import StreamError
+from megatron_mux.memory.worker import Worker, WorkerError
 
 _SECONDS = 600.0
+_AT_ONCE = 4
+"""Maximum number of concurrent ranks, since each takes host memory."""
+
+Part = tuple[RunSpec, int]
+"""A run and a rank."""
 
 
-def dry_runs(
-    parts: Sequence[tuple[RunSpec, int]], whole: bool = False, seconds: float = _SECONDS
-) -> list[Recording]:
+def dry_runs(parts: Sequence[Part], whole: bool = False, seconds: float = _SECONDS) -> list[Recording]:
     """Record what ranks allocate and free. No process outlives the call.
 
     Args:
-        parts: Pairs of a run and a rank.
-        whole: Rehearse all layers, also where a few tell.
+        parts: The ranks.
+        whole: Execute all layers, also where a few tell.
         seconds: Time limit for all of them.
 
     Raises:
-        TraceError: One of them failed, was killed, or the time limit passed.
+        WorkerError: One of them failed, was killed, or the time limit passed.
     """
     if not parts:
         return []
-    asked = [json.dumps([run.to_dict(), rank, whole]) for run, rank in parts]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_mux.dry_run.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=without_gpu(),
-        start_new_session=True,  # a group of its own: its forks end with it
+    with Worker(seconds) as worker:
+        try:
+            return worker.submit(_recordings, parts, whole).result()
+        except UserError as error:
+            raise WorkerError(" ".join(str(error).split())) from None
+
+
+def _recordings(parts: Sequence[Part], whole: bool) -> list[Recording]:
+    """In the process: the recordings in the order of the parts; deep stages from shallow ones if those line up."""
+    # Imported once, before ranks are forked.
+    from megatron_mux.dry_run import execute
+    from megatron_mux.dry_run.depth import deepened, shallow
+
+    execute.import_all(parts[0][0])
+    fewer = [[] if whole else shallow(run) for run, _ in parts]
+    made = iter(
+        _forked([(run, rank) for few, (own, rank) in zip(fewer, parts, strict=True) for run in few or [own]])
     )
-    try:
-        answers, said = process.communicate("\n".join(asked), timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise TraceError(f"the dry run took longer than {seconds:g} s") from error
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        words = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
-        raise TraceError(words[-1])
-    return [Recording.from_json(line) for line in answers.splitlines()]
+    found: list[Recording | None] = []
+    for few, (run, rank) in zip(fewer, parts, strict=True):
+        own = [next(made) for _ in few or [run]]
+        try:
+            found.append(deepened(run, rank, *own) if few else own[0])
+        except StreamError:
+            found.append(None)
+    again = iter(_forked([part for part, one in zip(parts, found, strict=True) if one is None]))
+    return [next(again) if one is None else one for one in found]
+
+
+def _forked(parts: Sequence[Part]) -> list[Recording]:
+    return in_forks(_dry_run, parts, max(1, min(_AT_ONCE, len(os.sched_getaffinity(0)))))
+
+
+def _dry_run(part: Part) -> Recording:
+    from megatron_mux.dry_run.execute import execute_dry_run
+
+    return execute_dry_run(*part)

@@ -129,7 +129,7 @@ def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int) -> list[Ra
         memory: Memory of each GPU in bytes.
 
     Raises:
-        TraceError: A dry run failed, because of the run or of this machine.
+        WorkerError: A dry run failed, because of the run or of this machine.
     """
     made = zip(dry_runs(parts), parts, strict=True)
     return [estimate_rank(recording, run, rank, memory) for recording, (run, rank) in made]

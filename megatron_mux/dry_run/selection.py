@@ -20,7 +20,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
 from megatron_mux.gpus import known
 from megatron_mux.memory.question import Question
-from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.worker import WorkerError
 from megatron_mux.tasks import TaskSpec
 
 _MAX_TRIES = 4
@@ -144,7 +144,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
             tried = [_plan(arguments, question, work, say)]
         else:
             tried = _methods(question, Choice.of(question, arguments, file), work, say)
-    except TraceError as error:
+    except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     return Selection(tried, batches.unread)
 

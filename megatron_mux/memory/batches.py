@@ -12,7 +12,7 @@ from megatron_mux.memory.largest_batch import MAX_SEQUENCES, largest_batch
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.symbolic import Family, UnlikeError
 from megatron_mux.memory.trace.symbolic import family as varied
-from megatron_mux.memory.trace.traces import Traces
+from megatron_mux.memory.trace.tracer import Tracer
 from megatron_mux.memory.untraced import SMALL_INDEX
 
 
@@ -21,7 +21,7 @@ class Batches:
 
     Args:
         case: Case to trace; its batch is ignored.
-        traces: Source of streams.
+        tracer: Source of streams.
         settings: Allocator options.
         gpus: Number of data-parallel GPUs.
         weights: Bytes of the model's weights if known; nothing fits if they alone do not.
@@ -30,13 +30,13 @@ class Batches:
     def __init__(
         self,
         case: Case,
-        traces: Traces,
+        tracer: Tracer,
         settings: Settings | None = None,
         gpus: int = 1,
         weights: int | None = None,
     ) -> None:
         self._case = case
-        self._traces = traces
+        self._tracer = tracer
         self._settings = settings or Settings()
         self._gpus = gpus
         self._weights = weights
@@ -48,12 +48,12 @@ class Batches:
         """Predict a step's memory.
 
         Raises:
-            TraceError, StreamError: A trace failed.
+            WorkerError, StreamError: A trace failed.
         """
         if batch not in self._known:
             case = replace(self._case, batch=batch)
             family = self._family if batch >= self._least else None
-            stream = self._traces.step(case) if family is None else family.at(batch=batch)
+            stream = self._tracer.step(case) if family is None else family.at(batch=batch)
             self._known[batch] = prediction(stream, case, self._settings, self._gpus)
         return self._known[batch]
 
@@ -68,7 +68,7 @@ class Batches:
         """Predict a step that fits on a GPU of `memory` bytes.
 
         Raises:
-            TraceError, StreamError: A trace failed.
+            WorkerError, StreamError: A trace failed.
         """
         found = self.prediction(batch)
         return found if found.process <= memory else replace(found, settings=self._on(memory))
@@ -107,7 +107,7 @@ class Batches:
     def _family(self) -> Family | None:
         """The case for any batch; None if streams are no function of it."""
         try:
-            return varied(replace(self._case, batch=self._least), ("batch",), self._traces.steps, self._least)
+            return varied(replace(self._case, batch=self._least), ("batch",), self._tracer.steps, self._least)
         except UnlikeError:
             return None
 

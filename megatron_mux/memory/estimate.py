@@ -30,7 +30,7 @@ _PHASES = {
 }
 
 Step = Callable[[Case], Stream]
-"""The stream of a case, `Traces.step` for instance."""
+"""The stream of a case, `Tracer.step` for instance."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int 
         gpus: On how many GPUs with plain `DistributedDataParallel`: each has the whole model, and a batch of `case`.
 
     Raises:
-        TraceError, StreamError: There is no such stream.
+        WorkerError, StreamError: There is no such stream.
     """
     return prediction(step(case), case, settings, gpus)
 

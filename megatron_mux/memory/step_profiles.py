@@ -8,11 +8,10 @@ from megatron_mux.errors import UserError
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.step_profile import StepProfile
 from megatron_mux.memory.stream.events import StreamError
-from megatron_mux.memory.trace.process import TraceError
 from megatron_mux.memory.trace.symbolic import Steps, family
-from megatron_mux.memory.trace.traces import Traces
 from megatron_mux.memory.traced_estimate import NOT_TRACED, check_layers, itemsize
 from megatron_mux.memory.untraced import SMALL_INDEX
+from megatron_mux.memory.worker import WorkerError
 
 
 class StepProfiles:
@@ -39,7 +38,7 @@ class StepProfiles:
         # Few tokens change how an embedding's gradient is made: such batches are no guide to larger ones.
         batch = max(2, SMALL_INDEX // case.length + 1)
         self._case = replace(case, steps=1, batch=batch)
-        self._steps = steps or Traces(tracer=question.tracer).steps
+        self._steps = steps or question.tracer.steps
         self._known: dict[bool, StepProfile] = {}
 
     def __call__(self, recompute: bool) -> StepProfile:
@@ -66,6 +65,6 @@ class StepProfiles:
             tells = case.length > 4 * tensors.hidden // tensors.heads
             scores = tensors.heads * case.length**2 if tells else None
             return StepProfile.of(streams[0], streams[-1], points, case.length, case.layers, scores)
-        except (TraceError, StreamError) as error:
+        except (WorkerError, StreamError) as error:
             said = f"ours: {tensors.model_type}: {NOT_TRACED}: {error}"
             raise UserError(said) from None

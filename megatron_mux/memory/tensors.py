@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 from megatron_mux.memory.store import Store, versions
+from megatron_mux.memory.worker import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,7 @@ class Skeleton:
     Args:
         path: config.json, or a directory that has one.
         kept: Where sizes are kept; None keeps none.
-        measure: Tells sizes by the path of a config.json, as JSON, where this process need not import torch
+        measure: Measures the model of a config.json in another process, so that this one need not import torch
             (`Tracer.sizes`); None measures here.
 
     Raises:
@@ -136,7 +137,7 @@ class Skeleton:
     """
 
     def __init__(
-        self, path: Path, kept: Store | None = None, measure: Callable[[Path], str] | None = None
+        self, path: Path, kept: Store | None = None, measure: Callable[[Path], ModelTensors] | None = None
     ) -> None:
         self.path = path / "config.json" if path.is_dir() else path
         self.raw = read_json(self.path)
@@ -192,9 +193,7 @@ class Skeleton:
         text = None if self._kept is None else self._kept.read(self._about)
         if text is not None:
             return ModelTensors.from_json(text)
-        found = (
-            self._measured() if self._measure is None else ModelTensors.from_json(self._measure(self.path))
-        )
+        found = self._measured() if self._measure is None else self._measure(self.path)
         if self._kept is not None:
             self._kept.write(self._about, found.to_json())
         return found
@@ -343,9 +342,3 @@ def _config(path: Path, raw: Mapping[str, Any]) -> Any:
             f"{path}: num_key_value_heads = {groups}: does not divide num_attention_heads = {heads}."
         )
     return config
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, in one line of a bearable length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -11,8 +11,7 @@ from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.memory.stream.events import Category, Stream, StreamError
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.process import TraceError
-from megatron_mux.memory.trace.traces import Traces
+from megatron_mux.memory.worker import WorkerError
 
 NOT_TRACED = "its step cannot be traced"
 """Part of the message where a trace fails, which the next time it may not."""
@@ -81,14 +80,14 @@ def traced_estimate(question: Question) -> TracedEstimate:
     skeleton = question.skeleton
     case = question.options.case(skeleton.raw, skeleton.tensors, question.length)
     weights = itemsize(case) * skeleton.tensors.total
-    batches = Batches(case, Traces(tracer=question.tracer), question.settings, question.gpus, weights)
+    batches = Batches(case, question.tracer, question.settings, question.gpus, weights)
     try:
         largest = batches.largest(question.gpu_memory)
         batch = question.batch or max(largest, 1)
         fits = batch <= largest
         prediction = batches.within(batch, question.gpu_memory) if fits else batches.prediction(batch)
         check_layers(prediction.stream, weights)
-    except (TraceError, StreamError) as error:
+    except (WorkerError, StreamError) as error:
         raise UserError(f"trace: {skeleton.path}: {NOT_TRACED}: {error}") from None
     return TracedEstimate(question.gpus, fits, batch, largest, prediction)
 

@@ -14,7 +14,7 @@ from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
-from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.worker import WorkerError
 from tests.unit.memory.traced import LLAMA
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -142,7 +142,7 @@ def test_layers_that_differ_are_all_dry_run() -> None:
 
 
 def test_what_cannot_be_divided_is_said() -> None:
-    with pytest.raises(TraceError, match="cannot be divided"):
+    with pytest.raises(WorkerError, match="cannot be divided"):
         dry_runs([(_run(2, tensor=3), 0)])
 
 

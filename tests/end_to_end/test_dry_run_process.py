@@ -13,7 +13,7 @@ import pytest
 
 from megatron_mux.dry_run import process
 from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.memory.trace.process import TraceError
+from megatron_mux.memory.worker import WorkerError
 from tests.end_to_end.test_dry_run import _run
 
 
@@ -27,7 +27,7 @@ def _workers() -> list[int]:
         pid
         for thread in Path("/proc/self/task").iterdir()
         for pid in map(int, (thread / "children").read_text().split())
-        if b"megatron_mux.dry_run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"megatron_mux.memory.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
@@ -61,7 +61,7 @@ def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(TraceError, match="lost"):
+    with pytest.raises(WorkerError, match="lost"):
         dry_runs(deep, whole=True)
     killer.join()
     assert not _workers()
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
     interrupter.join()
     _gone(seen)
 
-    with pytest.raises(TraceError, match=r"longer than 0\.5 s"):
+    with pytest.raises(WorkerError, match=r"longer than 0\.5 s"):
         dry_runs(deep, whole=True, seconds=0.5)
     assert not _workers()
     assert process._SECONDS > 60

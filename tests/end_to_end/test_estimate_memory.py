@@ -20,9 +20,9 @@ from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.engine.planning import Planning
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.memory.trace import process
-from megatron_mux.memory.trace.process import TraceError, Tracer
-from megatron_mux.memory.trace.traces import Traces
+from megatron_mux.memory.trace import tracer as tracer_module
+from megatron_mux.memory.trace.tracer import Tracer
+from megatron_mux.memory.worker import WorkerError
 from megatron_mux.tasks import load_task_file
 from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.test_plans import tool
@@ -62,7 +62,7 @@ def tracer() -> Iterator[None]:
     """One process with torch for all calls within this one."""
     shared = _Shared()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "Tracer", lambda: shared)
+        patch.setattr(tracer_module, "Tracer", lambda: shared)
         yield
     Tracer.__exit__(shared, None, None, None)
 
@@ -262,7 +262,7 @@ def test_a_traced_step_of_70b(tmp_path: Path) -> None:
                         python=["-X", "importtime"])  # fmt: skip
     assert json.loads(other.stdout)["methods"] == found["methods"]
     imported = {line.rpartition("|")[2].strip() for line in other.stderr.splitlines()}
-    assert "megatron_mux.memory.trace.traces" in imported
+    assert "megatron_mux.memory.trace.tracer" in imported
     assert not imported & {"torch", "transformers", "peft"}
 
 
@@ -347,9 +347,9 @@ def test_the_gpu_and_the_allocators_options_count(estimate: Call, monkeypatch: p
 
 def test_a_step_that_cannot_be_traced_is_refused(estimate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise TraceError("no GPU can be pretended")
+        raise WorkerError("no GPU can be pretended")
 
-    monkeypatch.setattr(Traces, "step", fail)
+    monkeypatch.setattr(Tracer, "step", fail)
     status, output, errors = estimate(OPT, "--json", "--method", "trace")
     (line,) = errors.splitlines()
     assert status == 2 and not output and "its step cannot be traced: no GPU can be pretended" in line

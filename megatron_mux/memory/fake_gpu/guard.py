@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from megatron_mux.memory.worker import WorkerError
+
 # `c10::impl::device_guard_impl_registry`: the address of a guard for each `c10::DeviceType`.
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA, _FREE, _TYPES = 1, 20, 21
@@ -31,7 +33,7 @@ _WORDS, _IS_BUILT, _HAS_CONTEXT = 130, 4, 6
 _FIRST = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
-class NoFakeGpu(RuntimeError):
+class NoFakeGpu(WorkerError):
     """This torch, or this process, cannot pretend to have a GPU: the message says why."""
 
 

@@ -69,10 +69,10 @@ def step(case: Case, trace: Tracer) -> Stream:
 
     Args:
         case: Of any depth.
-        trace: Traces cases, `process.Tracer` for instance.
+        trace: Traces cases, `Tracer.traced` for instance.
 
     Raises:
-        TraceError: A trace failed.
+        WorkerError: A trace failed.
         StreamError: Traces of few layers do not line up.
     """
     failed: StreamError | None = None

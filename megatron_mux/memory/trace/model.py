@@ -12,9 +12,10 @@ from torch import nn
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.worker import WorkerError
 
 
-class UntraceableError(ValueError):
+class UntraceableError(WorkerError):
     """A case that this tracer does not do: the message says what and why."""
 
 

@@ -86,7 +86,7 @@ def family(case: Case, names: Sequence[str], trace: Steps, least: int = 2) -> Fa
 
     Raises:
         UnlikeError: The traced streams are not alike, or the one they are compared with is another one.
-        TraceError, StreamError: A trace failed.
+        WorkerError, StreamError: A trace failed.
     """
     points = {name: _points(case, name, least) for name in DEGREES if name in names}
     grid = list(itertools.product(*points.values()))

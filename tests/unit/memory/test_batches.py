@@ -14,12 +14,12 @@ from megatron_mux.memory.estimate import prediction, process_overhead
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.traces import Traces
+from megatron_mux.memory.trace.tracer import Tracer
 
 CASE = Case({"model_type": "llama"}, 2, 1, 64, {"peft_type": "IA3"})
 
 
-class Formula(Traces):
+class Formula(Tracer):
     """A step by a formula, and how often it was asked for. One sequence does without a copy."""
 
     def __init__(self, jump: int | None = None) -> None:
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_fit_is_traced_once() -> None:
     assert traces.asked == [1]
 
 
-class Growing(Traces):
+class Growing(Tracer):
     """Three blocks one after the other, each too large for what the last has left."""
 
     def step(self, case: Case) -> Stream:

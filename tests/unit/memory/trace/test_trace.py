@@ -18,9 +18,10 @@ from megatron_mux.memory.stream.events import Category, Moment, Stream
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.depth import step
 from megatron_mux.memory.trace.model import UntraceableError
-from megatron_mux.memory.trace.process import TraceError, Tracer
+from megatron_mux.memory.trace.tracer import Tracer
 from megatron_mux.memory.trace.training import count, trace
 from megatron_mux.memory.untraced import TABLE
+from megatron_mux.memory.worker import WorkerError
 from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA, on_a_fake_gpu
 
 pytestmark = on_a_fake_gpu
@@ -169,24 +170,21 @@ def test_a_mask_is_made_where_sequences_are_padded() -> None:
 def test_traces_in_a_process_of_their_own() -> None:
     cases = [Case(GPT2, layers, 2, 16, ADAPTERS["ia3"]) for layers in (2, 3)]
     with Tracer() as tracer:
-        tracer.start()
-        for case, found in zip(cases, [*tracer(cases[:1]), *tracer(cases[1:])], strict=True):
+        tracer.begin()
+        for case, found in zip(cases, tracer.traced(cases), strict=True):
             _assert_same(found, traced("gpt2", "ia3", case.layers))
-        with pytest.raises(TraceError, match="knows no model_type 'ggpt'"):
-            list(tracer([Case({"model_type": "ggpt"}, 2, 2, 16)]))
-        tracer.begin_trace(cases[0])
-        (found,) = tracer(cases[:1])  # the one that has begun
-        _assert_same(found, traced("gpt2", "ia3", 2))
+        with pytest.raises(WorkerError, match="knows no model_type 'ggpt'"):
+            list(tracer.traced([Case({"model_type": "ggpt"}, 2, 2, 16)]))
         with pytest.raises(UserError, match="cannot be read"):
             tracer.sizes(Path("nowhere.json"))
-        assert tracer._worker is not None
-        tracer._worker._process.kill()
-        tracer._worker._reader.join(10)
-        with pytest.raises(TraceError, match="ended by SIGKILL"):
-            list(tracer(cases))
-        assert len(list(tracer(cases))) == 2, "in another process"
-    with Tracer(seconds=0.01) as tracer, pytest.raises(TraceError, match=r"longer than 0\.01 s"):
-        list(tracer(cases))
+        assert tracer._process is not None
+        tracer._process._process.kill()
+        others = [replace(case, batch=3) for case in cases]
+        with pytest.raises(WorkerError, match="ended by SIGKILL"):
+            list(tracer.traced(others))
+        assert len(list(tracer.traced(others))) == 2, "in another process"
+    with Tracer(seconds=0.01) as tracer, pytest.raises(WorkerError, match=r"longer than 0\.01 s"):
+        list(tracer.traced([replace(cases[0], batch=4)]))
 
 
 def test_a_prefix_and_recomputation_exclude_each_other() -> None:

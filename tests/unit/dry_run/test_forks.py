@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from megatron_mux.dry_run.fork_pool import ForkPool, LostProcess
+from megatron_mux.dry_run.forks import in_forks
+from megatron_mux.memory.worker import WorkerError
 
 _STATE = {"touched": False}
 
@@ -33,19 +34,19 @@ def _raise(part: int) -> int:
 
 
 def test_each_part_has_a_process_of_its_own_and_results_their_order() -> None:
-    found = ForkPool(_alone, 2)(range(4))
+    found = in_forks(_alone, range(4), 2)
     assert [(part, before) for part, before, _ in found] == [(part, False) for part in range(4)]
     assert len({pid for *_, pid in found} | {os.getpid()}) == 5 and not _STATE["touched"]
 
 
 def test_a_killed_process_is_told_at_once_and_the_others_are_ended() -> None:
     start = time.monotonic()
-    with pytest.raises(LostProcess, match="-9"):
-        ForkPool(_die, 2)(range(3))
+    with pytest.raises(WorkerError, match="-9"):
+        in_forks(_die, range(3), 2)
     assert time.monotonic() - start < 20  # not the 60 s of the other
 
 
 def test_what_the_work_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="part 2"):
-        ForkPool(_raise, 4)(range(4))
-    assert ForkPool(_raise, 4)([]) == []
+        in_forks(_raise, range(4), 4)
+    assert in_forks(_raise, [], 4) == []

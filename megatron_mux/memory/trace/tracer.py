@@ -1,0 +1,111 @@
+"""Streams of cases: kept from an earlier run, or traced and kept. Without torch, unless something has to be traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.errors import UserError
+from megatron_mux.memory.store import Store, versions
+from megatron_mux.memory.stream.events import Stream
+from megatron_mux.memory.tensors import ModelTensors, Skeleton
+from megatron_mux.memory.trace import depth
+from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.worker import Worker, WorkerError
+
+
+class Tracer(Worker):
+    """Traces steps and measures models in its process.
+
+    Args:
+        seconds: Time limit of a trace.
+        kept: Where streams of few layers are kept; None for the user's cache.
+    """
+
+    def __init__(self, seconds: float = 120.0, kept: Store | None = None) -> None:
+        super().__init__(seconds)
+        self._kept = kept or Store("traces")
+        self._begun: dict[str, Future[Stream]] = {}
+
+    def begin(self) -> None:
+        """Import what tracing needs while the caller goes on."""
+        self.start("transformers.modeling_utils")
+
+    def sizes(self, config: Path) -> ModelTensors:
+        """The tensors and sizes of a model.
+
+        Args:
+            config: Its config.json.
+
+        Raises:
+            UserError: It is not the config of a causal language model, or the process failed.
+        """
+        try:
+            return self.submit(_measured, config).result()
+        except WorkerError as error:
+            raise UserError(f"{config}: its sizes cannot be told: {error}") from None
+
+    def step(self, case: Case) -> Stream:
+        """The stream of a case of any depth.
+
+        Raises:
+            WorkerError: A trace failed.
+            StreamError: Traces of few layers do not line up.
+        """
+        return depth.step(case, self.traced)
+
+    def steps(self, cases: Sequence[Case]) -> list[Stream]:
+        """The streams of cases of any depth; some are traced while others are extended."""
+        for case in cases:
+            for few in depth.few(case):
+                if self._read(few) is None:
+                    self._submit(few)
+        return [self.step(case) for case in cases]
+
+    def traced(self, cases: Sequence[Case]) -> Iterator[Stream]:
+        """The streams of cases as they are; the next are traced while the caller uses one.
+
+        Raises:
+            WorkerError: A trace failed.
+        """
+        found = [self._read(case) for case in cases]
+        for case, stream in zip(cases, found, strict=True):
+            if stream is None:
+                self._submit(case)
+        for case, stream in zip(cases, found, strict=True):
+            if stream is None:
+                stream = self._begun.pop(_key(case)).result()
+                self._kept.write(_about(case), stream.to_json())
+            yield stream
+
+    def _submit(self, case: Case) -> None:
+        if _key(case) not in self._begun:
+            self._begun[_key(case)] = self.submit(_traced, case)
+
+    def _read(self, case: Case) -> Stream | None:
+        text = self._kept.read(_about(case))
+        return None if text is None else Stream.from_json(text)
+
+
+def _about(case: Case) -> Mapping[str, Any]:
+    """All that a stream depends on."""
+    return {"case": case.to_dict(), "versions": versions()}
+
+
+def _key(case: Case) -> str:
+    return json.dumps(case.to_dict())
+
+
+def _traced(case: Case) -> Stream:
+    """In the process: the stream of a case."""
+    from megatron_mux.memory.trace.training import trace
+
+    return trace(case)
+
+
+def _measured(config: Path) -> ModelTensors:
+    """In the process: a model's sizes."""
+    return Skeleton(config).tensors
