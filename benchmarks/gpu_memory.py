@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"largest batch of {name} in {gib} GiB", file=sys.stderr)
                 case = chosen[name][1]
                 largest = Batches(case, tracer).largest(gib * GIB)
-                limits.append({"case": name, "limit": gib * GIB, "largest": largest, "about": case.to_dict()})
+                limits.append({"case": name, "limit": gib * GIB, "largest": largest, "about": asdict(case)})
     gpu_words = {"capability": list(gpu.capability), "prefers_cudnn": gpu.prefers_cudnn}
     return {
         "predicted_with": dict(versions()),
@@ -133,7 +134,7 @@ def predicted_case(name: str, case: Any, tracer: Any) -> dict[str, Any]:
     from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
-    return {"asked": {"case": case.to_dict()}, **told(predict(case, tracer.step)), "others": others(case)}
+    return {"asked": {"case": asdict(case)}, **told(predict(case, tracer.step)), "others": others(case)}
 
 
 def predicted_together(name: str, run_spec: Any) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def predicted_together(name: str, run_spec: Any) -> dict[str, Any]:
 
     print(name, file=sys.stderr)
     (recording,) = dry_runs([(run_spec, 0)])
-    return {"asked": {"run_spec": run_spec.to_dict()}, **told(prediction(recording, run_spec)), "others": {}}
+    return {"asked": {"run_spec": asdict(run_spec)}, **told(prediction(recording, run_spec)), "others": {}}
 
 
 def told(found: Any) -> dict[str, Any]:

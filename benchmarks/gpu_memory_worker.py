@@ -1,7 +1,7 @@
 """One training run in a process of its own, and what the GPU says of it.
 
-Reads one JSON object from standard input: `case` (as `Case.to_dict` gives it: trained by `transformers.Trainer`, with
-nothing of megatron-mux) or `run_spec` (as `dry_run.RunSpec.to_dict` gives it: trained by our engine), `limit` (bytes
+Reads one JSON object from standard input: `case` (a `Case` as a dictionary: trained by `transformers.Trainer`, with
+nothing of megatron-mux) or `run_spec` (a `dry_run.RunSpec` as a dictionary: trained by our engine), `limit` (bytes
 of the GPU that the process may take, its context included; null: all there is), `history` (whether to record the
 allocator's, which is replayed afterwards). Prints one JSON object.
 """
@@ -177,12 +177,14 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
     from megatron_mux import runtime
     from megatron_mux.backbone.model import load_stages
     from megatron_mux.data.dataset import TaskDataset
-    from megatron_mux.dry_run.run_spec import RunSpec
+    from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
     from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
     from megatron_mux.engine import Engine, Planning, Task
+    from megatron_mux.fusion.plan import Plan
     from megatron_mux.tasks import TaskSpec
 
-    given = RunSpec.from_dict(run_spec)
+    tasks = [TaskRecords(**task) for task in run_spec["tasks"]]
+    given = RunSpec(**{**run_spec, "tasks": tasks, "plan": Plan.from_json(run_spec["plan"])})
     parallel = runtime.initialize(1, 1, device=device)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(given.config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -49,18 +48,3 @@ class Recording:
         """What the rank was doing at an event; empty before the first mark."""
         place = bisect_right(self.marks, index, key=lambda mark: mark[0])
         return self.marks[place - 1][1] if place else ""
-
-    def to_json(self) -> str:
-        """As one line of text; `from_json` reads it."""
-        return f"{json.dumps([self.marks, self.communicators])}\t{self.stream.to_json()}"
-
-    @classmethod
-    def from_json(cls, text: str) -> Recording:
-        """Read what `to_json` wrote.
-
-        Raises:
-            StreamError: Its stream is invalid.
-        """
-        head, stream = text.split("\t", 1)
-        marks, communicators = json.loads(head)
-        return cls(Stream.from_json(stream), tuple((index, what) for index, what in marks), communicators)

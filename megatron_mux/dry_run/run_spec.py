@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_mux.fusion.plan import Plan
@@ -99,21 +99,3 @@ class RunSpec:
     def world(self) -> int:
         """Number of ranks."""
         return self.tensor * self.plan.ranks * self.plan.data
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form, read by `from_dict`."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RunSpec:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            UserError: The plan is invalid.
-        """
-        changed = {
-            "tasks": [TaskRecords(**task) for task in data["tasks"]],
-            "plan": Plan.from_json(data["plan"]),
-            "gpu": Gpu(tuple(data["gpu"]["capability"]), data["gpu"]["prefers_cudnn"]),
-        }
-        return cls(**{**data, **changed})

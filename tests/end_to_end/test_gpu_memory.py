@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any
     case = Case(
         CONFIGS["llama"], 2, 2, 16, ADAPTERS[adapter], padded=adapter == "lora", recompute=recompute, **more
     )
-    worker.train(case.to_dict(), torch.device("cpu"))
+    worker.train(asdict(case), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["all kinds", "in four parts", "offloaded"])
@@ -66,7 +66,7 @@ def test_what_is_measured_together_trains(scripts: Any, name: str, parallel: Par
     ]
     config = {**CONFIGS["llama"], "max_position_embeddings": 64}
     tiny = replace(run_spec, config=config, tasks=casts, device="cpu", dtype="float32")
-    worker.train_together(tiny.to_dict(), parallel.device)
+    worker.train_together(asdict(tiny), parallel.device)
 
 
 def test_a_history_that_is_replayed_otherwise_is_found(scripts: Any) -> None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
-
-FORMAT = 1
-"""Of the JSON. A file of another format is refused."""
+from typing import Literal, NamedTuple
 
 
 class StreamError(ValueError):
@@ -37,6 +34,8 @@ class Category(StrEnum):
 
 CATEGORIES = tuple(Category)
 _CODE_OF = {category: code for code, category in enumerate(CATEGORIES)}
+_TYPECODES = {"codes": "i", "moments": "I", "sizes": "q", "streams": "q", "categories": "B"}
+"""The columns of a stream, and what their arrays hold."""
 
 
 class Moment(NamedTuple):
@@ -164,40 +163,22 @@ class Stream:
 
     def to_json(self) -> str:
         """As text; `from_json` reads it."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "codes": self.codes.tolist(),
-                "moments": self.moments.tolist(),
-                "sizes": self.sizes.tolist(),
-                "streams": self.streams.tolist(),
-                "categories": [CATEGORIES[code] for code in sorted(set(self.categories))],
-                "category": _reindexed(self.categories),
-                "moment_names": [list(moment) for moment in self.moment_names],
-            },
-            separators=(",", ":"),
-        )
+        columns = [getattr(self, name).tolist() for name in _TYPECODES]
+        return json.dumps([columns, self.moment_names], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Stream:
-        """Read what `to_json` wrote.
-
-        Raises:
-            StreamError: It is no such text, or its events cannot be.
-        """
-        try:
-            return _read(json.loads(text))
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            if isinstance(error, StreamError):
-                raise
-            raise StreamError(f"this is no stream of allocations: {error!r}") from error
+        """Read what `to_json` wrote, by the same version of this package."""
+        columns, moments = json.loads(text)
+        arrays = (array(code, column) for code, column in zip(_TYPECODES.values(), columns, strict=True))
+        return cls(*arrays, tuple(Moment(*names) for names in moments))
 
 
 class StreamBuilder:
     """Collects the events of a step, and refuses those that cannot be where they are met."""
 
     def __init__(self) -> None:
-        self._stream = Stream(array("i"), array("I"), array("q"), array("q"), array("B"), ())
+        self._stream = Stream(*map(array, _TYPECODES.values()), ())
         self._freed = bytearray()
         self._moments: dict[Moment, int] = {}
 
@@ -249,50 +230,7 @@ class StreamBuilder:
 
     def done(self) -> Stream:
         """The stream of all events so far. What is added later is not part of it."""
-        columns = self._stream
-        return Stream(
-            columns.codes[:],
-            columns.moments[:],
-            columns.sizes[:],
-            columns.streams[:],
-            columns.categories[:],
-            tuple(self._moments),
-        )
+        return Stream(*(getattr(self._stream, name)[:] for name in _TYPECODES), tuple(self._moments))
 
     def _interned(self, moment: Moment) -> int:
         return self._moments.setdefault(moment, len(self._moments))
-
-
-def _reindexed(codes: Sequence[int]) -> list[int]:
-    """Each code's place among those that occur: categories may be added to the list later."""
-    places = {code: place for place, code in enumerate(sorted(set(codes)))}
-    return [places[code] for code in codes]
-
-
-def _read(data: Mapping[str, Any]) -> Stream:
-    """A stream from its JSON, event by event.
-
-    Raises:
-        StreamError: Some event cannot be; or the format is another one.
-        KeyError, IndexError, TypeError, ValueError, OverflowError: A column is missing or holds something else.
-    """
-    if data["format"] != FORMAT:
-        raise StreamError(f"this stream is of format {data['format']}, not {FORMAT}")
-    moments = [Moment(*names) for names in data["moment_names"]]
-    categories = [Category(name) for name in data["categories"]]
-    if not len(data["sizes"]) == len(data["streams"]) == len(data["category"]):
-        raise StreamError("the columns of the blocks differ in length")
-    builder = StreamBuilder()
-    for code, at in zip(data["codes"], data["moments"], strict=True):
-        if code < 0:
-            builder.free(~code, moments[at])
-            continue
-        block = builder.allocate(
-            data["sizes"][code], moments[at], data["streams"][code], categories[data["category"][code]]
-        )
-        if block != code:
-            raise StreamError(f"block {code} is allocated where block {block} should be ({moments[at]})")
-    stream = builder.done()
-    if len(stream.sizes) != len(data["sizes"]):
-        raise StreamError(f"of {len(data['sizes'])} blocks, {len(stream.sizes)} are allocated")
-    return stream

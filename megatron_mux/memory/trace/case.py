@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_mux.gpus import Gpu
@@ -50,13 +50,3 @@ class Case:
     accumulate: bool = False
     kinds: tuple[int, ...] = ()
     gpu: Gpu = field(default_factory=Gpu)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` reads it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Read what `to_dict` wrote."""
-        gpu = Gpu(tuple(data["gpu"]["capability"]), data["gpu"]["prefers_cudnn"])
-        return cls(**{**data, "kinds": tuple(data["kinds"]), "gpu": gpu})

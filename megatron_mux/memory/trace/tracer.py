@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,11 @@ class Tracer(Worker):
 
 def _about(case: Case) -> Mapping[str, Any]:
     """All that a stream depends on."""
-    return {"case": case.to_dict(), "versions": versions()}
+    return {"case": asdict(case), "versions": versions()}
 
 
 def _key(case: Case) -> str:
-    return json.dumps(case.to_dict())
+    return json.dumps(asdict(case))
 
 
 def _traced(case: Case) -> Stream:

@@ -63,8 +63,7 @@ def test_the_worst_rank_is_one_that_does_not_fit() -> None:
     assert worst([fits, lacks]) is lacks
 
 
-def test_a_recording_survives_its_text() -> None:
+def test_what_a_rank_was_doing_at_an_event() -> None:
     recording = _recording()
-    assert Recording.from_json(recording.to_json()) == recording
     assert recording.begins == (1,) and recording.held == 40 * MIB
     assert [recording.at(index) for index in (0, 1, 2, 4, 6)] == ["", "1F0.0", "1B0.0", "1B0.1", "1N0"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,49 +110,3 @@ def test_errors_name_the_place() -> None:
         StreamError, match=r"event 2 \(backward, outside layers, add\) frees block 0 a second time"
     ):
         builder.free(block, BACKWARD)
-
-
-def written() -> dict[str, object]:
-    builder = StreamBuilder()
-    builder.free(builder.allocate(4, FORWARD), BACKWARD)
-    builder.allocate(5, FORWARD)
-    found = json.loads(builder.done().to_json())
-    assert isinstance(found, dict)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("format", 9, "format 9"),
-        ("codes", [0, -1, -1], "event 2 .* second time"),
-        ("codes", [0, -2, 1], "event 1 .* frees block 1"),
-        ("codes", [1, -2, 0], "block 1 is allocated where block 0 should be"),
-        ("codes", [0, -1], "no stream"),
-        ("sizes", [4, -5], "event 2 .* allocates -5 bytes"),
-        ("sizes", [4], "differ in length"),
-        ("sizes", [4, "five"], "no stream"),
-        ("sizes", [4, 1 << 80], "no stream"),
-        ("moments", [0, 1, 7], "no stream"),
-        ("categories", ["activation"], "no stream"),
-    ],
-)
-def test_json_that_cannot_be(key: str, value: object, said: str) -> None:
-    data = written()
-    data[key] = value
-    with pytest.raises(StreamError, match=said):
-        Stream.from_json(json.dumps(data))
-
-
-def test_json_with_blocks_that_nothing_allocates() -> None:
-    data = written()
-    for column in ("codes", "moments"):
-        data[column] = data[column][:2]  # type: ignore[index]
-    with pytest.raises(StreamError, match="of 2 blocks, 1 are allocated"):
-        Stream.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '"x"'])
-def test_json_of_something_else(text: str) -> None:
-    with pytest.raises(StreamError, match="no stream"):
-        Stream.from_json(text)
