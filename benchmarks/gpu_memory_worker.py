@@ -68,14 +68,12 @@ def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def replayed(trace: list[dict[str, Any]]) -> dict[str, Any]:
     """Whether the replayed allocator reserves what the device did, after every event."""
-    from megatron_mux.memory.caching.replay import replay
+    from benchmarks.allocator_history import from_snapshot
     from megatron_mux.memory.caching.settings import Settings
-    from megatron_mux.memory.caching.snapshot import from_snapshot
 
     recording = from_snapshot(trace)
     settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    ours = replay(recording.stream, settings, recording.addresses, recording.emptied)
-    pairs = enumerate(zip(ours.reserved, recording.reserved, strict=True))
+    pairs = enumerate(zip(recording.replayed(settings), recording.reserved, strict=True))
     differ = next((index for index, (mine, theirs) in pairs if mine != theirs), None)
     return {"events": len(recording.stream), "first_event_replayed_otherwise": differ}
 

@@ -1,4 +1,4 @@
-"""What users can set about PyTorch's caching allocator, as `PYTORCH_ALLOC_CONF` spells it."""
+"""Options of PyTorch's caching allocator, as `PYTORCH_ALLOC_CONF` spells them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_mux.memory.sizes import MIB
 SMALLEST = 512
 """All sizes are rounded up to multiples of this."""
 SMALL_LIMIT = MIB
-"""The largest request that is served from the small pool."""
+"""Largest request that the small pool serves."""
 SMALL_SEGMENT = 2 * MIB
 MIDDLE_LIMIT = 10 * MIB
-"""Requests from here on have segments of their own, in multiples of `LARGE_STEP`."""
+"""Requests from this size on get segments of their own, in multiples of `LARGE_STEP`."""
 LARGE_STEP = 2 * MIB
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that may hold the options; the second is the older."""
+"""Environment variables that may hold the options; the second name is the older one."""
 _IN_MIB = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")
 _KEYS = (*_IN_MIB, "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
 
@@ -27,28 +27,24 @@ class Settings:
     """The allocator's options, and how much memory there is.
 
     Attributes:
-        expandable_segments: One growing segment for each stream and pool, instead of one for each miss.
-        max_split_size: Bytes from which on blocks are neither split nor used for smaller requests; None: no limit.
-        max_non_split_rounding: A block of that kind is larger by less than this than what it is used for; None:
+        expandable_segments: One growing segment for each stream and pool, instead of a new one for each miss.
+        max_split_size: Blocks of at least this many bytes are neither split nor used for smaller requests; None: no
+            limit.
+        max_non_split_rounding: Such a block serves only requests that are smaller by less than this; None:
             `large_segment`.
-        roundup_power2_divisions: Round requests up to one of so many equal steps between powers of two; a power of two
-            itself, 1 for none. (One number for all sizes: a list by size is not done.)
-        garbage_collection_threshold: Share of `limit` above which a miss first frees cached segments that have not
-            been used for long; 0: never. Has no effect without a `limit`.
+        roundup_power2_divisions: Number of equal steps between powers of two to which requests are rounded up; a power
+            of two, 1 for none. (One number for all sizes; a list by size is not supported.)
         large_segment: Bytes of a segment for requests of 1 to 10 MiB, and of a page of large expandable segments.
             (It cannot be set in torch 2.10.)
-        limit: Bytes that the process allows itself to reserve (`set_per_process_memory_fraction`); None: no limit.
-        capacity: Bytes that the device has for the process; None: no limit.
-        source: What said so, in words; no option itself.
+        capacity: Bytes of the device that the process can reserve; None: no limit.
+        source: Where the options come from, in words; not an option itself.
     """
 
     expandable_segments: bool = False
     max_split_size: int | None = None
     max_non_split_rounding: int | None = None
     roundup_power2_divisions: int = 1
-    garbage_collection_threshold: float = 0.0
     large_segment: int = 20 * MIB
-    limit: int | None = None
     capacity: int | None = None
     source: str | None = field(default=None, compare=False)
 
@@ -63,19 +59,16 @@ class Settings:
             raise ValueError(
                 f"max_split_size_mb is more than {self.large_segment / MIB:g}, not {self.max_split_size / MIB:g}"
             )
-        if not 0 <= self.garbage_collection_threshold < 1:
-            raise ValueError(
-                f"garbage_collection_threshold is at least 0 and below 1, not {self.garbage_collection_threshold}"
-            )
 
     @classmethod
-    def parse(cls, text: str, limit: int | None = None, capacity: int | None = None) -> Settings:
+    def parse(cls, text: str) -> Settings:
         """Read what `PYTORCH_ALLOC_CONF` holds: `expandable_segments:True,max_split_size_mb:128`.
 
-        Options of pinned host memory and of how `cudaMalloc` is called make no difference here and are passed over.
+        Options of pinned host memory, of how `cudaMalloc` is called, and of garbage collection (which only a program
+        that limits its own share of the memory triggers) make no difference here.
 
         Raises:
-            ValueError: An option is unknown, or its value is none.
+            ValueError: An option is unknown or its value is invalid.
         """
         if "[" in text:
             raise ValueError(
@@ -92,19 +85,23 @@ class Settings:
                 if value not in ("True", "False"):
                     raise ValueError(f"{key} is True or False, not {value!r}")
                 found[key] = value == "True"
+                continue
+            number = _number(key, value)
+            if key == "garbage_collection_threshold":
+                if not 0 <= number < 1:
+                    raise ValueError(f"{key} is at least 0 and below 1, not {number}")
             else:
-                number = _number(key, value)
                 found[key.removesuffix("_mb").replace("_segment_size", "_segment")] = (
                     number * MIB if key in _IN_MIB else number
                 )
-        return cls(**found, limit=limit, capacity=capacity)  # type: ignore[arg-type]
+        return cls(**found)  # type: ignore[arg-type]
 
     @classmethod
     def of_environment(cls) -> Settings:
-        """What torch takes from this process's environment, see `said_in_environment`.
+        """The options that torch takes from this process's environment, see `said_in_environment`.
 
         Raises:
-            UserError: It holds what torch would refuse, or what is not replayed.
+            UserError: torch would refuse them, or they are not supported here.
         """
         said = said_in_environment()
         if said is None:
@@ -116,7 +113,7 @@ class Settings:
             raise UserError(f"{name}={text}: {error}") from None
 
     def describe(self) -> str:
-        """What is replayed, in words."""
+        """The options in words."""
         return self.source or "the caching allocator's defaults"
 
     def rounded(self, size: int) -> int:
@@ -128,7 +125,7 @@ class Settings:
         return max(SMALLEST, (size + SMALLEST - 1) & -SMALLEST)
 
     def segment(self, rounded: int) -> int:
-        """Bytes of the segment that a miss asks the device for."""
+        """Bytes of the segment that is reserved on a miss."""
         if rounded <= SMALL_LIMIT:
             return SMALL_SEGMENT
         if rounded < MIDDLE_LIMIT:
@@ -137,10 +134,10 @@ class Settings:
 
 
 def said_in_environment() -> tuple[str, str] | None:
-    """The environment variable that holds the allocator's options, and what it holds; None if none does.
+    """Name and value of the environment variable that holds the allocator's options; None if neither is set.
 
     Raises:
-        UserError: Both do: some of torch's options come from the one, and some from the other.
+        UserError: Both are set and differ: torch takes some options from one, some from the other.
     """
     found = [(name, text) for name in NAMES if (text := os.environ.get(name))]
     if len({text for _, text in found}) > 1:
@@ -149,7 +146,7 @@ def said_in_environment() -> tuple[str, str] | None:
 
 
 def _number(key: str, value: str) -> float:
-    """Raises ValueError with a sentence of ours."""
+    """Read a number; raises ValueError with the option's name."""
     try:
         return float(value) if key == "garbage_collection_threshold" else int(value)
     except ValueError:

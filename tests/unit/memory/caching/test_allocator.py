@@ -12,6 +12,7 @@ from megatron_mux.memory.caching.allocator import Allocator, OutOfMemory
 from megatron_mux.memory.caching.blocks import Block
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.sizes import MIB
+from tests.unit.memory.caching.segments import segments
 
 KIB = 1024
 EXPANDABLE = Settings(expandable_segments=True)
@@ -86,7 +87,7 @@ def test_free_neighbours_become_one() -> None:
     allocator.allocate(MIB)  # neither hole is large enough
     assert allocator.reserved == 4 * MIB
     allocator.free(middle)
-    assert allocator.segments([])[0].blocks == ((2 * MIB, False),)
+    assert segments(allocator, [])[0].blocks == ((2 * MIB, False),)
 
 
 def test_streams_do_not_share() -> None:
@@ -109,9 +110,8 @@ def test_of_equal_blocks_the_lowest_address() -> None:
     assert allocator.allocate(30 * MIB).address == 1 << 30
 
 
-@pytest.mark.parametrize("bound", [Settings(limit=36 * MIB), Settings(capacity=36 * MIB)])
-def test_free_segments_are_returned_before_memory_runs_out(bound: Settings) -> None:
-    allocator = Allocator(bound)
+def test_free_segments_are_returned_before_memory_runs_out() -> None:
+    allocator = Allocator(Settings(capacity=36 * MIB))
     kept = allocator.allocate(10 * MIB)
     allocator.free(allocator.allocate(12 * MIB))
     allocator.allocate(100)
@@ -153,7 +153,7 @@ def test_expandable_segments_are_split_to_the_last_512_bytes() -> None:
     allocator = Allocator(EXPANDABLE)
     first = allocator.allocate(20 * MIB - 512)
     assert first.size == 20 * MIB - 512
-    assert [segment.blocks for segment in allocator.segments([first])] == [
+    assert [segment.blocks for segment in segments(allocator, [first])] == [
         ((20 * MIB - 512, True), (512, False))
     ]
 
@@ -165,7 +165,7 @@ def test_pages_that_are_free_as_a_whole_are_returned_and_filled_again() -> None:
     allocator.free(first)
     allocator.empty_cache()  # page 0 goes, 10 MiB of page 1 stay beside the 5 in use and the 5 at the end
     assert allocator.reserved == 20 * MIB
-    assert [segment.blocks for segment in allocator.segments([second])] == [
+    assert [segment.blocks for segment in segments(allocator, [second])] == [
         ((10 * MIB, False), (5 * MIB, True), (5 * MIB, False))
     ]
     again = allocator.allocate(25 * MIB)  # the lowest addresses that are enough: page 0 and what follows
@@ -184,18 +184,6 @@ def test_another_block_is_taken_before_one_that_can_grow() -> None:
     assert allocator.allocate(6 * MIB).address == hole.address
 
 
-def test_the_limit_is_held_against_a_segment_even_if_less_would_do() -> None:
-    """Nothing has to be reserved for 11 MiB but one page; a segment for them would have 12 MiB."""
-    allocator = Allocator(Settings(expandable_segments=True, limit=31 * MIB))
-    allocator.allocate(19 * MIB)
-    with pytest.raises(OutOfMemory):
-        allocator.allocate(11 * MIB)
-    allocator = Allocator(Settings(expandable_segments=True, limit=32 * MIB))
-    allocator.allocate(19 * MIB)
-    allocator.allocate(11 * MIB)
-    assert allocator.reserved == 40 * MIB  # a whole page, beyond the limit
-
-
 def test_blocks_too_large_to_be_split() -> None:
     allocator = Allocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.allocate(64 * MIB))
@@ -208,32 +196,13 @@ def test_blocks_too_large_to_be_split() -> None:
 
 
 def test_a_block_too_large_to_be_split_is_returned_first() -> None:
-    allocator = Allocator(Settings(max_split_size=32 * MIB, limit=150 * MIB))
+    allocator = Allocator(Settings(max_split_size=32 * MIB, capacity=150 * MIB))
     for block in [allocator.allocate(size * MIB) for size in (64, 40, 36)]:
         allocator.free(block)
     allocator.allocate(16 * MIB)  # 36 is the first of at least 32: it goes, and that is enough
     assert (allocator.reserved, allocator.retries) == ((64 + 40 + 16) * MIB, 0)
     allocator.allocate(90 * MIB)  # none is that large: 64 and 40 go
     assert (allocator.reserved, allocator.retries) == ((16 + 90) * MIB, 0)
-
-
-def test_what_has_been_free_for_long_is_collected() -> None:
-    """Above 120 of 200 MiB; ages count large requests since a block became free."""
-    allocator = Allocator(Settings(limit=200 * MIB, garbage_collection_threshold=0.6))
-    old, young = allocator.allocate(20 * MIB), allocator.allocate(36 * MIB)
-    allocator.free(old)
-    allocator.allocate(40 * MIB)  # 96 MiB
-    allocator.free(young)
-    allocator.allocate(44 * MIB)  # 140 MiB: there were 96 before
-    allocator.allocate(48 * MIB)  # 20 too many: ages are 3 and 2, so the 20 MiB go
-    assert (allocator.reserved, allocator.retries) == ((36 + 40 + 44 + 48) * MIB, 0)
-
-
-def test_what_is_as_old_as_all_is_collected() -> None:
-    allocator = Allocator(Settings(limit=100 * MIB, garbage_collection_threshold=0.2))
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved == 40 * MIB
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -273,9 +242,9 @@ def test_rules_that_always_hold(chosen: Settings, steps: list[tuple[int, int, in
         assert all(block.address % 512 == 0 and block.size % 512 == 0 for block in held)
         assert all(a.address + a.size <= b.address for a, b in pairwise(held))
         assert allocator.allocated == sum(block.size for block in held) <= allocator.reserved
-        segments = allocator.segments(held)
-        assert allocator.reserved == sum(segment.size for segment in segments)
-        assert all(a[1] or b[1] for segment in segments for a, b in pairwise(segment.blocks))
+        reserved = segments(allocator, held)
+        assert allocator.reserved == sum(segment.size for segment in reserved)
+        assert all(a[1] or b[1] for segment in reserved for a, b in pairwise(segment.blocks))
     for one, _ in used:
         allocator.free(one)
     allocator.empty_cache()

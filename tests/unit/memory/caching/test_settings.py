@@ -42,9 +42,7 @@ def test_what_is_rounded_stays(size: int, divisions: int) -> None:
 
 def test_parse() -> None:
     text = "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,pinned_free_catch_all:True"
-    assert Settings.parse(text, limit=5) == Settings(
-        expandable_segments=True, max_split_size=128 * MIB, garbage_collection_threshold=0.8, limit=5
-    )
+    assert Settings.parse(text) == Settings(expandable_segments=True, max_split_size=128 * MIB)
     assert Settings.parse("") == Settings()
     assert Settings.parse(
         "large_segment_size_mb:40,max_non_split_rounding_mb:30,roundup_power2_divisions:8"

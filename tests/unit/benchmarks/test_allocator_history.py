@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.memory.caching.replay import replay
+from benchmarks.allocator_history import from_snapshot
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.caching.snapshot import from_snapshot
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import StreamError
 
@@ -59,9 +58,7 @@ def test_a_golden_history() -> None:
     assert [size // MIB for size in recording.reserved] == [2, 22, 40, 40, 40, 58, 58, 58, 50, 50]
     assert recording.addresses == (SMALL, FIRST, SECOND, THIRD, FIRST)
     assert recording.emptied == {8, 10}
-    found = replay(recording.stream, Settings(), recording.addresses, recording.emptied)
-    assert found.reserved == recording.reserved
-    assert [segment.address for segment in found.segments(5)] == [SMALL, SECOND, FIRST, THIRD]
+    assert recording.replayed(Settings()) == recording.reserved
 
 
 def test_a_golden_history_of_expandable_segments() -> None:
@@ -80,20 +77,7 @@ def test_a_golden_history_of_expandable_segments() -> None:
     )
     assert [size // MIB for size in recording.reserved] == [20, 40, 40, 20, 20]
     assert recording.addresses == ()
-    found = replay(recording.stream, Settings(expandable_segments=True), emptied=recording.emptied)
-    assert found.reserved == recording.reserved
-
-
-def test_addresses_decide_between_equal_blocks() -> None:
-    """Two free segments of 12 MiB. The lower one goes first, and the request for a neighbour of it shows which."""
-    segments = [entry("segment_alloc", FIRST, 12 * MIB), entry("alloc", FIRST, 12 * MIB)]
-    segments += [entry("segment_alloc", SECOND, 12 * MIB), entry("alloc", SECOND, 12 * MIB)]
-    recording = from_snapshot(
-        [*segments, *freed(FIRST, 1), *freed(SECOND, 1), entry("alloc", SECOND, 12 * MIB)]
-    )
-    found = replay(recording.stream, addresses=recording.addresses)
-    used = [segment.address for segment in found.segments(4) if segment.blocks[0][1]]
-    assert used == [SECOND]
+    assert recording.replayed(Settings(expandable_segments=True)) == recording.reserved
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A device's own history, as torch records it: to see whether the replay does what the device did.
+"""The history of a device's allocator, as torch records it, to compare with the modelled allocator.
 
 torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)   # before anything is allocated
 ...
 recording = from_snapshot(torch.cuda.memory._snapshot()["device_traces"][0])
-replay(recording.stream, settings, recording.addresses, recording.emptied).reserved == recording.reserved
+recording.replayed(settings) == recording.reserved
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mux.memory.caching.allocator import Allocator
+from megatron_mux.memory.caching.blocks import Block
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder, StreamError
 
 _GROWTH = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -29,16 +32,28 @@ class Recording:
         stream: Its allocations and frees, the latter where a block could be used again.
         reserved: Bytes that the device had reserved after each event of the stream.
         addresses: Where `cudaMalloc` put the segments, one after the other.
-        emptied: Indices of the events before which segments were returned: by `empty_cache`, or because another one
-            could not be had. The index after the last event is among them if that was at the end. (A replay that
-            has the device's own limit, `max_split_size_mb` or `garbage_collection_threshold` returns what it has to
-            by itself, and is not given these.)
+        emptied: Indices of the events before which segments were released: by `empty_cache`, or because another one
+            did not fit. The index after the last event is among them if that was at the end.
     """
 
     stream: Stream
     reserved: array[int]
     addresses: tuple[int, ...]
     emptied: frozenset[int]
+
+    def replayed(self, settings: Settings) -> array[int]:
+        """Bytes that the modelled allocator has reserved after each event."""
+        allocator, held = Allocator(settings, self.addresses), dict[int, Block]()
+        reserved = array("q")
+        for index, event in enumerate(self.stream):
+            if index in self.emptied:
+                allocator.empty_cache()
+            if event.kind == "free":
+                allocator.free(held.pop(event.block))
+            else:
+                held[event.block] = allocator.allocate(event.size, event.stream)
+            reserved.append(allocator.reserved)
+        return reserved
 
 
 def from_snapshot(trace: Sequence[Mapping[str, Any]]) -> Recording:
