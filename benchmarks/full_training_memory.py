@@ -109,7 +109,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
     from megatron_mux.memory.forms.recipe import Recipe
     from megatron_mux.memory.forms.skeleton import read_architecture
     from megatron_mux.memory.question import Question
-    from megatron_mux.memory.step_profiles import StepProfiles
+    from megatron_mux.memory.step_profile import StepProfiles
     from megatron_mux.memory.trace import depth
     from megatron_mux.memory.trace.options import Options
     from megatron_mux.memory.trace.training import trace

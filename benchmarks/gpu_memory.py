@@ -134,17 +134,20 @@ def predicted_case(name: str, case: Any, tracer: Any) -> dict[str, Any]:
     from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
-    return {"asked": {"case": asdict(case)}, **told(predict(case, tracer.step)), "others": others(case)}
+    found = predict(tracer.step(case), case.gpu)
+    return {"asked": {"case": asdict(case)}, **told(found), "others": others(case)}
 
 
 def predicted_together(name: str, run_spec: Any) -> dict[str, Any]:
     """What is predicted of our engine with several tasks, in bytes."""
     from megatron_mux.dry_run.process import dry_runs
-    from megatron_mux.dry_run.rank_estimate import prediction
+    from megatron_mux.memory.caching.settings import Settings
+    from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
     (recording,) = dry_runs([(run_spec, 0)])
-    return {"asked": {"run_spec": asdict(run_spec)}, **told(prediction(recording, run_spec)), "others": {}}
+    found = predict(recording.stream, run_spec.gpu, Settings.of_environment(), recording.communicators)
+    return {"asked": {"run_spec": asdict(run_spec)}, **told(found), "others": {}}
 
 
 def told(found: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron_mux.memory.forms.methods import impossible
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.question import Question
-from megatron_mux.memory.step_profiles import StepProfiles
+from megatron_mux.memory.step_profile import StepProfiles
 
 
 @dataclass(frozen=True)

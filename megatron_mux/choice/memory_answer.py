@@ -121,7 +121,7 @@ class MemoryAnswer:
         lines = [
             f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.length} tokens",
             f"trace: {found.name} {'fits' if found.fits else 'does not fit'}; largest batch {found.largest_batch}",
-            f"trace: {show_size(found.peak_process)} with {found.batch} sequence(s) on each GPU",
+            f"trace: {show_size(prediction.process)} with {found.batch} sequence(s) on each GPU",
             "trace: at that peak "
             + ", ".join(f"{part} {size / GIB:.2f} GiB" for part, size in prediction.breakdown.items()),
             f"trace: the peak is {prediction.moment}",

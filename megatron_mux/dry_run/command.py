@@ -13,7 +13,6 @@ from megatron_mux.memory.answers import Answers, SavedOutput
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Store
-from megatron_mux.memory.worker import WorkerError
 from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:
@@ -113,15 +112,9 @@ def _lines(told: Mapping[str, Any], command: str) -> list[str]:
 
 def _draw(selection: Selection, file: Path, question: Question) -> None:
     """Draw memory over time of the worst rank of the chosen method, or of the last one tried."""
-    from megatron_mux.dry_run.process import dry_runs
-    from megatron_mux.dry_run.rank_estimate import prediction
     from megatron_mux.memory.plot import draw, traced
 
     one = selection.chosen or selection.tried[-1]
-    try:
-        (recording,) = dry_runs([(one.run, one.worst.rank)])
-    except WorkerError as error:
-        raise UserError(f"--method dry-run: {error}") from None
     title = f"{question.skeleton.tensors.model_type}, {one.name}, rank {one.worst.rank} of {one.run.world}"
-    panel = traced(prediction(recording, one.run), f"{one.name}, rank {one.worst.rank}")
+    panel = traced(one.worst.prediction, f"{one.name}, rank {one.worst.rank}")
     draw([panel], title, question.gpu_memory, file)

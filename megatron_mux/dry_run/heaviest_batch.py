@@ -1,15 +1,20 @@
-"""Tasks as a dry run trains them: a few steps, each with the heaviest batch."""
+"""Tasks as a dry run trains them: a few steps, each with the heaviest batch of the task's data, or an upper bound."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.dry_run.run_spec import Lengths, TaskRecords
+from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 
 STEPS, STEPS_THAT_PRUNE = 2, 3
@@ -19,6 +24,7 @@ PASS = 2048
 """Tokens per evaluation pass, equal to `engine.evaluate.TOKENS_PER_PASS`."""
 _MOST_RECORDS = 2_000_000
 """Records of all steps together; beyond that, steps are not enumerated."""
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,62 @@ class Batch:
 
     lengths: tuple[int, ...]
     labels: tuple[int, ...]
+
+
+def heaviest_batches(
+    specs: Sequence[TaskSpec], backbone: Path
+) -> tuple[list[tuple[Batch, Batch | None]], list[str]]:
+    """Find the heaviest batches of tasks.
+
+    Args:
+        specs: The tasks.
+        backbone: Directory of config.json and, to read data, of the tokenizer.
+
+    Returns:
+        Each task's step batch, and its evaluation pass if it is evaluated; names of tasks whose data could not be read.
+
+    Raises:
+        UserError: Lists all problems of the data.
+    """
+    found: list[tuple[Batch, Batch | None]] = []
+    unread: list[str] = []
+    problems: list[str] = []
+    tokenizer = cache(lambda: _load_tokenizer(backbone))
+    can_read = any((backbone / name).is_file() for name in _TOKENIZER)
+
+    def chosen(spec: TaskSpec, file: str | Path, choose: Callable[[Lengths], Batch], bound: Batch) -> Batch:
+        if can_read and Path(file).is_file():
+            return _read(Path(file), tokenizer(), spec.data.max_length, choose)
+        unread.append(spec.name)
+        return bound
+
+    for spec in specs:
+        try:
+            step = chosen(spec, spec.data.path, partial(heaviest, spec), longest(spec))
+            evaluation = None
+            if spec.eval is not None:
+                bound = longest(spec, -(-PASS // spec.data.max_length))
+                evaluation = chosen(spec, spec.eval.path, densest, bound)
+            found.append((step, evaluation))
+        except UserError as error:
+            problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
+    if problems:
+        raise UserError(*problems)
+    return found, list(dict.fromkeys(unread))
+
+
+def _load_tokenizer(backbone: Path) -> Any:
+    from megatron_mux.data.tokenizer import load_tokenizer  # takes seconds to import
+
+    return load_tokenizer(backbone)
+
+
+def _read(path: Path, tokenizer: Any, max_length: int, choose: Callable[[Lengths], Batch]) -> Batch:
+    """The batch chosen from a file's records."""
+    from megatron_mux.data.dataset import TaskDataset  # takes seconds to import
+
+    with closing(TaskDataset(path, tokenizer, max_length)) as data:
+        return choose(data)
 
 
 def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:

@@ -10,55 +10,40 @@ All blocks belong to one CUDA stream: side streams and NCCL copy between blocks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction, cublas, process_overhead
-from megatron_mux.memory.stream.insertion import inserted
+from megatron_mux.memory.estimate import Prediction, predict
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Peak memory of one rank, in bytes.
+    """Peak memory of one rank.
 
     Attributes:
         rank: Global rank.
         stage: Pipeline rank.
         fits: Whether the run completes on the GPU; the allocator may have to release cached blocks and retry.
-        communicators: Number of NCCL communicators it uses.
-        peak_allocated: Peak of allocated bytes.
-        peak_reserved: Peak of bytes the caching allocator holds.
-        peak_reserved_expandable: The same with expandable segments.
-        peak_process: Peak of the process, CUDA context and NCCL buffers included.
-        interval: Lower and upper bound of `peak_process`, from the uncertainty about kernels, context and NCCL.
-        breakdown: `peak_process` by purpose.
-        moment: When the peak is first reached: phase, layer, operator.
-        action: The engine's action at that moment.
+        prediction: Its memory.
+        action: The engine's action at the peak.
     """
 
     rank: int
     stage: int
     fits: bool
-    communicators: int
-    peak_allocated: int
-    peak_reserved: int
-    peak_reserved_expandable: int
-    peak_process: int
-    interval: tuple[int, int]
-    breakdown: Mapping[str, int]
-    moment: str
+    prediction: Prediction
     action: str
 
     @property
     def when(self) -> str:
-        """The moment and the action in words."""
-        return f"{self.moment} ({self.action})" if self.action else self.moment
+        """The moment of the peak and the action, in words."""
+        moment = self.prediction.moment
+        return f"{moment} ({self.action})" if self.action else moment
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
@@ -66,33 +51,13 @@ class RankEstimate:
             "rank": self.rank,
             "stage": self.stage,
             "fits": self.fits,
-            "peak_process_bytes": self.peak_process,
-            "peak_process_interval_bytes": list(self.interval),
-            "peak_reserved_bytes": self.peak_reserved,
-            "peak_reserved_expandable_bytes": self.peak_reserved_expandable,
-            "peak_allocated_bytes": self.peak_allocated,
-            "breakdown": dict(self.breakdown),
-            "moment": self.moment,
+            **self.prediction.to_json(),
             "action": self.action,
-            "communicators": self.communicators,
+            "communicators": self.prediction.communicators,
         }
 
 
-def prediction(recording: Recording, run: RunSpec, settings: Settings | None = None) -> Prediction:
-    """Combine a recording with cuBLAS workspaces and the caching allocator.
-
-    Args:
-        recording: Recording of one rank.
-        run: The run it was recorded from.
-        settings: Allocator options; those of the environment if None.
-    """
-    stream = inserted(recording.stream, cublas(recording.stream, run.gpu))
-    return Prediction(stream, settings or Settings.of_environment(), recording.communicators)
-
-
-def estimate_rank(
-    recording: Recording, run: RunSpec, rank: int, memory: int, settings: Settings | None = None
-) -> RankEstimate:
+def estimate_rank(recording: Recording, run: RunSpec, rank: int, memory: int) -> RankEstimate:
     """Estimate one rank's memory from its recording.
 
     Args:
@@ -100,25 +65,10 @@ def estimate_rank(
         run: The run it was recorded from.
         rank: Global rank.
         memory: GPU memory in bytes.
-        settings: Allocator options; those of the environment if None.
     """
-    found = prediction(recording, run, settings)
-    capacity = memory - process_overhead(found.communicators)
-    limited = replay(found.stream, replace(found.settings, capacity=max(capacity, 0)))
-    return RankEstimate(
-        rank,
-        rank // (run.world // run.plan.ranks),
-        limited.out_of_memory is None,
-        found.communicators,
-        found.peak_allocated,
-        found.peak_reserved,
-        found.peak_reserved_expandable,
-        found.process,
-        found.interval,
-        found.breakdown,
-        found.moment,
-        recording.at(_recorded(recording, run, found.replay.peak_allocated_at)),
-    )
+    found = predict(recording.stream, run.gpu, Settings.of_environment(), recording.communicators)
+    stage = rank // (run.world // run.plan.ranks)
+    return RankEstimate(rank, stage, found.fits(memory), found, recording.at(found.recorded_at))
 
 
 def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int) -> list[RankEstimate]:
@@ -137,10 +87,4 @@ def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int) -> list[Ra
 
 def worst(ranks: Sequence[RankEstimate]) -> RankEstimate:
     """The rank with the highest peak; ranks that do not fit come first."""
-    return max(ranks, key=lambda one: (not one.fits, one.peak_process))
-
-
-def _recorded(recording: Recording, run: RunSpec, index: int) -> int:
-    """Index of a recorded event, from its index in the prediction (which has inserted blocks)."""
-    before = sorted(block.before for block in cublas(recording.stream, run.gpu))
-    return index - sum(place + more <= index for more, place in enumerate(before))
+    return max(ranks, key=lambda one: (not one.fits, one.prediction.process))

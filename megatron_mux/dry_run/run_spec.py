@@ -51,16 +51,6 @@ class TaskRecords:
         """The task's name."""
         return str(self.task["name"])
 
-    @classmethod
-    def of(cls, spec: Any, data: Lengths) -> TaskRecords:
-        """From a validated task and its data.
-
-        Args:
-            spec: The `TaskSpec`.
-            data: Its data set.
-        """
-        return cls(spec.plain(), [int(n) for n in data.lengths], [int(n) for n in data.label_counts])
-
 
 @dataclass(frozen=True)
 class RunSpec:

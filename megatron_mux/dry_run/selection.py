@@ -11,13 +11,14 @@ from typing import Any
 from megatron_mux.choice.answer import Choice
 from megatron_mux.choice.ranking import Ranked
 from megatron_mux.choice.recipes import TaskFile
-from megatron_mux.dry_run.batch_reader import BatchReader
+from megatron_mux.dry_run.heaviest_batch import heaviest_batches
 from megatron_mux.dry_run.rank_estimate import RankEstimate, estimate_ranks, worst
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.workload import Workload
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
+from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import known
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.worker import WorkerError
@@ -130,15 +131,9 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         )
     file = TaskFile.read(question.skeleton.path, arguments.tasks)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
-    batches = BatchReader(directory)
-    work = Workload(
-        question.skeleton.raw,
-        directory,
-        arguments.tasks,
-        specs,
-        batches.of(specs),
-        known(arguments.device).gpu,
-    )
+    batches, unread = heaviest_batches(specs, directory)
+    device = known(arguments.device).gpu
+    work = Workload(question.skeleton.raw, directory, arguments.tasks, specs, batches, device)
     try:
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
@@ -146,33 +141,33 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
             tried = _methods(question, Choice.of(question, arguments, file), work, say)
     except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
-    return Selection(tried, batches.unread)
+    return Selection(tried, unread)
 
 
 def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) -> MethodEstimate:
     plan = read_plan(arguments.plan)
-    recompute = None if arguments.recompute == "none" else arguments.recompute
-    run = work.by_plan(plan, arguments.precision == "bf16", recompute, arguments.backbone_weights)
+    flags = _flags(arguments, plan)
+    run = work.run(flags, question.gpus, plan)
     if run.world != question.gpus:
         raise UserError(f"--plan {arguments.plan}: is for {run.world} GPU(s), --gpus says {question.gpus}")
     ranks = representative_ranks(run, range(plan.ranks))
-    flags = ["--mux-plan", str(arguments.plan), *_flags(run)]
-    return MethodEstimate("plan", "", flags, run, _ranks(question, run, ranks, "the plan", say))
+    found = _ranks(question, run, ranks, "the plan", say)
+    return MethodEstimate("plan", "", ["--mux-plan", str(arguments.plan), *flags], run, found)
 
 
-def _flags(run: RunSpec) -> list[str]:
+def _flags(arguments: Namespace, plan: Plan) -> list[str]:
     """Flags of a run that follows a plan, besides the plan's own."""
     words = []
-    if run.tensor > 1:
-        words += ["--tensor-model-parallel-size", str(run.tensor)]
-    if run.plan.ranks > 1:
-        words += ["--pipeline-model-parallel-size", str(run.plan.ranks)]
-    if run.dtype == "bfloat16":
+    if plan.tensor > 1:
+        words += ["--tensor-model-parallel-size", str(plan.tensor)]
+    if plan.ranks > 1:
+        words += ["--pipeline-model-parallel-size", str(plan.ranks)]
+    if arguments.precision == "bf16":
         words.append("--bf16")
-    if run.recompute != "none":
-        words += ["--recompute-granularity", run.recompute]
-    if run.residence != "resident":
-        words += ["--mux-backbone-weights", run.residence]
+    if arguments.recompute != "none":
+        words += ["--recompute-granularity", arguments.recompute]
+    if arguments.backbone_weights != "resident":
+        words += ["--mux-backbone-weights", arguments.backbone_weights]
     return words
 
 
@@ -190,7 +185,7 @@ def _methods(question: Question, choice: Choice, work: Workload, say: Say) -> li
 
 
 def _method(question: Question, entry: Ranked, work: Workload, say: Say) -> MethodEstimate:
-    run = work.by_flags(entry.flags, question.gpus)
+    run = work.run(entry.flags, question.gpus)
     ranks = representative_ranks(run, [entry.worst.stage])
     name = " ".join(filter(None, (entry.method.name, entry.method.details)))
     found = _ranks(question, run, ranks, name, say)

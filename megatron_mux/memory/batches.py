@@ -1,19 +1,99 @@
-"""Predictions of a case for any number of sequences, and the largest that fits, from a few traces."""
+"""Streams and predictions of a case for any number of sequences, from a few traces, and the largest batch that fits.
+
+Events do not depend on the number of sequences as long as the same kernels are chosen; every size is a constant and so
+many bytes per sequence.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_mux.memory.caching.replay import replay
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import Prediction, prediction, process_overhead
+from megatron_mux.memory.estimate import Prediction, predict, process_overhead
 from megatron_mux.memory.largest_batch import MAX_SEQUENCES, largest_batch
+from megatron_mux.memory.stream.events import Stream, StreamError
+from megatron_mux.memory.stream.insertion import buckets
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.symbolic import Family, UnlikeError
-from megatron_mux.memory.trace.symbolic import family as varied
 from megatron_mux.memory.trace.tracer import Tracer
-from megatron_mux.memory.untraced import SMALL_INDEX
+from megatron_mux.memory.untraced import MANY_TOKENS, SMALL_INDEX
+
+_APART = 256
+"""Difference of the traced numbers of sequences."""
+
+Steps = Callable[[Sequence[Case]], Sequence[Stream]]
+"""Traces steps of any depth, `Tracer.steps` for instance."""
+
+
+class UnlikeError(StreamError):
+    """Sizes are no linear function of the number of sequences, or events depend on it."""
+
+
+@dataclass(frozen=True)
+class BatchFamily:
+    """The streams of a case for any number of sequences.
+
+    Attributes:
+        batches: The two numbers of sequences that were traced.
+        streams: Their streams.
+    """
+
+    batches: tuple[int, int]
+    streams: tuple[Stream, Stream]
+
+    @classmethod
+    def of(cls, case: Case, trace: Steps) -> BatchFamily:
+        """Trace a case with two numbers of sequences, and with a third one for comparison.
+
+        Args:
+            case: Its batch is the smaller number. One sequence is a case of its own: a dimension of one element is
+                contiguous with its neighbours, which saves copies.
+            trace: Traces cases.
+
+        Raises:
+            UnlikeError: The streams are not alike, or sizes are not linear.
+            WorkerError, StreamError: A trace failed.
+        """
+        few = case.batch
+        # Beyond `MANY_TOKENS`, further kernels take a few MiB.
+        many = max(few + 3, min(few + _APART, MANY_TOKENS // case.length))
+        between = few + max(1, (many - few) // 3)
+        small, large, check = trace([replace(case, batch=batch) for batch in (few, many, between)])
+        for stream in (large, check):
+            if replace(stream, sizes=small.sizes) != small:
+                raise UnlikeError("events depend on the batch")
+        found = cls((few, many), (small, large))
+        sizes = found.at(between).sizes
+        if sizes != check.sizes:
+            block = next(i for i, size in enumerate(sizes) if size != check.sizes[i])
+            raise UnlikeError(
+                f"block {block} has {check.sizes[block]} bytes with {between} sequences, not {sizes[block]}"
+            )
+        return found
+
+    def at(self, batch: int) -> Stream:
+        """The stream for a number of sequences.
+
+        Raises:
+            UnlikeError: A size would be negative or no whole number.
+        """
+        (few, many), (small, large) = self.batches, self.streams
+        span, sizes = many - few, array("q")
+        for one, other in zip(small.sizes, large.sizes, strict=True):
+            size, rest = divmod((other - one) * (batch - few), span)
+            size += one
+            if rest or size < 0:
+                raise UnlikeError(f"block {len(sizes)} would have {size} + {rest} / {span} bytes")
+            sizes.append(size)
+        return replace(small, sizes=sizes)
+
+
+def least_batch(case: Case) -> int:
+    """The fewest sequences whose step resembles those of larger batches."""
+    # Few tokens change how an embedding's gradient is made.
+    return 2 if case.adapter is not None else max(2, SMALL_INDEX // case.length + 1)
 
 
 class Batches:
@@ -24,7 +104,7 @@ class Batches:
         tracer: Source of streams.
         settings: Allocator options.
         gpus: Number of data-parallel GPUs.
-        weights: Bytes of the model's weights if known; nothing fits if they alone do not.
+        weights: Bytes of the model's weights; nothing fits if they alone do not.
     """
 
     def __init__(
@@ -33,15 +113,14 @@ class Batches:
         tracer: Tracer,
         settings: Settings | None = None,
         gpus: int = 1,
-        weights: int | None = None,
+        weights: int = 0,
     ) -> None:
         self._case = case
         self._tracer = tracer
         self._settings = settings or Settings()
         self._gpus = gpus
         self._weights = weights
-        # Few tokens change how an embedding's gradient is made: such batches are no guide to larger ones.
-        self._least = 2 if case.adapter is not None else max(2, SMALL_INDEX // case.length + 1)
+        self._least = least_batch(case)
         self._known: dict[int, Prediction] = {}
 
     def prediction(self, batch: int) -> Prediction:
@@ -51,18 +130,14 @@ class Batches:
             WorkerError, StreamError: A trace failed.
         """
         if batch not in self._known:
-            case = replace(self._case, batch=batch)
             family = self._family if batch >= self._least else None
-            stream = self._tracer.step(case) if family is None else family.at(batch=batch)
-            self._known[batch] = prediction(stream, case, self._settings, self._gpus)
+            stream = (
+                self._tracer.step(replace(self._case, batch=batch)) if family is None else family.at(batch)
+            )
+            parallel = self._gpus > 1
+            blocks = buckets(stream) if parallel else ()
+            self._known[batch] = predict(stream, self._case.gpu, self._settings, int(parallel), blocks)
         return self._known[batch]
-
-    def fits(self, batch: int, memory: int) -> bool:
-        """Whether a step runs on a GPU of `memory` bytes, where the allocator may release cached blocks."""
-        settings, stream = self._on(memory), self.prediction(batch).stream
-        if max(stream.live()) > (settings.capacity or 0):
-            return False
-        return replay(stream, settings).out_of_memory is None
 
     def within(self, batch: int, memory: int) -> Prediction:
         """Predict a step that fits on a GPU of `memory` bytes.
@@ -71,27 +146,19 @@ class Batches:
             WorkerError, StreamError: A trace failed.
         """
         found = self.prediction(batch)
-        return found if found.process <= memory else replace(found, settings=self._on(memory))
-
-    def _on(self, memory: int) -> Settings:
-        """Allocator options on a GPU of `memory` bytes."""
-        return replace(self._settings, capacity=memory - process_overhead(int(self._gpus > 1)))
+        return found if found.process <= memory else found.limited(memory)
 
     def largest(self, memory: int) -> int:
-        """The largest batch that fits; 0 if none does."""
-        # One sequence is traced for itself: only where it is likely to be all that is needed.
-        if self._weights is None:
-            if not self.fits(1, memory):
-                return 0
-        elif self._weights > memory:
+        """The largest batch that fits on a GPU of `memory` bytes; 0 if none does."""
+        if self._weights > memory:
             return 0
 
         def does_not_fit(batch: int) -> int:
-            return int(not self.fits(batch, memory))
+            return int(not self.prediction(batch).fits(memory))
 
         if self._family is None:
             return largest_batch(does_not_fit, 0)
-        if not self.fits(self._least, memory):
+        if does_not_fit(self._least):
             return largest_batch(lambda batch: 1 if batch >= self._least else does_not_fit(batch), 0)
         high = self._bound(memory) + 1  # does not fit
         step, low = 1, high - 1
@@ -104,10 +171,10 @@ class Batches:
         return low
 
     @cached_property
-    def _family(self) -> Family | None:
+    def _family(self) -> BatchFamily | None:
         """The case for any batch; None if streams are no function of it."""
         try:
-            return varied(replace(self._case, batch=self._least), ("batch",), self._tracer.steps, self._least)
+            return BatchFamily.of(replace(self._case, batch=self._least), self._tracer.steps)
         except UnlikeError:
             return None
 

@@ -1,12 +1,12 @@
-"""Predicts the peak memory of a process from a trace: how much, what it consists of, when, and how certain that is.
+"""Predicts the peak memory of a process from a recorded stream: how much, when, of what, and how certain that is.
 
-The stream of a case is traced or read from the cache, untraced memory is inserted, and all of it is replayed through
-the caching allocator. The CUDA context and NCCL's buffers come on top.
+Untraced memory is inserted into the recorded stream, and all of it is replayed through the caching allocator. The CUDA
+context and NCCL's buffers come on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +15,7 @@ from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.replay import Replay, replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream
-from megatron_mux.memory.stream.insertion import Block, buckets, inserted, scaled, workspaces
-from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.stream.insertion import Block, inserted, scaled, workspaces
 
 FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"
 _PHASES = {
@@ -29,9 +28,6 @@ _PHASES = {
     "clear": "while gradients are cleared",
 }
 
-Step = Callable[[Case], Stream]
-"""The stream of a case, `Tracer.step` for instance."""
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -41,11 +37,13 @@ class Prediction:
         stream: Allocations and frees, untraced ones inserted.
         settings: Allocator options. With a capacity, cached blocks are released before it is exceeded.
         communicators: Number of NCCL communicators of the process.
+        added: Indices of the recorded events before which blocks were inserted, in order.
     """
 
     stream: Stream
     settings: Settings
     communicators: int
+    added: tuple[int, ...] = ()
 
     @cached_property
     def replay(self) -> Replay:
@@ -110,33 +108,56 @@ class Prediction:
         """When the peak is first reached, in words."""
         return in_words(self.replay.peak_allocated_moment)
 
+    @property
+    def recorded_at(self) -> int:
+        """Index of that moment's event in the recorded stream, which lacks the inserted blocks."""
+        index = self.replay.peak_allocated_at
+        return index - sum(place + more <= index for more, place in enumerate(self.added))
 
-def predict(case: Case, step: Step, settings: Settings | None = None, gpus: int = 1) -> Prediction:
-    """Predict the memory of a case's step on each GPU.
+    def limited(self, memory: int) -> Prediction:
+        """The prediction for a GPU of `memory` bytes, on which the allocator may have to release cached blocks."""
+        capacity = max(0, memory - process_overhead(self.communicators))
+        return replace(self, settings=replace(self.settings, capacity=capacity))
+
+    def fits(self, memory: int) -> bool:
+        """Whether the step runs on a GPU of `memory` bytes."""
+        limited = self.limited(memory)
+        if max(self.stream.live(), default=0) > (limited.settings.capacity or 0):
+            return False
+        return limited.replay.out_of_memory is None
+
+    def to_json(self) -> dict[str, object]:
+        """The JSON form."""
+        return {
+            "peak_process_bytes": self.process,
+            "peak_process_interval_bytes": list(self.interval),
+            "peak_reserved_bytes": self.peak_reserved,
+            "peak_reserved_expandable_bytes": self.peak_reserved_expandable,
+            "peak_allocated_bytes": self.peak_allocated,
+            "breakdown": dict(self.breakdown),
+            "moment": self.moment,
+        }
+
+
+def predict(
+    stream: Stream,
+    gpu: Gpu,
+    settings: Settings | None = None,
+    communicators: int = 0,
+    blocks: Sequence[Block] = (),
+) -> Prediction:
+    """Predict the memory of a process from its recorded stream.
 
     Args:
-        case: What is trained.
-        step: Answers with a case's stream.
-        settings: The allocator's options; `torch`'s defaults if None.
-        gpus: On how many GPUs with plain `DistributedDataParallel`: each has the whole model, and a batch of `case`.
-
-    Raises:
-        WorkerError, StreamError: There is no such stream.
+        stream: Recorded allocations and frees.
+        gpu: The GPU; `CUBLAS_WORKSPACE_CONFIG` of the environment counts as well.
+        settings: Allocator options; torch's defaults if None.
+        communicators: Number of NCCL communicators of the process.
+        blocks: Blocks to insert besides cuBLAS's workspaces.
     """
-    return prediction(step(case), case, settings, gpus)
-
-
-def prediction(stream: Stream, case: Case, settings: Settings | None = None, gpus: int = 1) -> Prediction:
-    """Predict it from the case's traced stream. `CUBLAS_WORKSPACE_CONFIG` of the environment counts."""
-    unseen = cublas(stream, case.gpu)
-    if gpus > 1:
-        unseen += buckets(stream)
-    return Prediction(inserted(stream, unseen), settings or Settings(), int(gpus > 1))
-
-
-def cublas(stream: Stream, gpu: Gpu) -> list[Block]:
-    """Blocks for cuBLAS's workspaces in a stream."""
-    return workspaces(stream, untraced.cublas_of(gpu))
+    added = [*workspaces(stream, untraced.cublas_of(gpu)), *blocks]
+    places = tuple(sorted(block.before for block in added))
+    return Prediction(inserted(stream, added), settings or Settings(), communicators, places)
 
 
 def process_overhead(communicators: int, most: bool | None = None) -> int:

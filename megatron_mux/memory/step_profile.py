@@ -8,14 +8,19 @@ Shapes: L layers, N samples (events at which memory may be at its highest).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.memory.stream.events import CATEGORIES, Category, Stream, StreamError
+from megatron_mux.errors import UserError
+from megatron_mux.memory.batches import BatchFamily, Steps, least_batch
+from megatron_mux.memory.question import Question
+from megatron_mux.memory.stream.events import CATEGORIES, Category, StreamError
+from megatron_mux.memory.traced_estimate import NOT_TRACED, check_layers, itemsize
+from megatron_mux.memory.worker import WorkerError
 
 Array = npt.NDArray[np.float64]
 
@@ -71,32 +76,58 @@ class StepProfile:
     scores: Array
     samples: Samples
 
-    @classmethod
-    def of(
-        cls,
-        small: Stream,
-        large: Stream,
-        batches: Sequence[int],
-        length: int,
-        layers: int,
-        scores: int | None = None,
-    ) -> StepProfile:
-        """Read two traces of one step at full depth, which differ in their numbers of sequences alone.
+
+class StepProfiles:
+    """The profiles of one model and sequence length, with layers recomputed and without, each traced once.
+
+    Args:
+        question: The model, the length and how it is trained.
+        autocast: Whether weights are fp32 and autocast computes; else weights are in the precision.
+        steps: Traces steps; None for those that are cached, and for the question's tracer.
+    """
+
+    def __init__(self, question: Question, autocast: bool, steps: Steps | None = None) -> None:
+        self._question = question
+        options = replace(
+            question.options,
+            master_weights=autocast,
+            optimizer="sgd",
+            adapter=None,
+            clip=None,
+            accumulate=False,
+        )
+        skeleton = question.skeleton
+        case = options.case(skeleton.raw, skeleton.tensors, question.length)
+        self._case = replace(case, steps=1, batch=least_batch(case))
+        self._steps = steps or question.tracer.steps
+        self._known: dict[bool, StepProfile] = {}
+
+    def __call__(self, recompute: bool) -> StepProfile:
+        """The profile of a step.
 
         Args:
-            small, large: The traces.
-            batches: Their numbers of sequences.
-            length: Tokens of a sequence.
-            layers: Layers of the model.
-            scores: Number of attention scores of a sequence, a multiple of which no other kept tensor has bytes; None
-                if that cannot be told.
+            recompute: Whether all layers are recomputed in the backward pass.
 
         Raises:
-            StreamError: They have other events, or layers do not follow one another.
+            UserError: The model's step cannot be traced, or is no linear function of the batch.
         """
-        if small.codes != large.codes or small.moments != large.moments:
-            raise StreamError("events depend on the batch")
-        return _Reader(small, large, batches, layers).profile(length, scores)
+        if recompute not in self._known:
+            self._known[recompute] = self._profile(recompute)
+        return self._known[recompute]
+
+    def _profile(self, recompute: bool) -> StepProfile:
+        case = replace(self._case, recompute=recompute)
+        tensors = self._question.skeleton.tensors
+        try:
+            family = BatchFamily.of(case, self._steps)
+            check_layers(family.streams[0], itemsize(case) * tensors.total)
+            # Heads' own tensors have as many bytes as so many scores where sequences are short.
+            tells = case.length > 4 * tensors.hidden // tensors.heads
+            scores = tensors.heads * case.length**2 if tells else None
+            return _Reader(family, case.layers).profile(case.length, scores)
+        except (WorkerError, StreamError) as error:
+            said = f"ours: {tensors.model_type}: {NOT_TRACED}: {error}"
+            raise UserError(said) from None
 
 
 class _Reader:
@@ -105,8 +136,8 @@ class _Reader:
     Shapes: E events, K blocks.
     """
 
-    def __init__(self, small: Stream, large: Stream, batches: Sequence[int], layers: int) -> None:
-        self._layers, self._batches = layers, batches
+    def __init__(self, family: BatchFamily, layers: int) -> None:
+        self._layers, (small, large), batches = layers, family.streams, family.batches
         codes = np.array(small.codes, np.int64)
         self._allocates = codes >= 0
         self._block = np.where(self._allocates, codes, ~codes)
@@ -121,7 +152,15 @@ class _Reader:
         self._within = np.isin(self._phase, _PASSES)
 
     def profile(self, length: int, scores: int | None) -> StepProfile:
-        """The profile of these events."""
+        """The profile of these events.
+
+        Args:
+            length: Tokens of a sequence.
+            scores: Number of attention scores of a sequence, if no other kept tensor's bytes are a multiple of it.
+
+        Raises:
+            StreamError: Layers do not follow one another.
+        """
         backward = np.flatnonzero((self._phase == "backward") & (self._layer == self._layers - 1))
         if not len(backward):
             raise StreamError("no backward pass through the last layer")

@@ -15,8 +15,6 @@ from megatron_mux.memory.worker import WorkerError
 
 NOT_TRACED = "its step cannot be traced"
 """Part of the message where a trace fails, which the next time it may not."""
-_OUTSIDE = ("context", "nccl")
-"""Parts of a breakdown that do not go through the allocator."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,8 @@ class TracedEstimate:
         """The parallel method."""
         return f"{self.gpus}DP"
 
-    @property
-    def peak_process(self) -> int:
-        """Bytes of the process at the peak, the CUDA context included."""
-        return sum(self.prediction.breakdown.values())
-
     def to_json(self) -> dict[str, object]:
         """The JSON form."""
-        found = self.prediction
-        outside = sum(found.breakdown.get(part, 0) for part in _OUTSIDE)
         return {
             "estimator": "trace",
             "name": self.name,
@@ -59,14 +50,8 @@ class TracedEstimate:
             "fits": self.fits,
             "batch_size": self.batch,
             "largest_batch": self.largest_batch,
-            "peak_process_bytes": self.peak_process,
-            "peak_reserved_bytes": self.peak_process - outside,
-            "peak_allocated_bytes": found.peak_allocated,
-            "breakdown": dict(found.breakdown),
-            "peak_reserved_expandable_bytes": found.peak_reserved_expandable,
-            "peak_process_interval_bytes": list(found.interval),
-            "moment": found.moment,
-            "allocator": found.settings.describe(),
+            **self.prediction.to_json(),
+            "allocator": self.prediction.settings.describe(),
         }
 
 

@@ -68,8 +68,11 @@ LAYOUTS = {
 
 def _task(case: Case) -> TaskRecords:
     """A task whose every step has the same records."""
-    one, step = TaskRecords.of(case.spec, case.records), slice(case.spec.sequences_per_step)
-    return replace(one, lengths=one.lengths[step], labels=one.labels[step])
+    lengths, labels = (
+        [int(count) for count in counts[: case.spec.sequences_per_step]]
+        for counts in (case.records.lengths, case.records.label_counts)
+    )
+    return TaskRecords(case.spec.plain(), lengths, labels)
 
 
 def _run(layout: Layout, config: dict[str, object]) -> RunSpec:

@@ -17,6 +17,9 @@ from megatron_mux.dry_run.rank_estimate import RankEstimate
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import dumps, plan_for
 from megatron_mux.fusion.plan_edits import keep_tasks
+from megatron_mux.memory.caching.settings import Settings
+from megatron_mux.memory.estimate import Prediction
+from megatron_mux.memory.stream.events import StreamBuilder
 from tests.end_to_end.forked import ROOT
 from tests.end_to_end.test_estimate_memory import OURS, TASKS, processor_seconds
 from tests.end_to_end.test_plans import tool
@@ -148,7 +151,7 @@ def test_methods_are_tried_until_one_fits(estimate: Call, monkeypatch: pytest.Mo
         asked.append([rank for _, rank in parts])
         fits = len(asked) in (3, 8)
         return [
-            RankEstimate(rank, rank, fits, 0, 1, 1, 1, 1, (1, 1), {"context": 1}, "now", "")
+            RankEstimate(rank, rank, fits, Prediction(StreamBuilder().done(), Settings(), 0), "")
             for _, rank in parts
         ]
 

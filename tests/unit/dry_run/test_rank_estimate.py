@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_mux.dry_run.rank_estimate import estimate_rank, prediction, worst
+from megatron_mux.dry_run.rank_estimate import estimate_rank, worst
 from megatron_mux.dry_run.recording import STEP, Recording
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import plan_for
@@ -32,24 +32,25 @@ def _recording() -> Recording:
 def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     found = estimate_rank(_recording(), SETTING, 2, 80 * GIB)
-    operators = [event.moment.operator for event in prediction(_recording(), SETTING).stream]
+    prediction = found.prediction
+    operators = [event.moment.operator for event in prediction.stream]
     assert operators.count(untraced.CUBLAS) == 2
     # A workspace for the main thread and one for autograd's, which has not begun when most is allocated.
     live = (40 + 60 + 32 + 100) * MIB
-    assert (found.rank, found.stage, found.fits, found.communicators) == (2, 1, True, 3)
-    assert found.breakdown["parameters"] == 40 * MIB
+    assert (found.rank, found.stage, found.fits, prediction.communicators) == (2, 1, True, 3)
+    assert prediction.breakdown["parameters"] == 40 * MIB
     outside = untraced.context() + 3 * untraced.communicator()
-    assert found.peak_process == found.peak_reserved + outside == sum(found.breakdown.values())
-    assert found.peak_allocated == live + 32 * MIB
-    assert found.action == "1B0.0" and found.when.endswith("(1B0.0)") and "backward" in found.moment
-    least, most = found.interval
-    assert least < found.peak_process < most
+    assert prediction.process == prediction.peak_reserved + outside == sum(prediction.breakdown.values())
+    assert prediction.peak_allocated == live + 32 * MIB
+    assert found.action == "1B0.0" and found.when.endswith("(1B0.0)") and "backward" in prediction.moment
+    least, most = prediction.interval
+    assert least < prediction.process < most
 
 
 def test_whether_it_fits_is_to_the_byte_of_what_is_reserved() -> None:
     recording = _recording()
-    enough = estimate_rank(recording, SETTING, 0, 80 * GIB)
-    outside = enough.peak_process - enough.peak_reserved
+    enough = estimate_rank(recording, SETTING, 0, 80 * GIB).prediction
+    outside = enough.process - enough.peak_reserved
     assert estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated + 20 * MIB).fits
     assert not estimate_rank(recording, SETTING, 0, outside + enough.peak_allocated - 1).fits
     assert not estimate_rank(recording, SETTING, 0, outside // 2).fits

@@ -7,12 +7,12 @@ import pytest
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict, prediction
+from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.stream.insertion import buckets
 
-CASE = Case({"model_type": "llama"}, 2, 1, 8, gpu=Gpu((8, 0), False))
+GPU = Gpu((8, 0), False)
 CUBLAS = 8_519_680
 
 
@@ -33,7 +33,7 @@ def _step(scratch: int = 0) -> Stream:
 
 
 def test_the_breakdown_adds_up_to_the_peak() -> None:
-    found = predict(CASE, lambda _: _step())
+    found = predict(_step(), GPU)
     # Two workspaces: one begins a segment of 20 MiB, the other goes into what is left of it.
     assert found.peak_reserved == (30 + 12 + 14 + 20) * MIB
     # 11 MiB have a segment of 12, of which a rest of 1 MiB is not split off.
@@ -46,11 +46,11 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
     assert COMMUNICATORS not in found.breakdown
     assert found.moment == "in the backward pass, for cuBLAS workspace"
     assert found.peak_reserved_expandable == 80 * MIB, "in pages of 20 MiB"
-    assert predict(CASE, lambda _: _step(), Settings(expandable_segments=True)).peak_reserved == 80 * MIB
+    assert predict(_step(), GPU, Settings(expandable_segments=True)).peak_reserved == 80 * MIB
 
 
 def test_data_parallelism_adds_buckets_and_a_communicator() -> None:
-    one, two = (prediction(_step(), CASE, gpus=gpus) for gpus in (1, 2))
+    one, two = predict(_step(), GPU), predict(_step(), GPU, communicators=1, blocks=buckets(_step()))
     assert two.breakdown["communication"] == 12 * MIB + 3
     assert two.process - one.process == 14 * MIB + untraced.communicator()
     assert sum(two.breakdown.values()) == two.process
@@ -58,9 +58,9 @@ def test_data_parallelism_adds_buckets_and_a_communicator() -> None:
 
 def test_the_interval_is_of_what_is_not_known() -> None:
     least, most = 300 * MIB, 1024 * MIB
-    known = prediction(_step(), CASE)
+    known = predict(_step(), GPU)
     assert known.interval == (known.peak_reserved + least, known.peak_reserved + most)
-    large = prediction(_step(scratch=40 * MIB), CASE)
+    large = predict(_step(scratch=40 * MIB), GPU)
     assert large.peak_reserved == known.peak_reserved + 40 * MIB
     assert large.interval == (known.peak_reserved + least, known.peak_reserved + 80 * MIB + most)
 

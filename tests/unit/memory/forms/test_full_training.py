@@ -11,14 +11,14 @@ import pytest
 
 from megatron_mux.gpus import known
 from megatron_mux.memory import untraced
-from megatron_mux.memory.estimate import cublas, prediction
+from megatron_mux.memory.estimate import predict
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
 from megatron_mux.memory.forms.method import Method, Recompute
 from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.sizes import MIB
-from megatron_mux.memory.stream.insertion import inserted
+from megatron_mux.memory.stream.insertion import buckets
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace.options import Options
 from megatron_mux.memory.trace.training import trace
@@ -107,7 +107,7 @@ def test_peaks_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     skeleton = Skeleton(tmp_path)
     case = options.case(skeleton.raw, skeleton.tensors, 128, 1)
     stream = trace(case)
-    peak = inserted(stream, cublas(stream, case.gpu)).peak()
+    peak = predict(stream, case.gpu).stream.peak()
     assert overhead.blas == 64 * MIB
     # Adafactor's update of the tensor before the largest is still there.
     least = -0.02 if optimizer == "adafactor" else -0.001
@@ -132,7 +132,8 @@ def test_buckets_of_gradients(tmp_path: Path) -> None:
     skeleton = Skeleton(tmp_path)
     for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
         case = options.case(skeleton.raw, skeleton.tensors, 128, batch)
-        traced = prediction(trace(case), case, gpus=2)
+        stream = trace(case)
+        traced = predict(stream, case.gpu, communicators=1, blocks=buckets(stream))
         parts = found.worst(batch * 128).breakdown
         assert held(found, batch * 128) == pytest.approx(traced.stream.peak().size, rel=0.004)
         assert parts["communication"] == 4 * skeleton.tensors.total
