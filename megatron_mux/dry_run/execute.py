@@ -29,7 +29,7 @@ from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
 from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
 from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
-from megatron_mux.memory.fake_gpu.scratch import scratch_of
+from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 

@@ -13,12 +13,12 @@ from functools import cached_property
 
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction, predict, process_overhead
+from megatron_mux.memory.kernel_scratch import MANY_TOKENS, SMALL_INDEX
 from megatron_mux.memory.largest_batch import MAX_SEQUENCES, largest_batch
 from megatron_mux.memory.stream.events import Stream, StreamError
 from megatron_mux.memory.stream.insertion import buckets
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.tracer import Tracer
-from megatron_mux.memory.untraced import MANY_TOKENS, SMALL_INDEX
 
 _APART = 256
 """Difference of the traced numbers of sequences."""

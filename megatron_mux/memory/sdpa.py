@@ -1,7 +1,7 @@
-"""Which kernel `scaled_dot_product_attention` takes on a GPU, by sizes and precision alone.
+"""Which kernel `scaled_dot_product_attention` uses on a GPU, by sizes and precision alone.
 
 The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` as of torch 2.13, for dense tensors of
-four dimensions. What the kernel's backward pass takes for itself is of the table of what dispatch does not see.
+four dimensions.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory import untraced
-from megatron_mux.memory.untraced import Scratch
+from megatron_mux.memory.kernel_scratch import Scratch, cudnn, efficient, flash_of_sequences
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Kernel(StrEnum):
-    """What computes attention."""
+    """Kernels of attention."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -27,17 +26,17 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What attention is call to do.
+    """A call of attention.
 
     Attributes:
         dtype: As torch names it.
-        heads, groups: Of queries; of keys and values.
-        queries, keys: Tokens.
+        heads, groups: Heads of queries; of keys and values.
+        queries, keys: Tokens of a sequence.
         width, values: Elements of a head of queries and keys; of values.
         masked: Whether there is a mask.
         causal: Whether tokens see only those before them.
-        dropout: Share of scores that are dropped.
-        shares: Whether the caller lets heads share keys (`enable_gqa`).
+        dropout: Dropout probability of scores.
+        shares: Whether heads may share keys (`enable_gqa`).
     """
 
     dtype: str
@@ -54,7 +53,7 @@ class AttentionCall:
 
 
 def kernel(gpu: Gpu, call: AttentionCall) -> Kernel:
-    """The first kernel in the GPU's order that can do it."""
+    """The first kernel in the GPU's order of preference that supports a call."""
     same_heads = call.heads == call.groups
     if not same_heads and not (call.shares and call.heads % call.groups == 0):
         return Kernel.MATH
@@ -66,21 +65,21 @@ def kernel(gpu: Gpu, call: AttentionCall) -> Kernel:
 
 
 def backward_scratch(gpu: Gpu, call: AttentionCall, batch: int) -> list[Scratch]:
-    """What the backward pass of that kernel takes and returns.
+    """Scratch of that kernel's backward pass.
 
     Args:
         gpu: The GPU.
-        call: By each sequence.
+        call: The call, of one sequence.
         batch: Sequences.
     """
     a, size = call, _ITEMSIZES.get(call.dtype, 8)
     match kernel(gpu, call):
         case Kernel.FLASH:
-            return untraced.flash(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
+            return flash_of_sequences(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
         case Kernel.CUDNN:
-            return untraced.cudnn(batch, a.heads, a.queries, a.width)
+            return cudnn(batch, a.heads, a.queries, a.width)
         case Kernel.EFFICIENT:
-            return untraced.efficient(batch, a.heads, a.queries, a.width, size)
+            return efficient(batch, a.heads, a.queries, a.width, size)
     return []
 
 

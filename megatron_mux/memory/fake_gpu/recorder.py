@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.memory.fake_gpu.device import replaced
 from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
+from megatron_mux.memory.kernel_scratch import Scratch
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.untraced import Scratch
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default

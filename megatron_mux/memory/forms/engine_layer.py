@@ -15,8 +15,8 @@ from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.saved import Pass, Saved
+from megatron_mux.memory.kernel_scratch import flash
 from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
-from megatron_mux.memory.untraced import flash_packed
 
 First = BaseOpName | Literal["core_attention"]
 """The first part of a layer that something is trained at."""
@@ -196,7 +196,7 @@ def _scratch(a: Architecture, run: Pass) -> float:
     """Bytes of a row that attention's backward kernel takes for itself."""
     length = run.length
     if _one_kernel(run):
-        sizes = flash_packed(1, a.heads, a.kv_heads, length, length, a.head_dim, run.size)
+        sizes = flash(length + 128, length, a.heads, a.kv_heads, a.head_dim, run.size)
     else:
         asked = AttentionCall("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
         sizes = backward_scratch(run.gpu, asked, 1)

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
 from megatron_mux.memory.fake_gpu.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
-from megatron_mux.memory.fake_gpu.scratch import scratch_of
+from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Case
