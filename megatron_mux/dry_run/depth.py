@@ -17,8 +17,8 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.memory.stream.events import Moment, Stream, StreamError
-from megatron_mux.memory.trace.depth import Grouping, extended_by, renamed
+from megatron_mux.memory.stream.events import StreamError
+from megatron_mux.memory.stream.extension import Grouping, extended
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.tasks import TaskSpec
 
@@ -56,11 +56,8 @@ def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recor
     stage = rank // (run.world // run.plan.ranks)
     layers = stage_layers(_split(run, read_info(run.config)))[stage]
     grouping = _grouping(run)
-    small, large = (
-        _moved(one.stream, -stage * grouping.layers(groups))
-        for one, groups in ((two, 2), (three, 3))
-    )  # fmt: skip
-    stream = _moved(extended_by(small, large, len(layers), grouping), layers.start)
+    begins = stage * grouping.layers(2), stage * grouping.layers(3), layers.start
+    stream = extended(two.stream, three.stream, len(layers), grouping, begins)
     if [what for _, what in two.marks] != [what for _, what in three.marks]:
         raise StreamError("the actions of few layers and of one more are not the same")
     # Each further layer inserts as many events before an action as that one does.
@@ -108,12 +105,3 @@ def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     if load.virtual_tokens or spec.adapter.acts_after_steps:
         return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1
-
-
-def _moved(stream: Stream, by: int) -> Stream:
-    """A stream whose layers have other numbers."""
-
-    def move(moment: Moment) -> Moment:
-        return moment if moment.layer is None else moment._replace(layer=moment.layer + by)
-
-    return renamed(stream, move)

@@ -67,8 +67,9 @@ def cudnn(batch: int, heads: int, queries: int, head: int) -> list[Scratch]:
 
 
 def efficient(batch: int, heads: int, queries: int, head: int, itemsize: int) -> list[Scratch]:
-    """Scratch of memory-efficient attention's backward pass: a number for each row, and the queries' gradient in fp32 if
-    they have another precision.
+    """Scratch of memory-efficient attention's backward pass.
+
+    That is a number for each row, and if queries are not in fp32, their gradient in fp32.
     """
     return [Scratch(EFFICIENT, batch * heads * queries * (1 + (head if itemsize < 4 else 0)) * 4)]
 

@@ -4,7 +4,7 @@ Some of it goes through torch's caching allocator: workspaces that are kept, and
 themselves (see `kernel_scratch`). It is inserted into the stream of allocations. The rest belongs to the process.
 
 **None of it has been measured on a GPU here.** Sizes are read from sources, of torch 2.13 unless noted. If the sources
-leave a size open, its entry has a range: bounds as shares of the likely size, which become the interval of a prediction.
+leave a size open, its entry has bounds, as shares of the likely size, which become the interval of a prediction.
 """
 
 from __future__ import annotations

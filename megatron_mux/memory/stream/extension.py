@@ -1,13 +1,15 @@
-"""From a step of two layers and one of three to a step of any depth, event for event.
+"""Extends a step from two and three groups of layers to any depth, event for event.
 
-A step is sections outside layers, and in between visits of all layers: upwards in a forward pass, downwards in a
-backward pass, either way in the optimizer, once for each of its operators if it treats all tensors at once (foreach).
-In a visit each layer has one block of events without a gap. The first and the last layer may differ from those between
-them, which are all alike. What a free refers to is carried along as a part of the step, a layer and a place in that
-layer's block, where the layer is counted
+A group is one layer, or as many as a pattern of unlike layers has (see `Grouping`). A step consists of sections outside
+layers and of visits to all groups between them: upwards in a forward pass, downwards in a backward pass, either way in
+the optimizer, once for each of its operators if it processes all tensors at once (foreach). In a visit, the events of a
+group are contiguous. The first and the last group may differ from the others, which are all alike.
 
-- from the one that frees, for layers between the first and the last (each of them does the same to its neighbours);
-- from the first or from the last, for everything else: which of the two, the steps of two and of three layers tell.
+The block that an event frees is located by a part of the step, a group, and an offset in that group's events. The group
+is counted
+
+- from the one that frees it, for groups between the first and the last (each treats its neighbours alike);
+- from the first or the last, otherwise: comparing the steps of two and of three groups shows which.
 """
 
 from __future__ import annotations
@@ -19,16 +21,48 @@ from dataclasses import dataclass
 from megatron_mux.memory.stream.events import CATEGORIES, Moment, Stream, StreamBuilder, StreamError
 
 _MIDDLE = 1
-"""The layer of three that all further layers are like."""
+"""The group of three that all further groups are like."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How layers form groups.
+
+    Attributes:
+        first: Layers of the first group.
+        size: Layers of every other group.
+        further: Additional layers of the last group.
+    """
+
+    first: int = 1
+    size: int = 1
+    further: int = 0
+
+    def layers(self, groups: int) -> int:
+        """Number of layers of so many groups."""
+        return self.start(groups) + self.further
+
+    def group(self, layer: int, groups: int) -> int:
+        """The group of a layer, if there are so many groups."""
+        return 0 if layer < self.first else min((layer - self.first) // self.size + 1, groups - 1)
+
+    def start(self, group: int) -> int:
+        """The first layer of a group."""
+        return self.first + self.size * (group - 1) if group else 0
+
+    def groups(self, layers: int) -> int | None:
+        """Number of groups of so many layers; None if that is no whole number, or below two."""
+        more, left = divmod(layers - self.first - self.further, self.size)
+        return more + 1 if more > 0 and not left else None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Events outside layers, or a visit of all layers.
+    """Events outside layers, or a visit to all groups.
 
     Attributes:
-        blocks: Indices of the events outside layers; of a visit, of each layer's events, by layer.
-        order: In which the layers are visited: 1 upwards, -1 downwards; 0 outside layers.
+        blocks: Indices of the events outside layers, or of each group's events, by group.
+        order: Order of the visit: 1 upwards, -1 downwards; 0 outside layers.
     """
 
     blocks: tuple[range, ...]
@@ -37,49 +71,64 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an event stands: its part, its layer there (0 outside layers), its place in that layer's block."""
+    """Position of an event: its part, its group (0 outside layers), its offset in the group's block."""
 
     part: int
-    layer: int
+    group: int
     offset: int
 
 
-def extended(two: Stream, three: Stream, layers: int) -> Stream:
+def extended(
+    two: Stream,
+    three: Stream,
+    layers: int,
+    grouping: Grouping = Grouping(),
+    begins: tuple[int, int, int] = (0, 0, 0),
+) -> Stream:
     """The stream of a step with any number of layers.
 
-    Events that belong to each layer in turn carry its number, wherever they are; those between two layers carry that of
-    one of them. Frees outside layers may go without it if they go through the layers in order. Outside layers, sizes
-    may depend on the depth linearly (a buffer for all gradient norms).
+    The moments of events that every layer has carry the layer's number; events between two layers carry that of one of
+    them. Frees outside layers may lack it if they go through the layers in order. Outside layers, sizes may depend on
+    the depth linearly (a buffer for all gradient norms).
 
     Args:
-        two: The step with two layers.
-        three: The same step with three.
-        layers: How many layers there should be, at least 2.
+        two: The step with two groups of layers.
+        three: The same step with three groups.
+        layers: Number of layers, at least two groups.
+        grouping: How layers form groups.
+        begins: Number of the first layer in `two`, in `three` and in the result.
 
     Raises:
-        StreamError: The two steps do not line up: where, and what differs. Or they would need fewer layers than 2.
+        StreamError: The two steps do not line up, or so many layers are no whole number of groups.
     """
-    if layers < 2:
-        raise StreamError(f"a step cannot be cut to {layers} layers: 2 is the least")
-    small, large = _Outline(two, 2), _Outline(three, 3)
+    groups = grouping.groups(layers)
+    if groups is None:
+        raise StreamError(f"{layers} layers are not {grouping.first} and then groups of {grouping.size}")
+    small, large = _Outline(two, 2, grouping, begins[0]), _Outline(three, 3, grouping, begins[1])
     _line_up(small, large)
     rules = _Rules(small, large)
-    return two if layers == 2 else _built(large, rules, layers)
+    return two if groups == 2 else _built(large, rules, groups, begins[2])
 
 
 class _Outline:
-    """The parts of a step, and where each of its events stands."""
+    """The parts of a step, and the position of each of its events."""
 
-    def __init__(self, stream: Stream, layers: int) -> None:
+    def __init__(self, stream: Stream, groups: int, grouping: Grouping, begin: int) -> None:
         self.stream = stream
-        self.layers = layers
-        self.labels = [stream.moment(index).layer for index in range(len(stream))]
+        self.groups = groups
+        self.grouping = grouping
+        self.begin = begin
+        names = [
+            None if name.layer is None else grouping.group(name.layer - begin, groups)
+            for name in stream.moment_names
+        ]
+        self.labels = [names[at] for at in stream.moments]
         self.allocated_at = [index for index, code in enumerate(stream.codes) if code >= 0]
         self.parts = self._parts(self.labels, range(len(stream)), strict=True)
         self._places: list[_Place] = []
 
     def opened(self, section: _Part) -> list[_Part]:
-        """A part outside layers, divided anew: a free counts as the layer's whose block it frees."""
+        """Divide a part outside layers anew: a free counts to the layer whose block it frees."""
         labels = list(self.labels)
         for index in section.blocks[0]:
             code = self.stream.codes[index]
@@ -88,7 +137,7 @@ class _Outline:
         return self._parts(labels, section.blocks[0], strict=False)
 
     def divided_like(self, section: _Part, parts: Sequence[_Part]) -> list[_Part]:
-        """A part outside layers of two, divided as the same one of three: without the blocks of the middle layer."""
+        """Divide a part outside layers of two groups like the same one of three, without the middle group."""
         found, index = [], section.blocks[0].start
         for part in parts:
             kinds = (0, 2)[:: part.order] if part.order else (0,)
@@ -101,32 +150,40 @@ class _Outline:
         return found
 
     def settle(self, parts: list[_Part]) -> None:
-        """Take these parts for good."""
+        """Fix the parts, and with them the position of every event."""
         self.parts = parts
         places: dict[int, _Place] = {}
         for number, part in enumerate(parts):
-            for layer, block in enumerate(part.blocks):
-                places.update((index, _Place(number, layer, at)) for at, index in enumerate(block))
+            for group, block in enumerate(part.blocks):
+                places.update((index, _Place(number, group, at)) for at, index in enumerate(block))
         self._places = [places[index] for index in range(len(self.stream))]
 
     def is_in_layer(self, index: int) -> bool:
-        """Whether an event is part of a visit."""
+        """Whether an event belongs to a visit."""
         return self.parts[self._places[index].part].order != 0
 
     def freed(self, index: int) -> _Place:
-        """Where the block that an event frees was allocated."""
+        """Position of the allocation of the block that an event frees."""
         return self._places[self.allocated_at[~self.stream.codes[index]]]
 
     def describe(self, index: int) -> str:
         """An event in words."""
-        event = self.stream[index]
-        return f"event {index} of {self.layers} layers ({event.moment}) {event.kind}s {event.size} bytes"
+        event, layers = self.stream[index], self.grouping.layers(self.groups)
+        return f"event {index} of {layers} layers ({event.moment}) {event.kind}s {event.size} bytes"
+
+    def moved(self, moment: Moment, group: int, begin: int = 0) -> Moment:
+        """A moment with the layer at the same place of another group."""
+        if moment.layer is None:
+            return moment
+        layer, grouping = moment.layer - self.begin, self.grouping
+        place = layer - grouping.start(grouping.group(layer, self.groups))
+        return moment._replace(layer=begin + grouping.start(group) + place)
 
     def _parts(self, labels: Sequence[int | None], events: range, strict: bool) -> list[_Part]:
-        """Sections and visits in turn; a section may be empty.
+        """Sections and visits alternately; a section may be empty.
 
         Raises:
-            StreamError: A layer's events are not part of a visit, and `strict`.
+            StreamError: A layer's events are not part of a visit, if `strict`.
         """
         found: list[_Part] = []
         index = begun = events.start
@@ -144,19 +201,19 @@ class _Outline:
         return [*found, _Part((range(begun, index),), 0)]
 
     def _visit(self, labels: Sequence[int | None], index: int, stop: int) -> _Part | None:
-        """The visit of all layers that begins at an event; None if none does.
+        """The visit to all groups that begins at an event; None if none does.
 
-        Where the layer visited last is the first of the next visit too (the backward pass after a forward pass without
-        a head), the visit ends with the phases that the other layers have in it.
+        If the last group of a visit is also the first of the next one (the backward pass after a forward pass without
+        a head), the visit ends with the phases that its other groups have.
         """
-        if labels[index] not in (0, self.layers - 1):
+        if labels[index] not in (0, self.groups - 1):
             return None
         order = 1 if labels[index] == 0 else -1
         phases: set[str] = set()
         blocks: list[range] = []
-        for layer in range(self.layers)[::order]:
-            begun, last = index, len(blocks) == self.layers - 1
-            while index < stop and labels[index] == layer:
+        for group in range(self.groups)[::order]:
+            begun, last = index, len(blocks) == self.groups - 1
+            while index < stop and labels[index] == group:
                 phase = self.stream.moment(index).phase
                 if last and phase not in phases:
                     break
@@ -172,7 +229,7 @@ def _line_up(small: _Outline, large: _Outline) -> None:
     """Divide both steps into the same parts.
 
     Raises:
-        StreamError: They cannot be.
+        StreamError: Their events do not allow that.
     """
     orders = [[part.order for part in outline.parts if part.order] for outline in (small, large)]
     if orders[0] != orders[1]:
@@ -194,7 +251,7 @@ def _line_up(small: _Outline, large: _Outline) -> None:
 
 
 def _blocks_of_both(small: _Outline, large: _Outline) -> Iterator[tuple[range, range]]:
-    """Events outside layers, of the first layer and of the last, with two layers and with three."""
+    """Events outside layers, of the first group and of the last, with two groups and with three."""
     for mine, other in zip(small.parts, large.parts, strict=True):
         yield mine.blocks[0], other.blocks[0]
         if mine.order:
@@ -202,7 +259,7 @@ def _blocks_of_both(small: _Outline, large: _Outline) -> Iterator[tuple[range, r
 
 
 def _check_as_many(small: _Outline, mine: range, count: int) -> None:
-    """Raises StreamError if a block of two layers has not as many events as the same one of three."""
+    """Raise StreamError if a block of two groups has another number of events than the same one of three."""
     if len(mine) != count:
         first = f", beginning with {small.describe(mine.start)}" if mine else ""
         raise StreamError(
@@ -211,28 +268,28 @@ def _check_as_many(small: _Outline, mine: range, count: int) -> None:
 
 
 class _Rules:
-    """What two layers and three tell about more.
+    """What the steps of two and of three groups show about deeper ones.
 
     Attributes:
-        growth: Bytes that an allocation outside layers takes more for each further layer, by its event of three layers.
-        from_end: Events of three layers that free a block of a layer counted from the last.
+        growth: Additional bytes for each further group of allocations outside layers, by event of three groups.
+        from_end: Events of three groups that free a block of a group counted from the last.
     """
 
     def __init__(self, small: _Outline, large: _Outline) -> None:
         self._small, self._large = small, large
         self.growth: dict[int, int] = {}
         self.from_end: set[int] = set()
-        # Blocks of the first or last layer of three, and the same ones of the middle layer.
+        # Positions in the first or last group of three, and the same offsets in the middle group.
         self._twins: dict[_Place, int] = {}
         for mine, other in _blocks_of_both(small, large):
             for one, same in zip(mine, other, strict=True):
                 self._compare(one, same)
 
     def twin(self, place: _Place) -> int:
-        """What place in the middle layer's block has what is here in the first or last layer's.
+        """Offset in the middle group's block of what the first or last group has at a position.
 
-        Where no event of both steps tells, it is the allocation with the same moment, size, stream and category, as
-        many such allocations after the block's begin.
+        If no event of both steps shows it, it is the allocation with the same moment, size, stream and category, after
+        as many such allocations.
 
         Raises:
             StreamError: There is none.
@@ -240,35 +297,36 @@ class _Rules:
         if place not in self._twins:
             part = self._large.parts[place.part]
             theirs = {signature: at for at, signature in self._signatures(part.blocks[_MIDDLE])}
-            for at, signature in self._signatures(part.blocks[place.layer]):
+            for at, signature in self._signatures(part.blocks[place.group]):
                 if signature in theirs:
-                    self._twins.setdefault(_Place(place.part, place.layer, at), theirs[signature])
+                    self._twins.setdefault(_Place(place.part, place.group, at), theirs[signature])
         if place not in self._twins:
-            index = self._large.parts[place.part].blocks[place.layer][place.offset]
+            index = self._large.parts[place.part].blocks[place.group][place.offset]
             raise StreamError(
                 f"{self._large.describe(index)}, for another layer; the layer between has no such block"
             )
         return self._twins[place]
 
     def _signatures(self, block: range) -> Iterator[tuple[int, object]]:
-        """The allocations of a layer's block: place, and what tells them apart."""
+        """Offsets and distinguishing marks of the allocations in a group's block."""
         seen: Counter[object] = Counter()
         for at, index in enumerate(block):
             event = self._large.stream[index]
             if event.kind == "allocate":
-                key = (event.moment._replace(layer=None), event.size, event.stream, event.category)
+                key = (self._large.moved(event.moment, 0), event.size, event.stream, event.category)
                 seen[key] += 1
                 yield at, (key, seen[key])
 
     def _compare(self, one: int, same: int) -> None:
-        """An event with two layers, and the same with three.
+        """Compare an event of two groups with the same one of three.
 
         Raises:
-            StreamError: They are not the same.
+            StreamError: They differ.
         """
         mine, other = self._small.stream[one], self._large.stream[same]
         differ = StreamError(f"{self._small.describe(one)}, but {self._large.describe(same)}")
-        if (mine.kind, mine.moment._replace(layer=None)) != (other.kind, other.moment._replace(layer=None)):
+        moments = self._small.moved(mine.moment, 0), self._large.moved(other.moment, 0)
+        if mine.kind != other.kind or moments[0] != moments[1]:
             raise differ
         if mine.kind == "allocate":
             growth, in_layer = other.size - mine.size, self._large.is_in_layer(same)
@@ -278,57 +336,56 @@ class _Rules:
                 self.growth[same] = growth
             return
         a, b = self._small.freed(one), self._large.freed(same)
-        further = b.layer - a.layer
+        further = b.group - a.group
         if a.part != b.part or further not in (0, 1):
             raise StreamError(f"{differ} that are allocated elsewhere")
         if further:
             self.from_end.add(same)
-        # Of two layers, the second is the last one; of three, the third is.
-        kind = 2 if a.layer and self._small.parts[a.part].order else a.layer
-        if kind != b.layer:
+        # Of two groups, the second is the last one; of three, the third is.
+        kind = 2 if a.group and self._small.parts[a.part].order else a.group
+        if kind != b.group:
             self._twins[_Place(b.part, kind, a.offset)] = b.offset
         elif a.offset != b.offset:
             raise StreamError(f"{differ} that are allocated elsewhere")
 
 
-def _built(large: _Outline, rules: _Rules, layers: int) -> Stream:
-    """The step with at least three layers."""
+def _built(large: _Outline, rules: _Rules, groups: int, begin: int) -> Stream:
+    """The step with at least three groups."""
     builder = StreamBuilder()
-    made: list[list[list[int]]] = []  # block numbers, by part, layer and place; -1 of frees
+    made: list[list[list[int]]] = []  # block numbers, by part, group and offset; -1 of frees
     names: dict[tuple[int, int], Moment] = {}
     stream = large.stream
     for part in large.parts:
-        made.append([[] for _ in range(layers if part.order else 1)])
-        for layer in range(layers)[:: part.order] if part.order else (0,):
-            for index in part.blocks[_kind(layer, layers) if part.order else 0]:
-                key = (layer, stream.moments[index])
+        made.append([[] for _ in range(groups if part.order else 1)])
+        for group in range(groups)[:: part.order] if part.order else (0,):
+            for index in part.blocks[_kind(group, groups) if part.order else 0]:
+                key = (group, stream.moments[index])
                 if key not in names:
-                    moment = stream.moment(index)
-                    names[key] = moment if moment.layer is None else moment._replace(layer=layer)
+                    names[key] = large.moved(stream.moment(index), group, begin)
                 code, block = stream.codes[index], -1
                 if code >= 0:
-                    size = stream.sizes[code] + rules.growth.get(index, 0) * (layers - 3)
+                    size = stream.sizes[code] + rules.growth.get(index, 0) * (groups - 3)
                     category = CATEGORIES[stream.categories[code]]
                     block = builder.allocate(size, names[key], stream.streams[code], category)
                 else:
-                    place = _target(large, rules, index, layer if part.order else None, layers)
-                    builder.free(made[place.part][place.layer][place.offset], names[key])
-                made[-1][layer].append(block)
+                    place = _target(large, rules, index, group if part.order else None, groups)
+                    builder.free(made[place.part][place.group][place.offset], names[key])
+                made[-1][group].append(block)
     return builder.done()
 
 
-def _target(large: _Outline, rules: _Rules, index: int, layer: int | None, layers: int) -> _Place:
-    """Where the block is that an event of three layers frees when it is done in a layer of many, or outside layers."""
+def _target(large: _Outline, rules: _Rules, index: int, group: int | None, groups: int) -> _Place:
+    """Position of the block that is freed by an event of three groups, in a group of many or outside layers."""
     place = large.freed(index)
-    if layer is not None and _kind(layer, layers) == _MIDDLE and large.parts[place.part].order:
-        target = layer + place.layer - _MIDDLE
-        offset = place.offset if _kind(target, layers) == place.layer else rules.twin(place)
+    if group is not None and _kind(group, groups) == _MIDDLE and large.parts[place.part].order:
+        target = group + place.group - _MIDDLE
+        offset = place.offset if _kind(target, groups) == place.group else rules.twin(place)
         return _Place(place.part, target, offset)
     if index in rules.from_end:
-        return _Place(place.part, place.layer + layers - 3, place.offset)
+        return _Place(place.part, place.group + groups - 3, place.offset)
     return place
 
 
-def _kind(layer: int, layers: int) -> int:
-    """Which of three layers a layer is like."""
-    return 0 if layer == 0 else 2 if layer == layers - 1 else _MIDDLE
+def _kind(group: int, groups: int) -> int:
+    """The group of three that a group is like."""
+    return 0 if group == 0 else 2 if group == groups - 1 else _MIDDLE

@@ -333,5 +333,5 @@ def test_another_of_two_blocks_that_are_alike() -> None:
 
 def test_fewer_than_two_layers() -> None:
     program = forward_and_backward()
-    with pytest.raises(StreamError, match="cut to 1 layers"):
+    with pytest.raises(StreamError, match="1 layers are not 1 and then groups of 1"):
         extended(run(program, 2), run(program, 3), 1)
