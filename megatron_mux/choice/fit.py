@@ -67,7 +67,7 @@ def as_many_as_fit(
         profiles: Profiles of full fine-tuning.
     """
     step = step_memory(architecture, recipe, method, profiles, device=device, gpu=gpu)
-    largest = largest_batch(lambda count: step.peak(count * recipe.length), memory)
+    largest = largest_batch(lambda count: step.peak(count * recipe.length) <= memory)
     shown = batch or max(largest, 1)
     rows = shown * recipe.length
     if batch is None:
@@ -134,7 +134,7 @@ def of_file(
 
 
 def _largest(step: StepMemory, content: Content, memory: int) -> int:
-    return largest_batch(lambda count: step.peak(_rows(content, count)), memory)
+    return largest_batch(lambda count: step.peak(_rows(content, count)) <= memory)
 
 
 def _rows(content: Content, sequences: int) -> int:

@@ -29,21 +29,6 @@ class Recording:
     marks: tuple[Mark, ...]
     communicators: int = 0
 
-    @property
-    def begins(self) -> tuple[int, ...]:
-        """Number of events before each step."""
-        return tuple(index for index, what in self.marks if what == STEP)
-
-    @property
-    def held(self) -> int:
-        """Bytes allocated before the first step: weights, adapters, optimizers."""
-        return self.stream.live()[self.begins[0] - 1] if self.begins[0] else 0
-
-    @property
-    def last_step_peak(self) -> int:
-        """Peak bytes from the last step on."""
-        return max(self.stream.live()[max(self.begins[-1] - 1, 0) :], default=0)
-
     def at(self, index: int) -> str:
         """What the rank was doing at an event; empty before the first mark."""
         place = bisect_right(self.marks, index, key=lambda mark: mark[0])

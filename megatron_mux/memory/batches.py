@@ -153,22 +153,17 @@ class Batches:
         if self._weights > memory:
             return 0
 
-        def does_not_fit(batch: int) -> int:
-            return int(not self.prediction(batch).fits(memory))
+        def fits(batch: int) -> bool:
+            return self.prediction(batch).fits(memory)
 
         if self._family is None:
-            return largest_batch(does_not_fit, 0)
-        if does_not_fit(self._least):
-            return largest_batch(lambda batch: 1 if batch >= self._least else does_not_fit(batch), 0)
-        high = self._bound(memory) + 1  # does not fit
-        step, low = 1, high - 1
-        while low > self._least and does_not_fit(low):
-            high, low, step = low, low - step, 2 * step
-        low = max(low, self._least)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if does_not_fit(middle) else (middle, high)
-        return low
+            return largest_batch(fits)
+        if not fits(self._least):
+            return largest_batch(fits, high=self._least)
+        high, step = self._bound(memory) + 1, 1
+        while high - step > self._least and not fits(high - step):
+            high, step = high - step, 2 * step
+        return largest_batch(fits, max(high - step, self._least), high)
 
     @cached_property
     def _family(self) -> BatchFamily | None:

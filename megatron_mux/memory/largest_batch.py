@@ -1,4 +1,4 @@
-"""The largest batch that fits, by few questions."""
+"""The largest batch that fits."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Callable
 MAX_SEQUENCES = 1 << 40
 
 
-def largest_batch(peak: Callable[[int], int], limit: int) -> int:
-    """Find the largest batch whose peak is within the limit; 0 if there is none.
+def largest_batch(fits: Callable[[int], bool], low: int = 0, high: int | None = None) -> int:
+    """Find the largest batch that fits, by bisection; 0 if there is none.
 
     Args:
-        peak: Bytes at the peak of a batch, which never falls as the batch grows.
-        limit: Bytes available.
+        fits: Whether a batch fits; if one does, so do all smaller ones.
+        low: A batch that fits, or 0.
+        high: A batch that does not fit; None doubles batches until one does not.
     """
-    if peak(1) > limit:
-        return 0
-    low, high = 1, 2
-    while high < MAX_SEQUENCES and peak(high) <= limit:
-        low, high = high, 2 * high
+    if high is None:
+        high = max(1, 2 * low)
+        while high < MAX_SEQUENCES and fits(high):
+            low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if peak(middle) <= limit:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

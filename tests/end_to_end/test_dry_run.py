@@ -15,6 +15,7 @@ from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.worker import WorkerError
+from tests.unit.dry_run.recordings import begins, held, last_step_peak
 from tests.unit.memory.traced import LLAMA
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -93,7 +94,7 @@ def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event(
 
 def _weights(recording: Recording) -> int:
     """Bytes of weights before the first step."""
-    return recording.stream.breakdown(recording.begins[0] - 1)[Category.PARAMETERS]
+    return recording.stream.breakdown(begins(recording)[0] - 1)[Category.PARAMETERS]
 
 
 @pytest.mark.timeout(240)
@@ -106,9 +107,9 @@ def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
         whole, *few = found[name]
         assert deepened(run, rank, *few) == whole, name
     assert _weights(found["sharded"][0]) < 0.6 * _weights(found["resident"][0])
-    assert found["offloaded"][0].held < 0.2 * found["resident"][0].held
+    assert held(found["offloaded"][0]) < 0.2 * held(found["resident"][0])
     whole = found["rolling, two kinds, evaluated"][0]
-    assert len(whole.begins) == 1 and "the evaluation of lora, 0F0.1" in [what for _, what in whole.marks]
+    assert len(begins(whole)) == 1 and "the evaluation of lora, 0F0.1" in [what for _, what in whole.marks]
     assert whole.communicators == 0 and found["sharded"][0].communicators > 0
 
 
@@ -123,13 +124,13 @@ def test_few_layers_that_do_not_line_up_are_not_trusted() -> None:
 
 def test_pruning_takes_most_where_its_masks_are_fixed_or_kept() -> None:
     found, alone = dry_runs([(_run(2, ("sparse",), steps=3), 0), (_run(2, ("sparse",)), 0)])
-    live, steps = found.stream.live(), [*found.begins, len(found.stream)]
+    live, steps = found.stream.live(), [*begins(found), len(found.stream)]
     peaks = [max(live[a:b]) for a, b in zip(steps[:-1], steps[1:], strict=True)]
     operators = {event.moment.operator for event in found.stream}
     assert "scratch of a sort" in operators
     assert "scratch of a sort" in {found.stream[i].moment.operator for i in range(steps[1], steps[2])}
     assert live[steps[2] - 1] > live[steps[1] - 1], "the masks stay"
-    assert alone.last_step_peak == max(peaks[1:2])
+    assert last_step_peak(alone) == max(peaks[1:2])
 
 
 def test_layers_that_differ_are_all_dry_run() -> None:

@@ -11,6 +11,7 @@ from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
+from tests.unit.dry_run.recordings import begins, held
 
 SETTING = RunSpec({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
 
@@ -66,5 +67,5 @@ def test_the_worst_rank_is_one_that_does_not_fit() -> None:
 
 def test_what_a_rank_was_doing_at_an_event() -> None:
     recording = _recording()
-    assert recording.begins == (1,) and recording.held == 40 * MIB
+    assert begins(recording) == [1] and held(recording) == 40 * MIB
     assert [recording.at(index) for index in (0, 1, 2, 4, 6)] == ["", "1F0.0", "1B0.0", "1B0.1", "1N0"]

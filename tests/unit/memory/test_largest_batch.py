@@ -11,15 +11,15 @@ def test_the_largest_batch_is_that_of_counting(fixed: int, each: int, limit: int
     counted = 0
     while fixed + each * (counted + 1) <= limit:
         counted += 1
-    assert largest_batch(lambda batch: fixed + each * batch, limit) == counted
+    assert largest_batch(lambda batch: fixed + each * batch <= limit) == counted
 
 
 def test_few_questions_are_asked() -> None:
     asked: list[int] = []
 
-    def peak(batch: int) -> int:
+    def fits(batch: int) -> bool:
         asked.append(batch)
-        return batch
+        return batch <= 10**9
 
-    assert largest_batch(peak, 10**9) == 10**9
+    assert largest_batch(fits) == 10**9
     assert len(asked) < 80
