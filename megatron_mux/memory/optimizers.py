@@ -1,7 +1,7 @@
-"""What optimizers of `transformers.TrainingArguments` keep and take, by the names that its `optim` has.
+"""Memory of the optimizers of `transformers.TrainingArguments`, by the names of its `optim`.
 
-`states` is what they keep from step to step, `step` what one step makes anew and gives back. Where a form is no
-multiple of the weights, a model's tensors decide: see `Shapes`.
+`states` are bytes kept from step to step, `step` bytes that one step allocates and frees. If these are no multiple of
+the number of weights, they depend on the shapes of a model's tensors: see `Shapes`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 Zero = Literal[0, 1, 2, 3]
-"""What data-parallel ranks divide: nothing, optimizer states (1), gradients too (2), weights too (3)."""
+"""What data-parallel ranks shard: nothing, optimizer states (1), also gradients (2), also weights (3)."""
 _SMALL = 4096
-"""Values of a tensor below which 8-bit optimizers keep moments in fp32."""
+"""8-bit optimizers keep moments of tensors with fewer values in fp32."""
 _BLOCK = 256
-"""Values that share a scale in 8-bit moments."""
+"""Number of values that share a scale in 8-bit moments."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What optimizers need to know of some tensors beside how many values they have.
+    """Sums over a model's tensors that optimizer memory depends on.
 
     Attributes:
-        lines: Values of a row and of a column of each matrix, and all of each vector: Adafactor's second moments.
-        exact: Values of embeddings and of small tensors: of those, 8-bit optimizers keep moments in fp32.
-        largest: Values of the largest tensor.
+        lines: Number of rows and columns of all matrices and of values of all vectors: Adafactor's second moments.
+        exact: Number of values of embeddings and small tensors, whose moments 8-bit optimizers keep in fp32.
+        largest: Number of values of the largest tensor.
     """
 
     lines: int = 0
@@ -35,11 +35,11 @@ class Shapes:
 
     @classmethod
     def of(cls, shape: Sequence[int], embeds: bool) -> Shapes:
-        """Of one tensor.
+        """The shapes of one tensor.
 
         Args:
-            shape: Its sizes.
-            embeds: Whether it is a module's that looks up tokens or positions.
+            shape: Its shape.
+            embeds: Whether it belongs to an embedding of tokens or positions.
         """
         count = lines = math.prod(shape)
         if len(shape) > 1:
@@ -52,15 +52,15 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps and takes.
+    """Memory of an optimizer.
 
     Attributes:
-        kept: States with a value for each value of the weights, in their precision.
-        made: Lists of tensors like all gradients that a step makes anew.
-        megatron: Megatron-LM's name of it; None if it has none.
-        traced: Whether its steps can be traced; else there are closed forms alone.
-        in_turn: Whether it steps one tensor after the other, not lists of them.
-        zeros: What data-parallel ranks can divide with it, by what has it: Megatron-LM, or else transformers.
+        kept: Number of states as large as the weights, in their precision.
+        made: Number of temporary copies of all gradients in a step.
+        megatron: Its name in Megatron-LM; None if Megatron-LM lacks it.
+        traced: Whether its steps can be traced; else only closed forms know it.
+        in_turn: Whether it steps one tensor at a time instead of lists of tensors.
+        zeros: Stages of sharding that support it, in Megatron-LM if that has it, else in transformers.
     """
 
     kept: int = 0
@@ -71,7 +71,7 @@ class Optimizer:
     zeros: tuple[Zero, ...] = (0,)
 
     def state_size(self, size: int) -> float:
-        """Bytes that it keeps for a value of a large matrix.
+        """Bytes of state for a value of a large matrix.
 
         Args:
             size: Bytes of a value of the weights that it steps.
@@ -79,33 +79,33 @@ class Optimizer:
         return self.kept * size
 
     def states(self, values: float, shapes: Shapes, size: int) -> float:
-        """Bytes that it keeps.
+        """Bytes of all states.
 
         Args:
-            values: Of the weights.
-            shapes: Of their tensors.
+            values: Number of values of the weights.
+            shapes: Shapes of their tensors.
             size: Bytes of a value.
         """
         return self.state_size(size) * values
 
     def step(self, values: float, shapes: Shapes, size: int) -> float:
-        """Bytes that a step makes anew; arguments as for `states`."""
+        """Bytes that a step allocates and frees; arguments as for `states`."""
         return self.made * size * values
 
 
 class _Adafactor(Optimizer):
-    """`transformers.optimization.Adafactor` without a first moment, as `Trainer` has it: one tensor after the other."""
+    """`transformers.optimization.Adafactor` without a first moment, as `Trainer` uses it: one tensor at a time."""
 
     def states(self, values: float, shapes: Shapes, size: int) -> float:
         return 4.0 * shapes.lines
 
     def step(self, values: float, shapes: Shapes, size: int) -> float:
-        # The squared gradient, and it with something added; fp32 copies of half-precision weights and gradients.
+        # The squared gradient with and without epsilon; fp32 copies of half-precision weights and gradients.
         return 4.0 * (2 if size == 4 else 4) * shapes.largest
 
 
 class _EightBit(Optimizer):
-    """AdamW of bitsandbytes: two moments of a byte and, for each block of values, their scales."""
+    """AdamW of bitsandbytes: two moments of one byte, and their scales for each block of values."""
 
     def state_size(self, size: int) -> float:
         return 2 * (1 + 4 / _BLOCK)
@@ -118,10 +118,10 @@ class _EightBit(Optimizer):
 _EIGHT_BIT = _EightBit(traced=False, in_turn=True)
 
 _MEGATRON: tuple[Zero, ...] = (0, 1, 2, 3)
-"""Of Adam alone: its distributed optimizer, which Megatron-FSDP has too, refuses SGD."""
+"""Only Adam: the distributed optimizer, which Megatron-FSDP uses too, refuses SGD."""
 _FSDP: tuple[Zero, ...] = (0, 2, 3)
-"""FSDP2 of torch: weights are brought for a pass, or for a step (2). With it neither transformers' Adafactor can step
-(it mixes whole and divided tensors) nor the kernels of bitsandbytes."""
+"""torch's FSDP2 gathers weights for a pass, or for a step (2). transformers' Adafactor, which mixes whole and sharded
+tensors, and the kernels of bitsandbytes do not work with it."""
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     # Sources: torch.optim's `_multi_tensor_*` (2.13), transformers/optimization.py and trainer.py (5.23: which
@@ -135,6 +135,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw_bnb_8bit": _EIGHT_BIT,
     "adamw_8bit": _EIGHT_BIT,  # an alias
 }
-"""By name, what `transformers` takes first. Left out are those that need further packages, but for bitsandbytes'."""
+"""Optimizers by name, the default of `transformers` first. Of those that need further packages, only bitsandbytes' are
+included."""
 DEFAULT = "adamw_torch_fused"
-"""What `transformers` takes unless told otherwise."""
+"""The default of `transformers`."""

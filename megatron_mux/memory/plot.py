@@ -1,7 +1,7 @@
-"""Memory over time as a picture: a panel for each prediction, bytes by part stacked, the GPU's memory as a line.
+"""Draws memory over time: a panel for each prediction, with bytes stacked by part and the GPU's memory as a line.
 
-A traced step has thousands of moments, and what the allocator has reserved above them; closed forms know a few
-instants, the papers' only their peak.
+A traced step has thousands of moments, and a line for the memory that the allocator has reserved; closed forms have a
+few named instants.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from megatron_mux.errors import UserError
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 _POINTS = 4000
-"""More events than a picture has columns are drawn as the most of each run of them."""
+"""Maximum number of moments in a panel; of more, the highest of each run is drawn."""
 _COLUMNS = 3
 _LEAST_WIDE = 4
-"""As many bars as a panel of one has room for."""
+"""Minimum width of a panel, in bars."""
 _FAR = 2.5
-"""A GPU with more memory than so many times the highest peak is not drawn to scale."""
+"""The GPU's memory is drawn as a line up to this multiple of the highest peak."""
 _COLOURS = {
     "base": "#b0b0b0",
     CONTEXT: "#b0b0b0",
@@ -47,18 +48,18 @@ _COLOURS = {
     "other": "#8c8c8c",
 }
 _OTHERS = ("#da8bc3", "#2f6b4f", "#7a5195", "#bc5090", "#665c54")
-"""For parts without a colour of their own."""
+"""Colours of parts that are not in `_COLOURS`."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn of one prediction.
+    """The picture of one prediction.
 
     Attributes:
-        title: Above it.
-        times: What the moments are, in words; empty for too many to name.
-        columns: For each part its bytes at each moment; at the bottom the first.
-        reserved: Bytes that the process has of the GPU at each moment; empty where they are among the parts.
+        title: Title above it.
+        times: Names of the moments; empty if there are too many to name.
+        columns: Bytes of each part at each moment, from the bottom up.
+        reserved: Bytes that the process holds at each moment; empty if the parts include all of them.
     """
 
     title: str
@@ -68,17 +69,17 @@ class Panel:
 
     @property
     def totals(self) -> list[int]:
-        """Bytes of all parts at each moment."""
+        """Sum of all parts at each moment."""
         return [sum(sizes) for sizes in zip(*self.columns.values(), strict=True)]
 
     @property
     def top(self) -> int:
-        """The most that is drawn."""
+        """Highest value in the panel."""
         return max((*self.totals, *self.reserved))
 
 
 def check(file: Path) -> None:
-    """Raises UserError if no picture can be drawn into a file: for its name, its directory, or want of matplotlib."""
+    """Raise UserError if a picture cannot be drawn: wrong file name, missing directory, or matplotlib not installed."""
     if file.suffix not in FORMATS:
         raise UserError(f"--plot {file}: must end in {' or '.join(FORMATS)}")
     if not file.parent.is_dir():
@@ -90,10 +91,13 @@ def check(file: Path) -> None:
 
 
 def traced(prediction: Prediction, title: str) -> Panel:
-    """The panel of a step's stream: what is live and reserved, at no more than `_POINTS` moments.
+    """The panel of a step's stream, live bytes and reserved bytes at up to `_POINTS` moments.
 
-    Of each run of events the moment with most bytes in use is drawn. What the process has outside the allocator is at
-    the bottom.
+    The moment with most live bytes represents each run of events. Memory outside the allocator is at the bottom.
+
+    Args:
+        prediction: The prediction.
+        title: Title of the panel.
     """
     stream, replay = prediction.stream, prediction.replay
     live, run = stream.live(), -(-len(stream) // _POINTS) or 1
@@ -116,7 +120,12 @@ def traced(prediction: Prediction, title: str) -> Panel:
 
 
 def closed(title: str, instants: Mapping[str, Mapping[str, int]]) -> Panel:
-    """The panel of what closed forms know: at each instant, by its name, the bytes by part."""
+    """The panel of closed forms.
+
+    Args:
+        title: Title of the panel.
+        instants: Bytes by part at each instant, by its name.
+    """
     parts = dict.fromkeys(part for found in instants.values() for part, size in found.items() if size)
     columns = {part: [found.get(part, 0) for found in instants.values()] for part in parts}
     return Panel(title, tuple(instants), columns)
@@ -126,10 +135,10 @@ def draw(panels: Sequence[Panel], title: str, limit: int, file: Path) -> None:
     """Draw predictions into a PNG or SVG file.
 
     Args:
-        panels: At least one.
-        title: Above all.
-        limit: Bytes of a GPU.
-        file: Where to.
+        panels: One or more panels.
+        title: Title of the picture.
+        limit: Memory of a GPU in bytes.
+        file: The file to write.
 
     Raises:
         UserError: The file cannot be written.
@@ -171,7 +180,7 @@ def draw(panels: Sequence[Panel], title: str, limit: int, file: Path) -> None:
 
 
 def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
-    """One panel."""
+    """Draw one panel."""
     totals = panel.totals
     times = range(len(totals))
     sizes = {part: [size / GIB for size in column] for part, column in panel.columns.items()}
@@ -181,7 +190,7 @@ def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
             axes.bar(times, column, bottom=below, width=0.94, color=colours[part], label=part)
             below = [low + size for low, size in zip(below, column, strict=True)]
         axes.set_xlim(-_LEAST_WIDE / 2 if len(totals) == 1 else -0.6, max(len(totals) - 0.4, _LEAST_WIDE / 2))
-        axes.set_xticks(times, [_wrapped(name) for name in panel.times], fontsize="x-small")
+        axes.set_xticks(times, [fill(name, 13) for name in panel.times], fontsize="x-small")
     else:
         drawn = [colours[part] for part in sizes]
         axes.stackplot(times, list(sizes.values()), labels=list(sizes), colors=drawn, step="post")
@@ -190,7 +199,7 @@ def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
         )
         axes.set_xlim(0, max(1, len(totals) - 1))
         axes.set_xticks([])
-        axes.set_xlabel("the allocations and frees, first to last", fontsize="small")
+        axes.set_xlabel("allocations and frees, in order", fontsize="small")
     most = max(totals)
     axes.plot([totals.index(most)], [most / GIB], marker="v", markersize=4, color="black")
     axes.annotate(
@@ -206,18 +215,8 @@ def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
 
 
 def _colours(panels: Sequence[Panel]) -> dict[str, str]:
-    """A colour for each part."""
+    """The colour of each part."""
     parts = dict.fromkeys(part for panel in panels for part in panel.columns)
     unknown = [part for part in parts if part not in _COLOURS]
     more = {part: _OTHERS[place % len(_OTHERS)] for place, part in enumerate(unknown)}
     return {part: _COLOURS.get(part) or more[part] for part in parts}
-
-
-def _wrapped(name: str) -> str:
-    """A moment's name in short lines."""
-    lines = [""]
-    for word in name.split():
-        if len(lines[-1]) + len(word) > 12:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""A step as allocations and frees, in order: what it is, of any depth, with blocks put in."""
+"""A step as allocations and frees in order; its extension to any depth, and the insertion of further blocks."""

@@ -1,7 +1,7 @@
-"""What a step does to a device's memory: its allocations and frees, one after the other.
+"""A step as a stream of allocations and frees of a device's memory.
 
-A stream is kept in columns, eight bytes an event and another seventeen a block: the 200,000 events of a step of eighty
-layers are 3 MB. It is built by a `StreamBuilder`, and read as `Event`s or by column.
+A stream is stored in columns, with eight bytes for an event and another seventeen for a block: the 200,000 events of a
+step of eighty layers take 3 MB. A `StreamBuilder` builds it; it is read as `Event`s or by column.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 
 class StreamError(ValueError):
-    """A stream that cannot be: the message names the event."""
+    """An invalid stream; the message names the event."""
 
 
 class Category(StrEnum):
-    """What a block of memory is for."""
+    """Purpose of a block of memory."""
 
     PARAMETERS = "parameters"
     ADAPTERS = "adapters"
@@ -39,12 +39,12 @@ _TYPECODES = {"codes": "i", "moments": "I", "sizes": "q", "streams": "q", "categ
 
 
 class Moment(NamedTuple):
-    """When something happens in a step.
+    """The time of an event in a step.
 
     Attributes:
-        phase: `forward`, `backward`, `optimizer`, or whatever the step is divided into.
-        layer: Which layer it is done in or for; None outside layers.
-        operator: What is running.
+        phase: `forward`, `backward`, `optimizer` or another phase of the step.
+        layer: The layer that it belongs to; None outside layers.
+        operator: The operator that runs.
     """
 
     phase: str
@@ -58,15 +58,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One allocation or free. A free tells the size, stream and category of its block again.
+    """One allocation or free. A free repeats the size, stream and category of its block.
 
     Attributes:
-        kind: Which of the two.
-        block: Blocks are numbered in the order in which they are allocated, from 0.
-        size: Bytes asked for.
+        kind: Whether it is an allocation or a free.
+        block: Number of the block, in the order of allocation, from 0.
+        size: Requested bytes.
         stream: The CUDA stream that the block is allocated for.
-        category: What the block is for.
-        moment: When.
+        category: Purpose of the block.
+        moment: Time of the event.
     """
 
     kind: Literal["allocate", "free"]
@@ -79,13 +79,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that is live at once.
+    """The peak of live bytes.
 
     Attributes:
-        size: Bytes, as asked for: no rounding.
-        index: The first event after which it is reached; -1 of a stream without one.
-        moment: Of that event.
-        breakdown: What these bytes are for; categories without any are left out.
+        size: Requested bytes, without rounding.
+        index: The first event that reaches it; -1 if the stream is empty.
+        moment: Time of that event.
+        breakdown: These bytes by category; categories without any are left out.
     """
 
     size: int
@@ -96,14 +96,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class Stream:
-    """A step's events in columns. Make it with a `StreamBuilder`, `from_json` or `extended`.
+    """The events of a step in columns. Make it with a `StreamBuilder`, `from_json` or `extended`.
 
     Attributes:
         codes: For each event the number of the block it allocates, or `~number` of the block it frees.
-        moments: For each event an index of `moment_names`.
+        moments: For each event an index into `moment_names`.
         sizes: Bytes of each block.
         streams: Each block's CUDA stream.
-        categories: Each block's index of `CATEGORIES`.
+        categories: Each block's index into `CATEGORIES`.
         moment_names: All different moments, in the order of their first use.
     """
 
@@ -133,11 +133,11 @@ class Stream:
         )
 
     def moment(self, index: int) -> Moment:
-        """When an event happens."""
+        """Time of an event."""
         return self.moment_names[self.moments[index]]
 
     def live(self) -> array[int]:
-        """Bytes that are live after each event, as asked for."""
+        """Requested bytes that are live after each event."""
         found, size, sizes = array("q"), 0, self.sizes
         for code in self.codes:
             size += sizes[code] if code >= 0 else -sizes[~code]
@@ -145,7 +145,7 @@ class Stream:
         return found
 
     def peak(self) -> Peak:
-        """The most that is live at once, when, and what it is."""
+        """The peak of live bytes."""
         live = self.live()
         if not live:
             return Peak(0, -1, None, {})
@@ -154,7 +154,7 @@ class Stream:
         return Peak(size, index, self.moment(index), self.breakdown(index))
 
     def breakdown(self, index: int) -> dict[Category, int]:
-        """What the bytes are for that are live after an event; categories without any are left out."""
+        """Bytes that are live after an event, by category; categories without any are left out."""
         totals = [0] * len(CATEGORIES)
         for code in self.codes[: index + 1]:
             block = code if code >= 0 else ~code
@@ -175,7 +175,7 @@ class Stream:
 
 
 class StreamBuilder:
-    """Collects the events of a step, and refuses those that cannot be where they are met."""
+    """Collects the events of a step and refuses invalid ones."""
 
     def __init__(self) -> None:
         self._stream = Stream(*map(array, _TYPECODES.values()), ())
@@ -188,13 +188,13 @@ class StreamBuilder:
         """Add an allocation.
 
         Args:
-            size: Bytes. A tensor without an element may be told too: it takes no memory.
-            moment: When.
-            stream: The CUDA stream it is for.
-            category: What for.
+            size: Bytes; 0 for a tensor without elements.
+            moment: Time of the event.
+            stream: The CUDA stream.
+            category: Purpose of the block.
 
         Returns:
-            The block's number, to free it by.
+            Number of the block, by which `free` knows it.
 
         Raises:
             StreamError: The size is negative.
@@ -215,7 +215,7 @@ class StreamBuilder:
         """Add a free.
 
         Raises:
-            StreamError: There is no such block, or it is free already.
+            StreamError: There is no such block, or it has been freed already.
         """
         into = self._stream
         if not 0 <= block < len(into.sizes):
@@ -229,7 +229,7 @@ class StreamBuilder:
         into.moments.append(self._interned(moment))
 
     def done(self) -> Stream:
-        """The stream of all events so far. What is added later is not part of it."""
+        """The stream of all events so far; later events do not change it."""
         return Stream(*(getattr(self._stream, name)[:] for name in _TYPECODES), tuple(self._moments))
 
     def _interned(self, moment: Moment) -> int:

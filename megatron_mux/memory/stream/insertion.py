@@ -1,4 +1,4 @@
-"""Inserts untraced blocks into a stream: workspaces that cuBLAS keeps, and DDP's gradient buckets."""
+"""Inserts untraced blocks into a stream: workspaces that cuBLAS keeps, and gradient buckets of DDP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_mux.memory.stream.events import CATEGORIES, Category, Moment, Stre
 
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm"))
 _FIRST_BUCKET, _BUCKET = MIB, 25 * MIB
-"""`DistributedDataParallel`'s: bytes that a bucket of gradients is filled up to."""
+"""Bytes at which `DistributedDataParallel` closes its first gradient bucket, and any other."""
 
 
 class Block(NamedTuple):
-    """A block that is allocated before an event of a stream, and kept."""
+    """A block that is allocated before an event of a stream and never freed."""
 
     before: int
     size: int
@@ -26,19 +26,18 @@ class Block(NamedTuple):
 
 
 def workspaces(stream: Stream, size: int) -> list[Block]:
-    """cuBLAS's workspaces, one for each thread's handle: autograd runs the backward pass in a thread of its own, all
-    else is done in the main thread.
+    """The workspaces of cuBLAS, one for each thread's handle: autograd runs the backward pass in a second thread.
 
     Args:
-        stream: Of one CUDA stream, on which all products are.
-        size: Of each.
+        stream: A step whose matrix products run on one CUDA stream.
+        size: Bytes of a workspace.
     """
     found: dict[bool, Block] = {}
     products = {place for place, moment in enumerate(stream.moment_names) if moment.operator in _PRODUCTS}
     for index, (code, at) in enumerate(zip(stream.codes, stream.moments, strict=True)):
         if code >= 0 and at in products:
             phase = stream.moment_names[at].phase
-            # The product's result is allocated first.
+            # The result of the product is allocated first.
             moment = Moment(phase, None, untraced.CUBLAS)
             found.setdefault(phase == "backward", Block(index + 1, size, Category.WORKSPACE, moment))
     return list(found.values())
@@ -47,9 +46,9 @@ def workspaces(stream: Stream, size: int) -> list[Block]:
 def buckets(stream: Stream) -> list[Block]:
     """The gradient buckets of `DistributedDataParallel`, which hold a copy of every gradient.
 
-    They are made before the first step, in the order in which gradients come about; gradients of one type are taken for
-    granted. (torch makes them in reverse order of the parameters first, and anew after the first step: of the same
-    number of bytes, once the old ones are gone.)
+    They are allocated before the first step, in the order in which gradients are computed, which must have one type.
+    (torch first allocates them in reverse order of the parameters, and replaces them after the first step by buckets of
+    the same number of bytes.)
     """
     moment = Moment("load", None, "gradient bucket")
     begin = next((i for i, at in enumerate(stream.moments) if stream.moment_names[at].phase != "load"), 0)
@@ -57,7 +56,7 @@ def buckets(stream: Stream) -> list[Block]:
 
 
 def bucket_sizes(gradients: Sequence[int]) -> Iterator[int]:
-    """Bytes of each bucket, from bytes of each gradient: a bucket is full once it has reached its limit."""
+    """Bytes of each bucket, from bytes of each gradient: a bucket is closed when it reaches its limit."""
     size, limit = 0, _FIRST_BUCKET
     for gradient in gradients:
         size += gradient
@@ -69,7 +68,7 @@ def bucket_sizes(gradients: Sequence[int]) -> Iterator[int]:
 
 
 def inserted(stream: Stream, blocks: Sequence[Block]) -> Stream:
-    """A stream with further blocks. They are numbered in the order of allocation, like all."""
+    """The stream with further blocks, all numbered in the order of allocation."""
     blocks = sorted(blocks, key=lambda block: block.before)
     names = dict.fromkeys((*stream.moment_names, *(block.moment for block in blocks)))
     place = {moment: at for at, moment in enumerate(names)}
@@ -100,7 +99,7 @@ def inserted(stream: Stream, blocks: Sequence[Block]) -> Stream:
 
 
 def scaled(stream: Stream, most: bool) -> Stream:
-    """A stream with the least or the most that what operators take for themselves may really be."""
+    """The stream with the lower or the upper bounds of untraced sizes."""
     shares = {
         at: entry.most if most else entry.least
         for at, moment in enumerate(stream.moment_names)
@@ -114,7 +113,7 @@ def scaled(stream: Stream, most: bool) -> Stream:
 
 
 def _gradients(stream: Stream) -> list[int]:
-    """Bytes of each gradient of the first step, in the order in which they come about."""
+    """Bytes of each gradient of the first step, in the order in which they are computed."""
     category, found = CATEGORIES.index(Category.GRADIENTS), list[int]()
     ends = [at for at, moment in enumerate(stream.moment_names) if moment.phase in ("optimizer", "clear")]
     for code, at in zip(stream.codes, stream.moments, strict=True):
