@@ -131,8 +131,10 @@ def serve() -> None:
             return
         try:
             answer = function(*arguments, **named), None
-        except (UserError, WorkerError) as error:
+        except UserError as error:
             answer = None, error
+        except WorkerError as error:  # not of its own class, whose module may import torch
+            answer = None, WorkerError(str(error))
         except Exception as error:  # models raise whatever they do without values
             answer = None, WorkerError(f"{type(error).__name__}: {one_line(error)}")
         calls.send(answer)

@@ -1,6 +1,6 @@
-"""`scaled_dot_product_attention` by the kernel that a GPU would take, without one.
+"""`scaled_dot_product_attention` with the kernel that a GPU would use.
 
-A torch without a GPU would take the mathematical form, whose score matrices no GPU would allocate.
+Without a GPU, torch would use the math implementation, whose score matrices no GPU would allocate.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron_mux.memory.sdpa import AttentionCall, Kernel, kernel
 
 
 class Attention:
-    """Stands in for `torch.nn.functional.scaled_dot_product_attention`.
+    """Replaces `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        gpu: The GPU whose rules hold.
+        gpu: The simulated GPU.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -34,7 +34,7 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention of [B, heads, L, D] queries by the kernel that the GPU would take."""
+        """Attention of [B, heads, L, D] queries with the kernel that the GPU would use."""
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
         taken = self.choice(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         mask = _additive(attn_mask, query.dtype)
@@ -67,7 +67,7 @@ class Attention:
         causal: bool,
         grouped: bool,
     ) -> Kernel:
-        """The first kernel in the GPU's order that can do it."""
+        """The kernel that the GPU would use."""
         if not query.dim() == key.dim() == value.dim() == 4 or query.shape[0] != key.shape[0]:
             return Kernel.MATH
         (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
@@ -89,7 +89,7 @@ class Attention:
 
 
 def _cast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """As autocast casts the arguments of attention."""
+    """Cast the arguments of attention like autocast."""
     if not torch.is_autocast_enabled("cuda"):
         return tensors
     dtype = torch.get_autocast_dtype("cuda")
@@ -97,7 +97,7 @@ def _cast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of truths as one to add."""
+    """Turn a boolean mask into an additive one."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     lowest = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
@@ -124,7 +124,7 @@ def _flash(
 
 
 def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask for every head, its rows beginning at multiples of 8 elements."""
+    """The mask for every head, with rows aligned to 8 elements."""
     if mask is None:
         return None
     size = mask.shape[-1]

@@ -1,6 +1,6 @@
-"""A GPU that is not there: fake tensors on `cuda`, on a machine without one.
+"""Fake tensors on `cuda`, on a machine without a GPU.
 
-Whatever asks for a driver on the way is answered here, and all of it is undone on leaving.
+Calls that would need a driver are replaced, and restored on leaving.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from megatron_mux.memory.fake_gpu.guard import fake_guard
 
 DEVICE = torch.device("cuda", 0)
 
-# Operators with a kernel for CUDA, that where there is none come apart into others (from `native_functions.yaml`).
+# Operators that are decomposed if they have no CUDA kernel (from `native_functions.yaml`).
 _WHOLE = ("silu_backward", "mish_backward", "_fused_rms_norm")
 
 
 @contextlib.contextmanager
 def fake_gpu(gpu: Gpu) -> Iterator[None]:
-    """Within, tensors are fake, and `DEVICE` is such a GPU. The backward pass runs in the calling thread.
+    """Inside, tensors are fake and `DEVICE` is such a GPU. The backward pass runs in the calling thread.
+
+    Args:
+        gpu: The GPU to simulate.
 
     Raises:
-        NoFakeGpu: This process cannot: see `fake_guard`.
+        NoFakeGpu: This process cannot simulate one: see `fake_guard`.
     """
     bf16 = gpu.capability >= (8, 0)
     with contextlib.ExitStack() as stack:
@@ -40,7 +43,7 @@ def fake_gpu(gpu: Gpu) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(_whole_operators())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # Inputs that the model keeps outside its modules (peft's prefix tokens) are real.
+        # Inputs that a model keeps outside its modules (peft's prefix tokens) are real.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(fake_guard())
         yield
@@ -48,10 +51,10 @@ def fake_gpu(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_operators() -> Iterator[None]:
-    """Within, a CPU build has kernels for CUDA where that keeps an operator in one; fake tensors never reach them."""
+    """Inside, a CPU build has CUDA kernels for operators that would be decomposed; fake tensors never reach them."""
 
     def unreached(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a kernel for CUDA was called where there is no GPU")
+        raise RuntimeError("a CUDA kernel was called without a GPU")
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name in _WHOLE:
@@ -62,7 +65,7 @@ def _whole_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute is another one within."""
+    """Inside, an attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

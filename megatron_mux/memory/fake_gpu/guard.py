@@ -1,14 +1,14 @@
-"""Let autograd believe in a CUDA device on a machine that has none, without compiling anything.
+"""Makes autograd accept a CUDA device on a machine without one, without compiling anything.
 
-Two things are asked by autograd's engine, and by nothing else that fake tensors come across:
+Of all that fake tensors reach, only autograd's engine asks for two things:
 
 - a *device guard* for the current device and stream, and for events. A CPU build has none, and the one that torch's own
-  fake mode gives a CUDA build without a driver refuses events. torch lets Python register a guard that answers all and
-  does nothing, for the device type that is kept free for others; its address is noted as CUDA's as well.
-- whether torch *was built* for an accelerator, and has begun to use it: two virtual functions of its CUDA hooks. The
-  hooks get a copy of their table of functions in which these two say yes and no.
+  fake mode gives a CUDA build without a driver refuses events. torch lets Python register a guard that does nothing for
+  the device type `PrivateUse1`; its address is entered for CUDA as well.
+- whether torch *was built* for an accelerator and has initialized it: two virtual functions of its CUDA hooks. The
+  hooks get a copy of their function table in which these two return true and false.
 
-Both are undone on leaving. It is checked, each time, that torch then says what it should.
+Both are undone on leaving. Each time, the result is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from megatron_mux.memory.worker import WorkerError
 
-# `c10::impl::device_guard_impl_registry`: the address of a guard for each `c10::DeviceType`.
+# `c10::impl::device_guard_impl_registry`: the address of the guard of each `c10::DeviceType`.
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA, _FREE, _TYPES = 1, 20, 21
 
@@ -34,15 +34,15 @@ _FIRST = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 class NoFakeGpu(WorkerError):
-    """This torch, or this process, cannot pretend to have a GPU: the message says why."""
+    """This torch or this process cannot simulate a GPU; the message says why."""
 
 
 @contextlib.contextmanager
 def fake_guard() -> Iterator[None]:
-    """Within, autograd takes CUDA for a device like any other; tensors on it have to be fake.
+    """Inside, autograd accepts CUDA tensors, which have to be fake.
 
     Raises:
-        NoFakeGpu: There is a real GPU (hide it: `CUDA_VISIBLE_DEVICES=`), or torch is another one than is known here.
+        NoFakeGpu: There is a real GPU (hide it: `CUDA_VISIBLE_DEVICES=`), or this version of torch is not supported.
     """
     if torch.cuda.is_available():
         raise NoFakeGpu(
@@ -53,7 +53,7 @@ def fake_guard() -> Iterator[None]:
         _register()
         before, guards[_CUDA] = guards[_CUDA], guards[_FREE]
     except (AttributeError, OSError, ValueError) as error:
-        raise NoFakeGpu(f"torch {torch.__version__} cannot pretend to have a GPU here: {error}") from error
+        raise NoFakeGpu(f"torch {torch.__version__} cannot simulate a GPU here: {error}") from error
     try:
         with _built_for_cuda():
             yield
@@ -63,11 +63,11 @@ def fake_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _built_for_cuda() -> Iterator[None]:
-    """Within, torch says that it was built for CUDA, and is not using it yet."""
+    """Inside, torch reports that it was built for CUDA and has not initialized it."""
     try:
         hooks = _library("torch_cpu")[_HOOKS]
     except (AttributeError, OSError) as error:
-        raise NoFakeGpu(f"torch {torch.__version__} cannot pretend to have a GPU here: {error}") from error
+        raise NoFakeGpu(f"torch {torch.__version__} cannot simulate a GPU here: {error}") from error
     hooks.restype = ctypes.c_void_p
     table = ctypes.c_void_p.from_address(hooks())  # the object's first word
     before = table.value
@@ -79,7 +79,7 @@ def _built_for_cuda() -> Iterator[None]:
     table.value = ctypes.addressof(ours) + _FIRST
     try:
         if _accelerator() != "cuda":
-            raise NoFakeGpu(f"torch {torch.__version__} has another table of CUDA hooks than is known here")
+            raise NoFakeGpu(f"torch {torch.__version__} has an unknown table of CUDA hooks")
         yield
     finally:
         table.value = before
@@ -91,7 +91,7 @@ _registered: list[Any] = []
 
 
 def _register() -> None:
-    """Register the guard that does nothing, once in a process."""
+    """Register the guard that does nothing, once for each process."""
     if _registered:
         return
     kinds = torch._C._acc
@@ -107,7 +107,7 @@ def _register() -> None:
 
 
 def _accelerator() -> str | None:
-    """What torch takes for the accelerator it was built for."""
+    """The type of the accelerator that torch was built for."""
     found = torch._C._accelerator_getAccelerator()
     return None if found is None else found.type
 

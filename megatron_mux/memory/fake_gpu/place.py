@@ -1,8 +1,8 @@
-"""Where a step is: its phase, and the layer that computes.
+"""The current phase of a step, and the layer that computes.
 
-In the forward pass modules tell. In the backward pass nodes of the autograd graph do: a layer's backward begins with
-the node that made its output. Nodes run in the reverse order of their making, so all of a layer's are done before those
-of the layer below.
+In the forward pass, hooks of modules report it. In the backward pass, hooks of autograd nodes do: a layer's backward
+pass begins with the node that made its output. Nodes run in the reverse order of their creation, so all nodes of a
+layer run before those of the layer below.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LOAD, JOIN, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
 
 
 class Place:
-    """Where a step is.
+    """The current position in a step.
 
     Attributes:
-        phase: Of the step.
-        layer: The layer that computes; None outside layers. What comes between two layers counts to the first one.
+        phase: The phase.
+        layer: The layer that computes; None outside layers. Work between two layers counts to the first one.
     """
 
     def __init__(self) -> None:
@@ -38,28 +38,32 @@ class Place:
         self._cached = 0
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, outside layers."""
+        """Begin a phase outside layers."""
         self.phase, self.layer, self._cached = phase, None, 0
 
     def follow(self, layers: Sequence[nn.Module]) -> None:
-        """Watch the layers of a model, first to last, from now on."""
+        """Track the layers of a model from now on.
+
+        Args:
+            layers: All layers, from first to last.
+        """
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
             layer.register_forward_hook(self._leaving(index, last=index == len(layers) - 1))
 
     def arrive(self, layer: int, hidden: torch.Tensor, lowest: bool) -> None:
-        """The forward pass comes to a layer with this input; the backward pass leaves the lowest one there."""
+        """Note that the forward pass enters a layer with this input, where the backward pass leaves the lowest one."""
         self.layer = layer
         if lowest:
             self._mark(hidden.grad_fn, None)
 
     def leave(self, layer: int, hidden: torch.Tensor) -> None:
-        """The forward pass leaves a layer with this output, where the backward pass comes to it."""
+        """Note that the forward pass leaves a layer with this output, where the backward pass enters it."""
         self.layer = None
         self._mark(hidden.grad_fn, layer)
 
     def following_prefixes(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """The `update` of a cache's layer, made to tell: before the layers run, the i-th call is for the i-th layer."""
+        """Wrap the `update` of a cache's layer: before the layers run, the i-th call is for the i-th layer."""
 
         def updating(cache: Any, keys: torch.Tensor, values: torch.Tensor, *more: Any, **named: Any) -> Any:
             if self.phase != FORWARD or self.layer is not None:
@@ -75,7 +79,7 @@ class Place:
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if self.phase != FORWARD:  # recomputed: the backward pass knows where it is
+            if self.phase != FORWARD:  # recomputed: the backward pass tracks the layer
                 return
             self.layer = index
             if index == 0:
@@ -96,7 +100,7 @@ class Place:
         return leave
 
     def _mark(self, node: Any, layer: int | None) -> None:
-        """From this node on the backward pass is in a layer, or outside."""
+        """Let the backward pass enter a layer, or leave layers, at this node."""
         if node is not None:
 
             def arrive(_: Any) -> None:
@@ -105,7 +109,7 @@ class Place:
             node.register_prehook(arrive)
 
     def _mark_until_split(self, node: Any, layer: int) -> None:
-        """The prefix of all layers is one tensor, split by layer: what is above the split is a layer's."""
+        """Mark nodes down to the split of the tensor that holds the prefixes of all layers."""
         while node is not None and not node.name().startswith("Split"):
             self._mark(node, layer)
             following = [after for after, _ in node.next_functions if after is not None]

@@ -1,7 +1,7 @@
-"""What a program allocates and frees, seen from below autograd: each new storage, and its end.
+"""Records what a program allocates and frees, below autograd: each new storage, and its end.
 
-Views and in-place operators bring no new storage. What a kernel allocates for itself and frees before it returns is not
-seen: it is added where a table knows of it. Workspaces that libraries keep are not.
+Views and in-place operators make no new storage. Scratch that a kernel allocates for itself and frees before it returns
+is invisible and added from a table; workspaces that libraries keep are not added here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBu
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
-# Fake kernels make these scalars on the meta device; where no graph is captured, the GPU's are in host memory.
+# Fake kernels make its random seeds on the meta device; a GPU has them in host memory unless a graph is captured.
 _SEEDS_ON_HOST = "_scaled_dot_product_efficient_attention"
 
 _STEPPED = (Category.PARAMETERS, Category.ADAPTERS, Category.GRADIENTS)
-"""What tells at which tensor an optimizer is."""
+"""Categories that show which tensor an optimizer steps."""
 
 Answer = Callable[[torch.Tensor], Any]
-"""The value to read from a tensor that has none."""
+"""Returns the value to read from a fake tensor."""
 
 ScratchOf = Callable[[str, Sequence[Any]], Sequence[Scratch]]
-"""What an operator takes for itself, by its name and arguments."""
+"""Returns the scratch of an operator, by its name and arguments."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Block:
 
 @dataclass
 class _Live:
-    """A storage: the number of its block, also of the last one while it has no bytes (`there` is false)."""
+    """A storage and the number of its block; `there` is false while the storage is resized to no bytes."""
 
     number: int
     there: bool
@@ -56,7 +56,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An event as it is noted: `code` is a block's number to allocate it, `~number` to free it."""
+    """A recorded event: `code` is the number of the block it allocates, or `~number` of the one it frees."""
 
     code: int
     phase: str
@@ -64,19 +64,19 @@ class _Entry:
     operator: str
 
     def kind(self) -> tuple[str, int | None, bool]:
-        """What it has in common with others: phase, layer, whether it frees."""
+        """Phase, layer, and whether it is a free."""
         return self.phase, self.layer, self.code < 0
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered; it belongs above a fake mode, or above none.
+    """Records while it is entered; enter it on top of a fake mode, if there is one.
 
     Args:
-        place: Where the program is.
-        device: The type of the device whose memory counts.
-        vocabulary: A tensor made outside layers whose last dimension is this are logits.
-        answer: What is read from fake tensors; None where there are none.
-        scratch: What is added for each operator; None adds nothing.
+        place: Current phase and layer.
+        device: Type of the device whose memory counts.
+        vocabulary: Tensors made outside layers with this last dimension are logits.
+        answer: Values read from fake tensors; None if tensors are real.
+        scratch: Scratch to add for each operator; None adds nothing.
 
     Attributes:
         vocabulary: As given; it may be set later.
@@ -105,11 +105,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def events(self) -> int:
-        """How many there have been so far."""
+        """Number of events so far."""
         return len(self._log)
 
     def __enter__(self) -> Self:
-        # No operator: a storage is asked to change its size.
+        # Resizing a storage is no operator.
         resize = torch.UntypedStorage.resize_
 
         def resizing(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -125,9 +125,7 @@ class Recorder(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(
-            args[0], FakeTensor
-        ):  # asked a third of the times: answered quickly
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # a third of all calls
             return args[0].fake_device
         if func is _VALUE and self._answer is not None and isinstance(args[0], FakeTensor):
             return self._answer(args[0])
@@ -137,32 +135,31 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stepping(self, in_turn: bool) -> Iterator[None]:
-        """Within, an optimizer steps.
+        """Inside, an optimizer steps.
 
         Args:
-            in_turn: Whether it does so tensor by tensor: then all that it makes and frees meanwhile is the tensor's
-                layer's; else whose a block is follows from what it is made of, and what is freed is nobody's.
+            in_turn: Whether it steps one tensor at a time: then all allocations and frees belong to the layer of that
+                tensor. Otherwise a block belongs to the layer of its operator's arguments, and frees to no layer.
         """
         self._in_turn, self._at = in_turn, None
         yield
         self._in_turn = False
 
     def label(self, tensor: torch.Tensor, category: Category) -> None:
-        """Say what a live tensor is for."""
+        """Set the category of a live tensor."""
         if block := self._block_of(tensor):
             block.category = category
 
     def label_layer(self, tensor: torch.Tensor, layer: int | None) -> None:
-        """Say which layer's a live tensor is: what an optimizer makes of it will be the layer's too."""
+        """Set the layer of a live tensor, which what an optimizer makes of it inherits."""
         if block := self._block_of(tensor):
             block.layer = layer
 
     def done(self) -> Stream:
         """All events so far.
 
-        Frees outside layers are no layer's: which come first depends on what else holds a tensor. Those that follow one
-        another are put in the order in which their blocks were allocated: autocast empties its cache in an order that
-        changes from run to run, and no allocator can tell.
+        Successive frees are sorted in the order in which their blocks were allocated: autocast empties its cache in an
+        order that changes from run to run, and the allocator's state afterwards does not depend on it.
         """
         builder = StreamBuilder()
         for (phase, layer, is_free), entries in itertools.groupby(self._log, key=_Entry.kind):
@@ -172,20 +169,20 @@ class Recorder(TorchDispatchMode):
                 continue
             for entry in entries:
                 block = self._blocks[entry.code]
-                # What is loaded or kept by the optimizer has been labelled since.
+                # Weights and optimizer states have been labelled since.
                 owner = block.layer if phase in (LOAD, JOIN, OPTIMIZER) else layer
                 builder.allocate(block.size, Moment(phase, owner, entry.operator), category=block.category)
         return builder.done()
 
     def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
-        """Note the storages that are new among an operator's results."""
+        """Record new storages among an operator's results."""
         if _is_view(func):
             return
         operator = func._schema.name.removeprefix("aten::")
         for index, tensor in enumerate(_tensors(made)):
             if tensor.device.type not in self._devices:
                 continue
-            # A model without weights is there before they are loaded.
+            # A model on the meta device exists before its weights are loaded.
             if tensor.device.type == "meta" and (operator == _SEEDS_ON_HOST or self._place.phase == LOAD):
                 continue
             storage = tensor.untyped_storage()
@@ -196,7 +193,7 @@ class Recorder(TorchDispatchMode):
             self._take(self._scratch(operator, args))
 
     def _take(self, scratch: Sequence[Scratch]) -> None:
-        """Note what an operator takes for itself: all of it, then that it is free again."""
+        """Record an operator's scratch: all allocations, then all frees."""
         phase, layer, first = self._place.phase, self._place.layer, len(self._blocks)
         for name, size in scratch:
             self._log.append(_Entry(len(self._blocks), phase, layer, name))
@@ -217,7 +214,7 @@ class Recorder(TorchDispatchMode):
         self._live[key] = _Live(number, True, weakref.ref(storage, end))
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has given its memory back or has got some, for the same purpose."""
+        """Record that a storage has released its memory or got some, for the same purpose."""
         live = self._live.get(storage._cdata)
         size = storage.nbytes()
         if live is None or (live.there and size == self._blocks[live.number].size):
@@ -230,7 +227,7 @@ class Recorder(TorchDispatchMode):
             live.number = self._note(block, self._place.layer, "resize_")
 
     def _note(self, block: _Block, layer: int | None, operator: str) -> int:
-        """An allocation; returns the block's number."""
+        """Record an allocation; returns the block's number."""
         self._blocks.append(block)
         self._log.append(_Entry(len(self._blocks) - 1, self._place.phase, layer, operator))
         return len(self._blocks) - 1
@@ -240,7 +237,7 @@ class Recorder(TorchDispatchMode):
         self._log.append(_Entry(~number, self._place.phase, layer, ""))
 
     def _layer(self, args: Sequence[Any], made: Any, index: int) -> int | None:
-        """Whose a new block is. An optimizer works outside layers: what it makes of a layer's tensor is the layer's."""
+        """The layer of a new block. An optimizer works outside layers: its blocks belong to the layer of arguments."""
         if self._place.phase not in (JOIN, OPTIMIZER) or not args:
             return self._place.layer
         of = args[0]
@@ -258,7 +255,7 @@ class Recorder(TorchDispatchMode):
         return None if found is None else self._blocks[found.number]
 
     def _category(self, tensor: torch.Tensor) -> Category:
-        """What a new tensor is for, as far as its making tells."""
+        """Category of a new tensor, as far as its creation shows."""
         phase = self._place.phase
         if phase == LOAD:
             return Category.PARAMETERS
@@ -272,16 +269,16 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator only looks at memory that is there, be it a library's own (gloo's copy of what it reduces).
+    """Whether an operator returns a view of existing memory, perhaps a library's own (gloo's copy of what it reduces).
 
-    What `torch.tensor` makes is first seen as a view.
+    The result of `torch.tensor` first appears as a view.
     """
     alias = func._schema.returns[0].alias_info if func._schema.returns else None
     return alias is not None and not alias.is_write and func is not torch.ops.aten.lift_fresh.default
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's results, which are a tensor or some, perhaps in lists."""
+    """The tensors among an operator's results, which may be nested lists."""
     if isinstance(made, torch.Tensor):
         yield made
     elif isinstance(made, (list, tuple)):

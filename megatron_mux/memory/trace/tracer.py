@@ -78,7 +78,11 @@ class Tracer(Worker):
                 self._submit(case)
         for case, stream in zip(cases, found, strict=True):
             if stream is None:
-                stream = self._begun.pop(_key(case)).result()
+                try:
+                    stream = self._begun.pop(_key(case)).result()
+                except WorkerError:
+                    self._begun.clear()  # the others' process may be lost, too
+                    raise
                 self._kept.write(_about(case), stream.to_json())
             yield stream
 
