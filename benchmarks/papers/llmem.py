@@ -149,7 +149,8 @@ class LLMem:
 
     def outputs(self, batch: int) -> int:
         """`m_out`: what gradient checkpointing keeps."""
-        kept = self.model.embeddings + self.model.layers
+        embeddings = sum(tensor.operator == "Embedding" for tensor in self.model.tensors)
+        kept = embeddings + self.model.layers
         return self._paged(kept * self._hidden_states(batch))
 
     def head(self, batch: int) -> int:

@@ -1,4 +1,4 @@
-"""What a user asks of a memory estimate."""
+"""The input of a memory estimate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_mux.memory.trace.tracer import Tracer
 MAX_LENGTH = 1 << 24
 MAX_GPUS = 1 << 16
 MIN_MEMORY = 64 * MIB
-"""Below, a unit has been forgotten."""
+"""Less means that a unit was forgotten."""
 
 OFFLOAD = "offload"
-"""What is selected where nothing fits unless a part of the model is in host memory."""
+"""Selected if nothing fits unless part of the model is in host memory."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Question:
     Attributes:
         skeleton: The model without weights.
         gpus: Number of GPUs.
-        gpu_memory: Bytes of each.
+        gpu_memory: Memory of each in bytes.
         length: Tokens of a sequence.
         batch: Sequences of a micro-batch on each GPU; None for as many as fit.
-        options: Precision, optimizer and the like, for traces.
+        options: Options of a traced training.
         settings: Options of the caching allocator, for traces.
-        tracer: The process that does what needs torch.
+        tracer: Traces steps in a process of its own.
     """
 
     skeleton: Skeleton
@@ -45,7 +45,7 @@ class Question:
     tracer: Tracer = field(default_factory=Tracer, compare=False)
 
     def check(self) -> None:
-        """Refuse what no model or machine has.
+        """Refuse sizes that no model or machine has.
 
         Raises:
             UserError: Lists all problems.

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Parses and formats numbers of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 MIB = 1 << 20
 GIB = 1 << 30
 MOST = 1 << 50
-"""No machine has more (a pebibyte): what is beyond is a slip."""
+"""A pebibyte: no machine has more."""
 
 _SIZE = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,30}(?:\.\d{1,30})?) ?(?:([KMGT])i?)?B?", re.IGNORECASE
@@ -17,11 +17,11 @@ _SIZE = re.compile(
 def parse_size(text: str) -> int:
     """Bytes from `16GiB`, `16,384 MB`, `80GB`, `0.5g` or a plain number.
 
-    Units go in steps of 1,024 in every spelling: so are GPUs sold (a "16 GB" one has 16,384 MiB), and so do nvidia-smi
-    and the papers count.
+    Units are steps of 1,024 in every spelling, as vendors of GPUs (a "16 GB" one has 16,384 MiB), nvidia-smi and the
+    papers count.
 
     Raises:
-        ValueError: It is not a size, nothing, or more than `MOST`; the message continues `--flag: `.
+        ValueError: It is not a size, zero, or more than `MOST`; the message continues `--flag: `.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""The parameters of a causal language model from its config.json alone: no weight is read, no memory taken for one."""
+"""The parameters of a causal language model, from its config.json alone: no weights are read or allocated."""
 
 from __future__ import annotations
 
@@ -32,57 +32,55 @@ _MOST = {
     "word_embed_proj_dim": 1 << 20,
     "max_position_embeddings": 1 << 28,
 }
-"""Sizes of a config and what is absurd beyond, ten times and more what any model has."""
+"""Upper bounds of a config's sizes, at least ten times those of any model."""
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
 class ParameterTensor:
-    """One parameter."""
+    """A parameter."""
 
     name: str
-    """As in `named_parameters()`."""
+    """Name in `named_parameters()`."""
     shape: tuple[int, ...]
     operator: str
-    """Of the module that has it: `Embedding`, `Linear` (`Conv1D` too), or its class's name."""
+    """Kind of its module: `Embedding`, `Linear` (also `Conv1D`), or the name of its class."""
 
     @property
     def count(self) -> int:
-        """How many values it has."""
+        """Number of values."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What memory depends on: the parameters, each once however often it is used, and the model's sizes."""
+    """Parameters, each once however often it is used, and sizes of a model."""
 
     model_type: str
     tensors: tuple[ParameterTensor, ...]
     """In the order of the modules."""
     embedding: str
-    """The name of the token embedding's weight."""
+    """Name of the token embedding's weight."""
     head: str
-    """The name of the output layer's weight; the embedding's where they are tied."""
-    embeddings: int
-    """Embedding modules (of tokens, of positions)."""
+    """Name of the output layer's weight; the embedding's if they are tied."""
     layers: int
     hidden: int
     heads: int
     vocabulary: int
     positions: int | None
-    """The longest sequence, where the config limits it."""
+    """Maximum length of a sequence; None if the config does not limit it."""
     config: Mapping[str, Any]
-    """The text model's config as `transformers` understands it: what of it is a number, a truth or a word."""
+    """Numbers, booleans and strings of the text model's config, as `transformers` understands it."""
     kinds: tuple[str, ...]
-    """Names of the modules' classes."""
+    """Names of the classes of its modules."""
     per_layer: Mapping[str, list[Any]]
-    """What the config has a list of, with an item a layer, given or made up by `transformers`."""
+    """Lists of the config with an item for each layer, given or filled in by `transformers`."""
     layer_kinds: tuple[int, ...]
-    """A number for each layer: the same for layers with the same modules and settings; () without a list of layers."""
+    """A number for each layer, equal for layers with equal modules and settings; () if there is no list of layers."""
 
     @property
     def total(self) -> int:
-        """How many values all parameters have."""
+        """Number of values of all parameters."""
         return sum(tensor.count for tensor in self.tensors)
 
     @property
@@ -91,7 +89,7 @@ class ModelTensors:
         return self.head == self.embedding
 
     def tensor(self, name: str) -> ParameterTensor:
-        """The parameter of a name."""
+        """The parameter with a name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)
 
     def to_json(self) -> str:
@@ -114,7 +112,7 @@ class ModelTensors:
 
     @property
     def head_tensors(self) -> tuple[ParameterTensor, ...]:
-        """What the output layer has of its own: weight and bias, or only a bias, or nothing."""
+        """The output layer's own parameters: its weight and bias, or none."""
         module = _parent(self.head)
         own = () if self.is_tied else (self.tensor(self.head),)
         biases = (t for t in self.tensors if _parent(t.name) == module and t.name != self.head)
@@ -124,16 +122,16 @@ class ModelTensors:
 class Skeleton:
     """A model of `transformers` on the meta device: modules and shapes, no values.
 
-    What needs `transformers`, and torch, is done when it is first asked for; sizes that were asked for once are kept.
+    `transformers` and torch are imported when a property needs them; sizes are kept for the next run.
 
     Args:
-        path: config.json, or a directory that has one.
-        kept: Where sizes are kept; None keeps none.
+        path: config.json, or the directory that contains it.
+        kept: Store for sizes; None keeps none.
         measure: Measures the model of a config.json in another process, so that this one need not import torch
             (`Tracer.sizes`); None measures here.
 
     Raises:
-        UserError: There is none, or it is no JSON object.
+        UserError: It cannot be read, or is no JSON object.
     """
 
     def __init__(
@@ -147,12 +145,12 @@ class Skeleton:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether sizes can be told without building the model."""
+        """Whether the sizes are kept already."""
         return self._kept is not None and self._kept.read(self._about) is not None
 
     @cached_property
     def config(self) -> Any:
-        """As `transformers` understands it.
+        """The config as `transformers` understands it.
 
         Raises:
             UserError: It is not the config of a causal language model.
@@ -164,7 +162,7 @@ class Skeleton:
         """The model.
 
         Raises:
-            UserError: None can be built.
+            UserError: It cannot be built.
         """
         config = self.config
         import torch
@@ -199,8 +197,6 @@ class Skeleton:
         return found
 
     def _measured(self) -> ModelTensors:
-        from torch import nn
-
         sizes = self.config.get_text_config()
         module: Any = self.module
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -212,7 +208,6 @@ class Skeleton:
             tuple(self._parameters()),
             embedding=names[id(module.get_input_embeddings().weight)],
             head=names[id(head.weight)],
-            embeddings=sum(isinstance(m, nn.Embedding) for m in self.module.modules()),
             layers=sizes.num_hidden_layers,
             hidden=sizes.hidden_size,
             heads=sizes.num_attention_heads,
@@ -235,7 +230,7 @@ class Skeleton:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """What of a config is a number, a truth or a word; attributes that stand for others, and properties, among it."""
+    """Numbers, booleans and strings of a config, including aliases and properties."""
     kind = type(config)
     properties = [name for name in dir(kind) if isinstance(getattr(kind, name, None), property)]
     names = {*config.to_dict(), *kind.attribute_map, *properties}
@@ -247,7 +242,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _per_layer(config: Any, layers: int) -> dict[str, list[Any]]:
-    """Lists of a config with an item a layer, where these are not all alike."""
+    """Lists of a config with an item for each layer, if the items differ."""
     return {
         name: list(value)
         for name, value in config.to_dict().items()
@@ -259,7 +254,7 @@ def _per_layer(config: Any, layers: int) -> dict[str, list[Any]]:
 
 
 def _layer_kinds(module: nn.Module, config: Any) -> tuple[int, ...]:
-    """Which of a model's layers are alike."""
+    """A number for each layer, equal for equal layers."""
     from torch import nn
 
     layers = config.num_hidden_layers
@@ -284,7 +279,7 @@ def _layer_kinds(module: nn.Module, config: Any) -> tuple[int, ...]:
 
 
 def _settings(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """What tells a layer from another one: its modules' classes, shapes and settings, by module and name."""
+    """Classes, shapes and settings of a layer's modules, by module and name."""
     found: dict[tuple[str, str], Any] = {}
     for path, module in layer.named_modules():
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
@@ -310,7 +305,7 @@ def _parent(name: str) -> str:
 
 
 def _config(path: Path, raw: Mapping[str, Any]) -> Any:
-    """A config.json as `transformers` understands it, its sizes checked."""
+    """A config.json as `transformers` understands it, with checked sizes."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
@@ -335,7 +330,7 @@ def _config(path: Path, raw: Mapping[str, Any]) -> Any:
         if type(value) is not int or not 1 <= value <= most:
             raise UserError(f"{path}: {name} = {value!r}: must be a whole number from 1 to {most:,}.")
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
-    # Every head of a latent attention has keys of its own, whatever is said.
+    # In latent attention, every head has its own keys, whatever the config says.
     latent = getattr(sizes, "kv_lora_rank", None) is not None
     if groups is not None and heads % groups and not latent:
         raise UserError(

@@ -1,1 +1,1 @@
-"""Training steps of `transformers` and `peft` traced on a fake GPU: what they allocate and free, at any depth."""
+"""Training steps of `transformers` and `peft`, traced on a fake GPU, at any depth."""

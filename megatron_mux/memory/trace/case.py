@@ -1,4 +1,4 @@
-"""What is traced: a model, how it is fine-tuned, and on which kind of GPU."""
+"""The input of a trace: a model, how it is fine-tuned, and the kind of GPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Case:
     """A step of plain `transformers` + `peft` training.
 
     Attributes:
-        config: What `config.json` says, `model_type` included.
-        layers: How many layers the traced model has, whatever the config says.
-        batch: Sequences.
+        config: Contents of `config.json`, `model_type` included.
+        layers: Number of layers of the traced model; overrides the config.
+        batch: Number of sequences.
         length: Tokens of each.
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
-        weights: Precision of the model's weights. Adapters are fp32, as peft has them.
-        autocast: Compute in this precision whatever the weights' (`bf16` and `fp16` of `TrainingArguments`).
-        attention: Which implementation of `transformers`; `sdpa` is `eager` for models that do without.
+        weights: Precision of the model's weights. Adapters are fp32, as in peft.
+        autocast: Precision of computation under autocast (`bf16` and `fp16` of `TrainingArguments`); None: no autocast.
+        attention: Implementation of `transformers`; models without `sdpa` use `eager`.
         recompute: Whether each layer is recomputed in the backward pass (`gradient_checkpointing`).
         padded: Whether sequences are padded, so that attention needs a mask.
-        steps: Optimizer steps: from the second one on, the optimizer's states are there.
-        optimizer: As `TrainingArguments.optim` has it, one of `OPTIMIZERS` that is traced.
+        steps: Number of optimizer steps: from the second one on, optimizer states exist.
+        optimizer: A name of `TrainingArguments.optim`, one of `OPTIMIZERS` that can be traced.
         clip: Largest norm of the gradient; None does not clip.
         accumulate: Whether a step is two micro-batches, the second of which finds gradients (more change nothing).
-        kinds: A number for each layer of the config that tells unlike ones apart; () if all are alike.
+        kinds: A number for each layer of the config, equal for equal layers; () if all are equal.
         gpu: The GPU.
     """
 

@@ -1,4 +1,4 @@
-"""The model of a case: built from its configuration without weights, wrapped by `peft`, then given memory."""
+"""The model of a case: built from its configuration without weights, wrapped by `peft`, then materialised."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_mux.memory.worker import WorkerError
 
 
 class UntraceableError(WorkerError):
-    """A case that this tracer does not do: the message says what and why."""
+    """A case that cannot be traced; the message says why."""
 
 
 def build(case: Case) -> nn.Module:
     """The model on the meta device, in training mode.
 
     Raises:
-        UntraceableError: `transformers` or `peft` has no such model or adapter, or refuses its configuration.
+        UntraceableError: `transformers` or `peft` lacks the model or adapter, or refuses its configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def build(case: Case) -> nn.Module:
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, case.weights),
-                # By default transformers takes `sdpa` where a model has it, else `eager`.
+                # By default transformers uses `sdpa` if a model supports it, else `eager`.
                 attn_implementation=None if case.attention == "sdpa" else case.attention,
             )
             if case.adapter is not None:
@@ -58,10 +58,10 @@ def build(case: Case) -> nn.Module:
 
 
 def configuration(config: Mapping[str, Any], layers: int) -> Any:
-    """A `transformers` configuration with another number of layers; lists with an item a layer are repeated or cut.
+    """A `transformers` configuration with another number of layers; lists with an item for each layer are fitted.
 
     Raises:
-        UntraceableError: `transformers` knows no such model type.
+        UntraceableError: `transformers` does not know the model type.
     """
     from transformers import CONFIG_MAPPING
 
@@ -73,11 +73,11 @@ def configuration(config: Mapping[str, Any], layers: int) -> Any:
     old = getattr(kind(**copy.deepcopy(dict(config))), name)
     changed: dict[str, Any] = {"use_cache": False}
     for key, value in config.items():
-        if key == "num_hidden_layers":  # perhaps another name for it
+        if key == "num_hidden_layers":  # perhaps an alias of the name
             continue
         each = isinstance(value, (list, tuple)) and len(value) == old and key != "architectures"
         changed[key] = [value[i % old] for i in range(layers)] if each else value
-    if "attention_types" in changed:  # GPT-Neo: a pattern and how often it comes
+    if "attention_types" in changed:  # GPT-Neo: a pattern and its number of repetitions
         pattern = changed["attention_types"][0][0]
         kinds = [pattern[i % len(pattern)] for i in range(layers)]
         changed["attention_types"] = [[[one], 1] for one in kinds]
@@ -85,12 +85,12 @@ def configuration(config: Mapping[str, Any], layers: int) -> Any:
 
 
 def materialise(model: nn.Module, device: torch.device, fill: bool) -> None:
-    """Give every parameter and buffer memory, in the order in which `Module.to` does; tied ones stay tied.
+    """Allocate every parameter and buffer, in the order of `Module.to`; tied ones stay tied.
 
     Args:
-        model: On the meta device.
-        device: Where to.
-        fill: Whether to write small numbers, as a step that really computes needs.
+        model: A model on the meta device.
+        device: The device to allocate on.
+        fill: Whether to fill them with small numbers, for a step that really computes.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -118,7 +118,7 @@ def decoder_layers(model: nn.Module, layers: int) -> nn.ModuleList:
     """The list of a model's layers.
 
     Raises:
-        UntraceableError: There is none of that length.
+        UntraceableError: It has no list of that length.
     """
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -127,7 +127,7 @@ def decoder_layers(model: nn.Module, layers: int) -> nn.ModuleList:
 
 
 def label_parameters(recorder: Recorder, model: nn.Module, case: Case) -> None:
-    """Tell the recorder what each parameter and buffer is for, and whose."""
+    """Label the category and layer of each parameter and buffer."""
     for parameter in model.parameters():
         trained = case.adapter is not None and parameter.requires_grad
         recorder.label(parameter, Category.ADAPTERS if trained else Category.PARAMETERS)
@@ -136,7 +136,7 @@ def label_parameters(recorder: Recorder, model: nn.Module, case: Case) -> None:
 
 
 def label_trained(recorder: Recorder, model: nn.Module, case: Case, optimizer: torch.optim.Optimizer) -> None:
-    """Tell the recorder which tensors are gradients and which are the optimizer's, and whose."""
+    """Label gradients and optimizer states, and their layers."""
     owners = {id(tensor): layer for tensor, layer in _of_layers(model, case.layers)}
     for parameter in model.parameters():
         states = optimizer.state.get(parameter, {}).values()
@@ -148,7 +148,7 @@ def label_trained(recorder: Recorder, model: nn.Module, case: Case, optimizer: t
 
 
 def _of_layers(model: nn.Module, layers: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Each tensor of a layer, and the layer."""
+    """Each tensor of a layer with the number of the layer."""
     for index, layer in enumerate(decoder_layers(model, layers)):
         for tensor in (*layer.parameters(), *layer.buffers()):
             yield tensor, index
@@ -162,14 +162,16 @@ def _adapted(model: Any, adapter: Mapping[str, Any]) -> Any:
     fields = dict(adapter)
     config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(fields.pop("peft_type"))]
     wrapped = get_peft_model(model, config(**{"task_type": "CAUSAL_LM", **fields}))
-    tokens = getattr(wrapped, "prompt_tokens", {})  # no parameter, no buffer: peft keeps them in host memory
+    tokens = getattr(
+        wrapped, "prompt_tokens", {}
+    )  # neither parameter nor buffer: peft keeps them in host memory
     for name, numbers in tokens.items():
         tokens[name] = torch.arange(len(numbers), device="cpu")
     return wrapped
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Each module once, after those in it."""
+    """Each module once, after its children."""
     if module not in seen:
         seen.add(module)
         for child in module.children():

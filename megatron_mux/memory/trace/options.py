@@ -1,4 +1,4 @@
-"""From what a user says of a training to the case that is traced."""
+"""A user's options of a training, and the case to trace for them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ class Options:
     """How a model is trained with `transformers` and `peft`, and on which GPU.
 
     Attributes:
-        device: A part of the GPU's name, a key of `gpus.GPUS`.
+        device: Part of the GPU's name, a key of `gpus.GPUS`.
         precision: `bf16`, `fp16` or `fp32`.
-        master_weights: With half a precision, whether weights are fp32 and autocast computes (`bf16=True` or
-            `fp16=True` of `TrainingArguments`) where all of them are trained; else they are loaded in the precision.
-            A frozen backbone is always loaded in the precision.
-        optimizer: As `TrainingArguments.optim` has it, a name of `OPTIMIZERS`.
-        attention: Fused kernels as `scaled_dot_product_attention` has them, or scores in memory.
+        master_weights: Whether full fine-tuning in half precision has fp32 weights and autocast (`bf16=True` or
+            `fp16=True` of `TrainingArguments`); else weights are loaded in the precision, like a frozen backbone.
+        optimizer: A name of `TrainingArguments.optim` in `OPTIMIZERS`.
+        attention: Fused kernels of `scaled_dot_product_attention`, or scores in memory.
         recompute: Whether layers are recomputed in the backward pass (`gradient_checkpointing`).
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
-        accumulate: Whether gradients of several micro-batches are added up before the optimizer's step.
+        accumulate: Whether gradients of several micro-batches are accumulated before the optimizer's step.
         clip: Largest norm of the gradient; None does not clip.
     """
 
@@ -48,13 +47,13 @@ class Options:
         """The case to trace.
 
         Args:
-            config: What `config.json` says.
+            config: Contents of `config.json`.
             tensors: The model's sizes.
             length: Tokens of a sequence.
             batch: Sequences of a micro-batch.
 
         Raises:
-            UserError: The GPU is not known, or has no such precision, or the optimizer is not traced.
+            UserError: The GPU is unknown or lacks the precision, or the optimizer cannot be traced.
         """
         found, dtype = checked_gpu(self.device, self.precision).gpu, _DTYPES[self.precision]
         if not OPTIMIZERS[self.optimizer].traced:
@@ -81,7 +80,7 @@ class Options:
         )
 
     def describe(self) -> str:
-        """In words."""
+        """The options in words."""
         kind = str(self.adapter["peft_type"]) if self.adapter else "every parameter"
         weights = (
             f"fp32 weights, {self.precision} autocast"
@@ -96,14 +95,17 @@ class Options:
 
 
 def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
-    """How the one task of a file is trained: options, sequences of a micro-batch, and tokens of a sequence.
+    """Read how the one task of a file is trained.
 
     Args:
-        file: tasks.yaml. No data is read.
-        options: What the file does not say.
+        file: tasks.yaml; no data is read.
+        options: Options that the file does not contain.
+
+    Returns:
+        The options, sequences of a micro-batch, and tokens of a sequence.
 
     Raises:
-        UserError: The file is not as it must be, has several tasks, or one that peft does not know.
+        UserError: The file is invalid, has several tasks, or one that peft does not support.
     """
     from megatron_mux.tasks import load_task_file  # imports torch
 

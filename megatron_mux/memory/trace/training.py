@@ -1,4 +1,4 @@
-"""Training steps of `transformers` + `peft`, as `transformers.Trainer` does them on one device, recorded."""
+"""Records training steps of `transformers` + `peft`, as `transformers.Trainer` takes them on one device."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 
 
 def trace(case: Case) -> Stream:
-    """The steps of a case with fake tensors on a fake GPU. Call it in a process of its own: see `process`.
+    """Trace the steps of a case with fake tensors on a fake GPU. Call it in a process of its own: see `Worker`.
 
     Raises:
-        NoFakeGpu: This process cannot.
-        UntraceableError: The case is not done.
+        NoFakeGpu: This process cannot simulate a GPU.
+        UntraceableError: The case cannot be traced.
     """
     training = _Training(case, DEVICE, fake=True)
     with fake_gpu(case.gpu), _as_if_real():
@@ -44,7 +44,7 @@ def trace(case: Case) -> Stream:
 
 
 def count(case: Case) -> Stream:
-    """The same steps really computed, in host memory. Weights are small numbers, all the same."""
+    """Record the same steps while computing them in host memory. All weights are the same small number."""
     return _Training(case, torch.device("cpu"), fake=False).run()
 
 
@@ -64,7 +64,7 @@ class _Training:
         """All steps."""
         case, model = self._case, self._model
         collecting = gc.isenabled()
-        gc.disable()  # it would free cycles at moments that depend on everything else
+        gc.disable()  # it would free cycles at unpredictable moments
         try:
             with self._recorder, self._follow_prefixes():
                 materialise(model, self._device, fill=not self._fake)
@@ -93,7 +93,7 @@ class _Training:
         place.enter(OPTIMIZER)
         if case.clip is not None:
             scaler.unscale_(optimizer)
-            # `foreach` is what the default comes to on a GPU, for tensors that are not fake.
+            # `foreach` is the default for real tensors on a GPU.
             nn.utils.clip_grad_norm_(model.parameters(), case.clip, foreach=True)
         with self._recorder.stepping(OPTIMIZERS[case.optimizer].in_turn):
             scaler.step(optimizer)
@@ -103,7 +103,7 @@ class _Training:
         model.zero_grad()
 
     def _loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The forward pass; the model's other results are gone when it returns."""
+        """Run the forward pass; all results but the loss are freed."""
         if self._case.autocast is None:
             return model(**inputs).loss  # type: ignore[no-any-return]
         from accelerate.utils.operations import convert_to_fp32
@@ -113,7 +113,7 @@ class _Training:
         return convert_to_fp32(results).loss  # type: ignore[no-any-return]
 
     def _inputs(self) -> dict[str, torch.Tensor]:
-        """A batch, [B, L] each, as a data collator makes one."""
+        """A batch of [B, L] tensors, as a data collator makes it."""
         shape = self._case.batch, self._case.length
         tokens = torch.zeros(shape, dtype=torch.long, device=self._device)
         mask = torch.ones(shape, dtype=torch.long, device=self._device)
@@ -123,7 +123,7 @@ class _Training:
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
     def _answer(self, tensor: torch.Tensor) -> Any:
-        """What is read from a fake tensor: no padding or some, a step number, that no gradient is infinite."""
+        """The value of a fake tensor: whether there is padding, a step number, or that no gradient is infinite."""
         if tensor.dtype == torch.bool:
             return not self._case.padded
         number = 0 if tensor.device.type == "cuda" else 1
@@ -142,10 +142,10 @@ class _Training:
 
 @contextlib.contextmanager
 def _as_if_real() -> Iterator[None]:
-    """Inside, `transformers` does with fake tensors what it does with real ones.
+    """Inside, `transformers` treats fake tensors like real ones.
 
-    It would make masks for fake tensors that it does not make otherwise. And torch's fake kernel of grouped products
-    knows bf16 alone: other precisions take the fallback of `transformers`, which allocates the same.
+    It would make masks for fake tensors that real ones do not need. And torch's fake kernel of grouped products only
+    supports bf16: other precisions use the fallback of `transformers`, which allocates the same.
     """
     from transformers.integrations import moe
     from transformers.utils import import_utils
@@ -163,7 +163,7 @@ def _as_if_real() -> Iterator[None]:
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """As `Trainer` makes it: weights that decay first, then biases and norms."""
+    """The optimizer as `Trainer` makes it: weights that decay first, then biases and norms."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
@@ -175,7 +175,7 @@ def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     return _MADE[case.optimizer](groups)
 
 
-# `foreach` is what the default comes to on a GPU, for tensors that are not fake.
+# `foreach` is the default for real tensors on a GPU.
 _MADE: Mapping[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "adamw_torch_fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
     "adamw_torch": partial(torch.optim.AdamW, lr=1e-4, foreach=True),
@@ -184,4 +184,4 @@ _MADE: Mapping[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-4, foreach=True),
     "sgd": partial(torch.optim.SGD, lr=1e-4, foreach=True),
 }
-"""By the names of `TrainingArguments.optim`, as `Trainer` makes them."""
+"""Optimizers as `Trainer` makes them, by their names in `TrainingArguments.optim`."""
