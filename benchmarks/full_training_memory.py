@@ -111,7 +111,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.step_profile import StepProfiles
     from megatron_mux.memory.trace import depth
-    from megatron_mux.memory.trace.options import Options
+    from megatron_mux.memory.trace.case import Options
     from megatron_mux.memory.trace.training import trace
 
     options = Options(**how)

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_mux.choice.recipes import TaskFile
-    from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.question import Question
+    from megatron_mux.memory.store import SavedOutput
     from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.memory.trace.tracer import Tracer
 
@@ -149,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Answer from the cache or anew, and print."""
     start = time.perf_counter()
-    from megatron_mux.memory.answers import Answers
-    from megatron_mux.memory.store import Store
+    from megatron_mux.memory.store import Answers, Store
 
     console = None
     if not arguments.json:
@@ -178,8 +177,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[SavedOutput, bool]:
     """The answer, as a table if there is a console for it; and whether it would be the same another time."""
     from megatron_mux.choice.memory_answer import MemoryAnswer
-    from megatron_mux.memory.answers import SavedOutput
     from megatron_mux.memory.plot import check
+    from megatron_mux.memory.store import SavedOutput
     from megatron_mux.memory.trace.tracer import Tracer
     from megatron_mux.memory.traced_estimate import NOT_TRACED
 
@@ -227,7 +226,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.store import Store
     from megatron_mux.memory.tensors import Skeleton
-    from megatron_mux.memory.trace.options import Options, of_task
+    from megatron_mux.memory.trace.case import Options, of_task
 
     if arguments.method == "trace" and arguments.recompute == "selective":
         raise UserError("--recompute selective: transformers recomputes whole layers: use full or none")

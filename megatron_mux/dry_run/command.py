@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.answers import Answers, SavedOutput
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
-from megatron_mux.memory.store import Store
+from megatron_mux.memory.store import Answers, SavedOutput, Store
 from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
-from megatron_mux.dry_run.recording import STEP, Recording
-from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task

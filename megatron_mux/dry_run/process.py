@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import TypeVar
 
-from megatron_mux.dry_run.forks import in_forks
-from megatron_mux.dry_run.recording import Recording
-from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.errors import UserError
 from megatron_mux.memory.stream.events import StreamError
 from megatron_mux.memory.worker import Worker, WorkerError
@@ -18,6 +21,9 @@ _AT_ONCE = 4
 
 Part = tuple[RunSpec, int]
 """A run and a rank."""
+
+Input = TypeVar("Input")
+Result = TypeVar("Result")
 
 
 def dry_runs(parts: Sequence[Part], whole: bool = False, seconds: float = _SECONDS) -> list[Recording]:
@@ -70,3 +76,65 @@ def _dry_run(part: Part) -> Recording:
     from megatron_mux.dry_run.execute import execute_dry_run
 
     return execute_dry_run(*part)
+
+
+def in_forks(work: Callable[[Input], Result], inputs: Sequence[Input], at_once: int) -> list[Result]:
+    """Run a function on several inputs in parallel, each in a process of its own.
+
+    `multiprocessing.Pool` would wait forever for a killed process and reuse processes for several inputs.
+
+    Args:
+        work: Function to run; its result is sent back.
+        inputs: Its inputs.
+        at_once: Maximum number of concurrent processes.
+
+    Returns:
+        The results in the order of the inputs.
+
+    Raises:
+        WorkerError: A process ended without a result, for example killed when the host ran out of memory.
+        Exception: The first exception that the work raised; the other processes are killed.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting = deque(enumerate(inputs))
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    found: dict[int, Result] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, value = waiting.popleft()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_send_result, args=(work, value, theirs), daemon=True)
+                process.start()
+                theirs.close()  # the child holds the only other end, so that its death is noticed
+                running[ours] = number, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                number, process = running.pop(ready)
+                found[number] = _received(ready, process)
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    return [found[number] for number in range(len(inputs))]
+
+
+def _received(connection: Connection, process: ForkProcess) -> Result:
+    try:
+        result, error = connection.recv()
+    except EOFError:
+        process.join()
+        raise WorkerError(f"a dry run's process was lost (it ended with {process.exitcode})") from None
+    process.join()
+    connection.close()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _send_result(work: Callable[[Input], Result], value: Input, connection: Connection) -> None:
+    try:
+        answer: tuple[Result | None, Exception | None] = work(value), None
+    except Exception as error:
+        answer = None, error
+    connection.send(answer)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.dry_run.recording import Recording
-from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction, predict
 

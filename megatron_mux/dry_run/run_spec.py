@@ -1,19 +1,27 @@
-"""What a dry run executes: a backbone's config, tasks with the lengths of their records, plan and ranks."""
+"""The input and the result of a dry run: a run of the engine, and the recording of one of its ranks."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Precision
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind
 
 Dtype = Precision | Literal["float64"]
+
+STEP = "step"
+"""Mark of the start of a step, or of several rolling steps."""
+
+Mark = tuple[int, str]
+"""Number of events before something started, and its name."""
 
 
 class Lengths(Protocol):
@@ -89,3 +97,24 @@ class RunSpec:
     def world(self) -> int:
         """Number of ranks."""
         return self.tensor * self.plan.ranks * self.plan.data
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a rank allocated and freed, from loading to the end of the run.
+
+    Attributes:
+        stream: From the first weight on.
+        marks: What the rank was doing: `STEP`, the actions of a step, evaluations. Events before the first step belong
+            to loading the backbone and registering tasks.
+        communicators: Number of process groups in which this rank exchanged tensors of its device.
+    """
+
+    stream: Stream
+    marks: tuple[Mark, ...]
+    communicators: int = 0
+
+    def at(self, index: int) -> str:
+        """What the rank was doing at an event; empty before the first mark."""
+        place = bisect_right(self.marks, index, key=lambda mark: mark[0])
+        return self.marks[place - 1][1] if place else ""

@@ -12,7 +12,7 @@ from megatron_mux.adapters.modules import Module
 from megatron_mux.backbone.loading import Reading
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
-from megatron_mux.dry_run.recording import Mark
+from megatron_mux.dry_run.run_spec import Mark
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Heartbeat
 from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place

@@ -8,7 +8,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.sizes import MIB, show_size
 from megatron_mux.memory.tensors import Skeleton
-from megatron_mux.memory.trace.options import Options
+from megatron_mux.memory.trace.case import Options
 from megatron_mux.memory.trace.tracer import Tracer
 
 MAX_LENGTH = 1 << 24

@@ -17,9 +17,8 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.dry_run.execute import execute_for_real
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.dry_run.recording import Recording
 from megatron_mux.dry_run.representative_ranks import representative_ranks
-from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
+from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, grouped
 from megatron_mux.memory.forms.method import Recompute

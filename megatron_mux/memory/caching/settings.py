@@ -98,15 +98,18 @@ class Settings:
 
     @classmethod
     def of_environment(cls) -> Settings:
-        """The options that torch takes from this process's environment, see `said_in_environment`.
+        """The options that torch takes from this process's environment.
 
         Raises:
-            UserError: torch would refuse them, or they are not supported here.
+            UserError: torch would refuse them, they are not supported here, or both variables are set and differ: torch
+                takes some options from one, some from the other.
         """
-        said = said_in_environment()
-        if said is None:
+        found = [(name, text) for name in NAMES if (text := os.environ.get(name))]
+        if len({text for _, text in found}) > 1:
+            raise UserError(f"{NAMES[0]} and {NAMES[1]} say different things: set one of them")
+        if not found:
             return cls()
-        name, text = said
+        name, text = found[0]
         try:
             return replace(cls.parse(text), source=f"{name}={text}")
         except ValueError as error:
@@ -131,18 +134,6 @@ class Settings:
         if rounded < MIDDLE_LIMIT:
             return self.large_segment
         return -(-rounded // LARGE_STEP) * LARGE_STEP
-
-
-def said_in_environment() -> tuple[str, str] | None:
-    """Name and value of the environment variable that holds the allocator's options; None if neither is set.
-
-    Raises:
-        UserError: Both are set and differ: torch takes some options from one, some from the other.
-    """
-    found = [(name, text) for name in NAMES if (text := os.environ.get(name))]
-    if len({text for _, text in found}) > 1:
-        raise UserError(f"{NAMES[0]} and {NAMES[1]} say different things: set one of them")
-    return found[0] if found else None
 
 
 def _number(key: str, value: str) -> float:

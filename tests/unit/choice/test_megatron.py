@@ -18,7 +18,7 @@ from megatron_mux.memory.forms.methods import methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import DEFAULT
-from megatron_mux.memory.trace.options import Options
+from megatron_mux.memory.trace.case import Options
 from tests.unit.memory.architectures import gpt2, llama
 from tests.unit.memory.profiles import by_hand, traced
 from tests.unit.memory.traced import on_a_fake_gpu

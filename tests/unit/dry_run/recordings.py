@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_mux.dry_run.recording import STEP, Recording
+from megatron_mux.dry_run.run_spec import STEP, Recording
 
 
 def begins(recording: Recording) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_mux.dry_run.rank_estimate import estimate_rank, worst
-from megatron_mux.dry_run.recording import STEP, Recording
-from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import GIB, MIB

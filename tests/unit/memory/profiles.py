@@ -14,8 +14,7 @@ from megatron_mux.memory.step_profile import BACKWARD, EMBEDDING, LOSS, Samples,
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace import depth
-from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.options import Options
+from megatron_mux.memory.trace.case import Case, Options
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory.configs import write
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.caching.settings import NAMES, Settings, said_in_environment
+from megatron_mux.memory.caching.settings import NAMES, Settings
 from megatron_mux.memory.sizes import MIB
 
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_set(text: str, said: str) -> None:
 def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert Settings.of_environment() == Settings() and said_in_environment() is None
+    assert Settings.of_environment() == Settings()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert Settings.of_environment() == Settings(expandable_segments=True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")

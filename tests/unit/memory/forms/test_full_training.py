@@ -20,7 +20,7 @@ from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.insertion import buckets
 from megatron_mux.memory.tensors import Skeleton
-from megatron_mux.memory.trace.options import Options
+from megatron_mux.memory.trace.case import Options
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory import profiles
 from tests.unit.memory.configs import write

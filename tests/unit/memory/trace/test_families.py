@@ -12,9 +12,8 @@ import pytest
 
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import Skeleton
-from megatron_mux.memory.trace.case import Case
+from megatron_mux.memory.trace.case import Case, Options
 from megatron_mux.memory.trace.depth import step
-from megatron_mux.memory.trace.options import Options
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory.traced import on_a_fake_gpu
 

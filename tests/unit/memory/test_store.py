@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mux.memory import answers as module
-from megatron_mux.memory.answers import Answers, SavedOutput
-from megatron_mux.memory.store import Store
+from megatron_mux.memory import store as module
+from megatron_mux.memory.store import Answers, SavedOutput, Store
 
 SAID = SavedOutput("one\ntwo\n", ["a warning"])
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_mux.dry_run.forks import in_forks
+from megatron_mux.dry_run.process import in_forks
 from megatron_mux.memory.worker import WorkerError
 
 _STATE = {"touched": False}

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.tensors import ModelTensors
-from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.options import Options, of_task
+from megatron_mux.memory.trace.case import Case, Options, of_task
 
 TENSORS = ModelTensors(
     "llama", (), "e", "h", 1, 40, 64, 4, 100, None, {}, (), {"layer_types": ["a", "b"] * 20}, (0, 1) * 20
