@@ -76,7 +76,7 @@ class _Process:
     def __init__(self, seconds: float) -> None:
         self.has_ended = False
         self._seconds = seconds
-        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the process
+        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115  kept while the process may print
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
