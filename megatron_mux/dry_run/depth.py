@@ -1,4 +1,4 @@
-"""A deep stage from dry runs with few layers to a stage: those between the ends insert the same events each."""
+"""Extends dry runs with few layers for each stage to deep stages, whose middle layers all insert the same events."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megatron_mux.memory.trace.model import configuration
 from megatron_mux.tasks import TaskSpec
 
 _RESIDENT = Grouping(first=2)
-"""Where the first layer's attention needs no gradient, what all layers share is dropped in the second one's backward
-pass, not in the first one's."""
-_COMING_AND_GOING = Grouping(first=2, further=1)
-"""The last layer's weights, the final norm among them, are brought while the one before it computes."""
+"""If the first layer's attention needs no gradient, tensors that all layers share are freed in the second layer's
+backward pass, not in the first one's."""
+_FETCHED = Grouping(first=2, further=1)
+"""The last layer's weights, including the final norm, are fetched while the layer before it computes."""
 
 
 def shallow(run: RunSpec) -> list[RunSpec]:
-    """The same with fewer layers, for two groups of layers to a stage and for three; nothing if it takes all to tell.
+    """The same run with two and with three groups of layers for each stage; empty if these do not represent it.
 
-    That is so where layers differ (in their windows, in the adapters on them); where an adapter is one tensor for all
-    layers (a prefix, whose gradient has the size of all of them wherever it comes about) or works on all layers between
-    steps (diff pruning); where stages are hardly deeper; where a rank has several of them; and on a CPU.
+    That is so if layers differ (in their windows or adapters), if an adapter is one tensor for all layers (a prefix) or
+    processes all layers between steps (diff pruning), if stages are hardly deeper, if a rank has several stages, and on
+    a CPU.
     """
     info = read_info(run.config)
     grouping = _grouping(run)
@@ -47,7 +47,7 @@ def shallow(run: RunSpec) -> list[RunSpec]:
 
 
 def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recording:
-    """A rank's recording from those of `shallow`.
+    """Extend the recordings of a rank in the runs of `shallow`.
 
     Raises:
         StreamError: They do not line up.
@@ -69,10 +69,10 @@ def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recor
 
 
 def read_info(config: Mapping[str, Any]) -> BackboneInfo:
-    """A backbone's shape and names, from what its config.json says.
+    """A backbone's shape and names, from the contents of its config.json.
 
     Raises:
-        UserError: It is none that this engine knows.
+        UserError: The engine does not support it.
     """
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -80,11 +80,11 @@ def read_info(config: Mapping[str, Any]) -> BackboneInfo:
 
 
 def _grouping(run: RunSpec) -> Grouping:
-    return _RESIDENT if run.residence == "resident" else _COMING_AND_GOING
+    return _RESIDENT if run.residence == "resident" else _FETCHED
 
 
 def _cut(run: RunSpec, layers: int) -> RunSpec:
-    """With so many layers to a stage."""
+    """The run with so many layers for each stage."""
     config = configuration(run.config, layers * run.plan.stages)
     plan = replace(run.plan, split=(layers,) * run.plan.stages)
     return replace(run, config=json.loads(config.to_json_string(use_diff=False)), plan=plan)
@@ -95,7 +95,7 @@ def _split(run: RunSpec, info: BackboneInfo) -> tuple[int, ...]:
 
 
 def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
-    """Whether a task's adapter acts alike on all layers, each by itself."""
+    """Whether a task's adapter treats all layers alike and independently."""
     spec = TaskSpec.model_validate(one.task)
     load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info.shape)
     sites = defaultdict(set)

@@ -49,10 +49,10 @@ def representative_ranks(run: RunSpec, stages: Sequence[int] = ()) -> list[int]:
 
 
 class _Work:
-    """What each pipeline computes in a step.
+    """The work of each pipeline in a step.
 
     Attributes:
-        bytes: `[P, S]` that the heaviest micro-batch of each pipeline keeps and takes on the ranks of each stage.
+        bytes: `[P, S]` bytes of the heaviest micro-batch of each pipeline on the ranks of each stage.
     """
 
     def __init__(self, run: RunSpec) -> None:
@@ -83,10 +83,10 @@ class _Work:
         self.bytes: Array = of_stages.reshape(plan.data, plan.virtual, plan.ranks).sum(axis=1)
 
     def tensor_rank(self, pipeline: int) -> int:
-        """The tensor rank of a pipeline whose rows keep most: of all adapters, bottlenecks alone act on a rank's rows.
+        """The tensor rank of a pipeline whose rows keep most: only bottlenecks act on a rank's own rows.
 
         Args:
-            pipeline: Which.
+            pipeline: Number of the pipeline.
         """
         sizes = [
             sum(row.width for site in load.ops for row in site.kept.rows if row.where == "rows")
@@ -102,7 +102,7 @@ class _Work:
         return int(most.argmax())
 
     def _most(self, memory: EngineMemory, units: Sequence[Sequence[Slice]]) -> Array:
-        """`[S]` bytes of the heaviest of these micro-batches."""
+        """`[S]` bytes of the heaviest micro-batch."""
         if not units:
             return np.zeros(len(memory.stages))
         rows = np.zeros((len(units), len(self._names)))
@@ -121,7 +121,7 @@ class _Work:
 
 
 def _units(run: RunSpec) -> list[list[list[Slice]]]:
-    """Of each pipeline the slices of every micro-batch, or of every chunk of one."""
+    """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
     pad_to = padded_lengths(
         run.plan.alignment, {one.name: one.task["data"]["max_length"] for one in run.tasks}
     )

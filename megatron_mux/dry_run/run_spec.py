@@ -65,10 +65,9 @@ class RunSpec:
     """Everything about a run of the engine that affects memory.
 
     Attributes:
-        config: What config.json says.
+        config: Contents of config.json.
         tasks: Tasks that train together.
-        plan: Which tasks share a step, and how; its stages are divided among pipeline ranks, its `data` is how many
-            pipelines there are.
+        plan: How tasks share a step. Pipeline ranks divide its stages; its `data` is the number of pipelines.
         tensor: Tensor-parallel size.
         sequence_parallel: Whether tensor ranks divide rows outside attention and MLP.
         dtype: Data type of the backbone.
