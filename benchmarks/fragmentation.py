@@ -98,8 +98,9 @@ def traced() -> Iterator[tuple[str, Stream]]:
 def _row(name: str, stream: Stream) -> dict[str, Any]:
     from megatron_mux.memory.caching.replay import replay
     from megatron_mux.memory.caching.settings import Settings
+    from tests.unit.memory.stream.peak import peak_of
 
-    peak = stream.peak()
+    peak = peak_of(stream)
     moving = sum(size for category, size in peak.breakdown.items() if str(category) not in _STANDS)
     plenty = replay(stream, Settings()).peak_reserved
     least = _least(stream, peak.size, plenty)

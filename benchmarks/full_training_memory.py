@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +112,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
     from megatron_mux.memory.trace import depth
     from megatron_mux.memory.trace.case import Options
     from megatron_mux.memory.trace.training import trace
+    from tests.unit.memory.stream.peak import peak_of
 
     options = Options(**how)
     recipe = Recipe(length, options.precision, options.optimizer, options.master_weights, options.attention)
@@ -130,7 +130,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
         overhead=ProcessOverhead.none(),
     )
     for batch in BATCHES:
-        peak = trace(replace(options.case(skeleton.raw, skeleton.tensors, length, batch))).peak().size
+        peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size
         parts = memory.worst(batch * length).breakdown
         yield (sum(parts.values()) - parts["fragmentation"]) / peak - 1
 

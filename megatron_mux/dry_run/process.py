@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.errors import UserError
@@ -119,7 +119,7 @@ def in_forks(work: Callable[[Input], Result], inputs: Sequence[Input], at_once: 
     return [found[number] for number in range(len(inputs))]
 
 
-def _received(connection: Connection, process: ForkProcess) -> Result:
+def _received(connection: Connection, process: ForkProcess) -> Any:
     try:
         result, error = connection.recv()
     except EOFError:
@@ -129,7 +129,7 @@ def _received(connection: Connection, process: ForkProcess) -> Result:
     connection.close()
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _send_result(work: Callable[[Input], Result], value: Input, connection: Connection) -> None:

@@ -21,6 +21,7 @@ from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
+from tests.unit.memory.stream.peak import peak_of
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
@@ -177,7 +178,7 @@ def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
     made = iter(dry_runs([one for own in runs for one in own], whole=True))
     for cell in cells:
         for stage, form in enumerate(cell.forms()):
-            peak = next(made).stream.peak()
+            peak = peak_of(next(made).stream)
             yield Compared(cell, stage, form, peak.size, str(peak.moment))
 
 

@@ -15,6 +15,7 @@ from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.worker import WorkerError
 from tests.unit.dry_run.recordings import begins, held, last_step_peak
+from tests.unit.memory.stream.peak import peak_of
 from tests.unit.memory.traced import LLAMA
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -150,7 +151,7 @@ def test_what_cannot_be_divided_is_said() -> None:
 def test_each_stage_of_each_pipeline_can_be_dry_run() -> None:
     run = _run(4, stages=2, data=2, tensor=2)
     first, last = dry_runs([(run, 0), (run, 6)])
-    peaks = [one.stream.peak().breakdown for one in (first, last)]
+    peaks = [peak_of(one.stream).breakdown for one in (first, last)]
     assert all({Category.PARAMETERS, Category.ADAPTERS, Category.OPTIMIZER} <= set(one) for one in peaks)
     # The world, tensor and data ranks, and each way between neighbours.
     assert first.communicators == last.communicators == 1 + 2 + 2

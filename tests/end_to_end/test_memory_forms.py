@@ -23,6 +23,7 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.memory_cells import KIND_NAMES, Cell, compared
 from tests.unit.memory.configs import write
+from tests.unit.memory.stream.peak import peak_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -116,7 +117,7 @@ def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
     made = iter(dry_runs([one for own in asked for one in own], whole=True))
     wrong = []
     for (name, (names, method)), own in zip(CASES.items(), asked, strict=True):
-        peaks = [next(made).stream.peak() for _ in own]
+        peaks = [peak_of(next(made).stream) for _ in own]
         each = len(peaks) // method.pipeline
         for stage, form in enumerate(_forms(specs_of(names, LENGTH, SEQUENCES), method, tmp_path)):
             peak = max(peaks[stage * each : (stage + 1) * each], key=lambda one: one.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -34,8 +34,7 @@ class Category(StrEnum):
 
 CATEGORIES = tuple(Category)
 _CODE_OF = {category: code for code, category in enumerate(CATEGORIES)}
-_TYPECODES = {"codes": "i", "moments": "I", "sizes": "q", "streams": "q", "categories": "B"}
-"""The columns of a stream, and what their arrays hold."""
+_COLUMNS = ("codes", "moments", "sizes", "streams", "categories")
 
 
 class Moment(NamedTuple):
@@ -75,23 +74,6 @@ class Event:
     stream: int
     category: Category
     moment: Moment
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The peak of live bytes.
-
-    Attributes:
-        size: Requested bytes, without rounding.
-        index: The first event that reaches it; -1 if the stream is empty.
-        moment: Time of that event.
-        breakdown: These bytes by category; categories without any are left out.
-    """
-
-    size: int
-    index: int
-    moment: Moment | None
-    breakdown: Mapping[Category, int]
 
 
 @dataclass(frozen=True)
@@ -144,15 +126,6 @@ class Stream:
             found.append(size)
         return found
 
-    def peak(self) -> Peak:
-        """The peak of live bytes."""
-        live = self.live()
-        if not live:
-            return Peak(0, -1, None, {})
-        size = max(live)
-        index = live.index(size)
-        return Peak(size, index, self.moment(index), self.breakdown(index))
-
     def breakdown(self, index: int) -> dict[Category, int]:
         """Bytes that are live after an event, by category; categories without any are left out."""
         totals = [0] * len(CATEGORIES)
@@ -163,22 +136,29 @@ class Stream:
 
     def to_json(self) -> str:
         """As text; `from_json` reads it."""
-        columns = [getattr(self, name).tolist() for name in _TYPECODES]
-        return json.dumps([columns, self.moment_names], separators=(",", ":"))
+        columns = {name: getattr(self, name).tolist() for name in _COLUMNS}
+        return json.dumps({**columns, "moment_names": self.moment_names}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Stream:
         """Read what `to_json` wrote, by the same version of this package."""
-        columns, moments = json.loads(text)
-        arrays = (array(code, column) for code, column in zip(_TYPECODES.values(), columns, strict=True))
-        return cls(*arrays, tuple(Moment(*names) for names in moments))
+        data = json.loads(text)
+        found = cls.empty(tuple(Moment(*names) for names in data["moment_names"]))
+        for name in _COLUMNS:
+            getattr(found, name).extend(data[name])
+        return found
+
+    @classmethod
+    def empty(cls, moment_names: tuple[Moment, ...] = ()) -> Stream:
+        """A stream without events."""
+        return cls(array("i"), array("I"), array("q"), array("q"), array("B"), moment_names)
 
 
 class StreamBuilder:
     """Collects the events of a step and refuses invalid ones."""
 
     def __init__(self) -> None:
-        self._stream = Stream(*map(array, _TYPECODES.values()), ())
+        self._stream = Stream.empty()
         self._freed = bytearray()
         self._moments: dict[Moment, int] = {}
 
@@ -230,7 +210,8 @@ class StreamBuilder:
 
     def done(self) -> Stream:
         """The stream of all events so far; later events do not change it."""
-        return Stream(*(getattr(self._stream, name)[:] for name in _TYPECODES), tuple(self._moments))
+        columns = {name: getattr(self._stream, name)[:] for name in _COLUMNS}
+        return Stream(**columns, moment_names=tuple(self._moments))
 
     def _interned(self, moment: Moment) -> int:
         return self._moments.setdefault(moment, len(self._moments))

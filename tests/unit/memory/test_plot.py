@@ -13,6 +13,7 @@ from megatron_mux.memory.estimate import Prediction, process_overhead
 from megatron_mux.memory.plot import Panel, check, closed, draw, traced
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
+from tests.unit.memory.stream.peak import peak_of
 
 INSTANTS = {
     "the loss": {"parameters": 2 * GIB, "activations": 3 * GIB, "offloaded": 0},
@@ -43,7 +44,7 @@ def test_the_peak_of_a_long_stream_is_drawn() -> None:
     found = _prediction(times=5000)
     panel = traced(found, "a step")
     assert len(panel.reserved) <= 4000
-    assert max(panel.totals) == found.stream.peak().size + process_overhead(0)
+    assert max(panel.totals) == peak_of(found.stream).size + process_overhead(0)
 
 
 def test_instants_of_closed_forms() -> None:

@@ -24,6 +24,7 @@ from megatron_mux.memory.trace.case import Options
 from megatron_mux.memory.trace.training import trace
 from tests.unit.memory import profiles
 from tests.unit.memory.configs import write
+from tests.unit.memory.stream.peak import peak_of
 from tests.unit.memory.trace.test_families import FAMILIES, USUAL
 from tests.unit.memory.traced import on_a_fake_gpu
 
@@ -85,7 +86,7 @@ def test_peaks_of_families(number: int, tmp_path: Path) -> None:
         ProcessOverhead.none(),
     )  # fmt: skip
     skeleton = Skeleton(tmp_path)
-    peak = trace(options.case(skeleton.raw, skeleton.tensors, length, batch)).peak().size
+    peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size
     assert held(found, batch * length) == pytest.approx(peak, rel=0.03)
 
 
@@ -107,7 +108,7 @@ def test_peaks_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     skeleton = Skeleton(tmp_path)
     case = options.case(skeleton.raw, skeleton.tensors, 128, 1)
     stream = trace(case)
-    peak = predict(stream, case.gpu).stream.peak()
+    peak = peak_of(predict(stream, case.gpu).stream)
     assert overhead.blas == 64 * MIB
     # Adafactor's update of the tensor before the largest is still there.
     least = -0.02 if optimizer == "adafactor" else -0.001
@@ -121,7 +122,7 @@ def test_peaks_with_autocast(name: str, recompute: Recompute, tmp_path: Path) ->
     found = memory(WIDE[name], tmp_path, 512, options, Method(recompute=recompute), ProcessOverhead.none())
     skeleton = Skeleton(tmp_path)
     for batch in (1, 4):
-        peak = trace(options.case(skeleton.raw, skeleton.tensors, 512, batch)).peak().size
+        peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 512, batch))).size
         assert held(found, batch * 512) == pytest.approx(peak, rel=0.01)
 
 
@@ -135,7 +136,7 @@ def test_buckets_of_gradients(tmp_path: Path) -> None:
         stream = trace(case)
         traced = predict(stream, case.gpu, communicators=1, blocks=buckets(stream))
         parts = found.worst(batch * 128).breakdown
-        assert held(found, batch * 128) == pytest.approx(traced.stream.peak().size, rel=0.004)
+        assert held(found, batch * 128) == pytest.approx(peak_of(traced.stream).size, rel=0.004)
         assert parts["communication"] == 4 * skeleton.tensors.total
         assert parts["context"] == untraced.context() + traced.communicators * untraced.communicator()
         least, most = found.interval(batch * 128)
@@ -150,7 +151,7 @@ def test_peaks_in_attention(device: str, tmp_path: Path) -> None:
     method = Method(recompute="full")
     found = memory(config, tmp_path, 1024, options, method, ProcessOverhead.none())
     skeleton = Skeleton(tmp_path)
-    peak = trace(options.case(skeleton.raw, skeleton.tensors, 1024, 5)).peak().size
+    peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 1024, 5))).size
     assert held(found, 5 * 1024) == pytest.approx(peak, rel=0.01)
 
 

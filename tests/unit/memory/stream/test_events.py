@@ -15,6 +15,7 @@ from megatron_mux.memory.stream.events import (
     StreamBuilder,
     StreamError,
 )
+from tests.unit.memory.stream.peak import peak_of
 
 FORWARD, BACKWARD = Moment("forward", 0, "mm"), Moment("backward", None, "add")
 
@@ -65,7 +66,7 @@ def test_peak_and_breakdown_by_hand(stream: Stream) -> None:
         for held in live.values():
             by_category[held.category] += held.size
         assert stream.breakdown(len(totals) - 1) == {key: size for key, size in by_category.items() if size}
-    peak = stream.peak()
+    peak = peak_of(stream)
     assert stream.live().tolist() == totals
     assert peak.size == max(totals, default=0) == sum(peak.breakdown.values())
     if totals:
@@ -92,7 +93,7 @@ def test_what_is_done_does_not_change() -> None:
 
 
 def test_an_empty_stream() -> None:
-    peak = StreamBuilder().done().peak()
+    peak = peak_of(StreamBuilder().done())
     assert (peak.size, peak.index, peak.moment, peak.breakdown) == (0, -1, None, {})
 
 

@@ -22,6 +22,7 @@ from megatron_mux.memory.trace.tracer import Tracer
 from megatron_mux.memory.trace.training import count, trace
 from megatron_mux.memory.untraced import TABLE
 from megatron_mux.memory.worker import WorkerError
+from tests.unit.memory.stream.peak import peak_of
 from tests.unit.memory.traced import ADAPTERS, CONFIGS, GPT2, LLAMA, on_a_fake_gpu
 
 pytestmark = on_a_fake_gpu
@@ -108,8 +109,10 @@ def test_a_step_that_computes_takes_what_was_traced(config: str, adapter: str, r
     case = replace(case, steps=1 if recompute else 2)
     found, real = trace(case), count(case)
     assert _large(found) == _large(real)
-    assert found.peak().moment == real.peak().moment
-    assert found.peak().size == pytest.approx(real.peak().size, abs=1000)  # step numbers are in host memory
+    assert peak_of(found).moment == peak_of(real).moment
+    assert peak_of(found).size == pytest.approx(
+        peak_of(real).size, abs=1000
+    )  # step numbers are in host memory
 
 
 def _large(stream: Stream) -> list[tuple[str, int, Moment]]:
@@ -138,7 +141,7 @@ def test_parameters_and_states_are_told_apart() -> None:
 def test_attention_saves_no_scores_unless_it_is_asked_to() -> None:
     def largest(attention: str) -> int:
         case = Case(LLAMA, 2, 2, 128, ADAPTERS["lora"], attention=attention)  # type: ignore[arg-type]
-        return trace(case).peak().size
+        return peak_of(trace(case)).size
 
     scores = 2 * 4 * 128 * 128 * 2  # batch, heads, length, length, bytes
     assert largest("eager") - largest("sdpa") > 2 * scores
@@ -163,7 +166,7 @@ def test_a_mask_is_made_where_sequences_are_padded() -> None:
         trace(Case(LLAMA, 2, 2, 64, ADAPTERS["lora"], padded=padded, gpu=Gpu((8, 0), False)))
         for padded in (False, True)
     )
-    assert padded.peak().size > plain.peak().size + 2 * 64 * 64
+    assert peak_of(padded).size > peak_of(plain).size + 2 * 64 * 64
 
 
 @pytest.mark.versions
