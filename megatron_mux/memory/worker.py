@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -52,7 +53,8 @@ class Worker:
         self._calls.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             self._process.end()
-        self._calls.shutdown()
+            self._calls.shutdown()
+            self._process.close()
 
     def start(self, module: str) -> None:
         """Start the process, which imports a module while the caller goes on."""
@@ -76,7 +78,7 @@ class _Process:
     def __init__(self, seconds: float) -> None:
         self.has_ended = False
         self._seconds = seconds
-        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115  kept while the process may print
+        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the process
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
@@ -97,7 +99,7 @@ class _Process:
                 raise WorkerError(f"it took longer than {self._seconds:g} s")
             result, error = self._connection.recv()
         except (EOFError, OSError):
-            raise WorkerError(self._last_words()) from None
+            raise WorkerError(self._last_words) from None
         if error is not None:
             raise error
         return result
@@ -109,16 +111,24 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def close(self) -> None:
+        """Free what is left of a process that has ended."""
+        self._connection.close()
+        self._printed.close()
+
+    @cached_property
     def _last_words(self) -> str:
         """Why the process ended: a signal, perhaps the kernel's when memory ran out, or the last line it printed."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
-        code = self._process.returncode
+        code = self._process.returncode or 0
         self.end()
-        if code is not None and code < 0:
+        with self._printed as printed:
+            printed.seek(0)
+            words = [line.strip() for line in printed if line.strip()]
+        if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
-        self._printed.seek(0)
-        return next((line for line in reversed(self._printed.readlines()) if line.strip()), "it said nothing")
+        return words[-1] if words else "it said nothing"
 
 
 def serve() -> None:
