@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -101,29 +100,28 @@ def _record(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | 
     recorder = Recorder(place, parallel.device.type, 0, answer, scratch)
     watch = StepTracker(place, recorder)
     parallel = replace(parallel, heartbeat=watch)
-    with _without_garbage_collection():
-        with recorder:
-            stages = load_stages(
-                directory,
-                parallel,
-                getattr(torch, run.dtype),
-                run.recompute,
-                plan.split or None,
-                run.residence,
-                config_only=answer is not None,
-            )
-            watch.follow(stages)
-            recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
-            place.enter(JOIN)
-            engine = Engine(stages, parallel, Planning("auto", plan.stages, FixedPlanner(plan), given=plan))
-            watch.follow_adapters(engine.adapters.host)
-            engine.register_tasks([_task(one) for one in run.tasks])
-            watch.label(engine)
-            _steps(engine, run, place, watch)
-            for one in run.tasks:
-                if one.held_out:
-                    watch.within = f"the evaluation of {one.name}"
-                    engine.evaluate(one.name)
+    with recorder:
+        stages = load_stages(
+            directory,
+            parallel,
+            getattr(torch, run.dtype),
+            run.recompute,
+            plan.split or None,
+            run.residence,
+            config_only=answer is not None,
+        )
+        watch.follow(stages)
+        recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
+        place.enter(JOIN)
+        engine = Engine(stages, parallel, Planning("auto", plan.stages, FixedPlanner(plan), given=plan))
+        watch.follow_adapters(engine.adapters.host)
+        engine.register_tasks([_task(one) for one in run.tasks])
+        watch.label(engine)
+        _steps(engine, run, place, watch)
+        for one in run.tasks:
+            if one.held_out:
+                watch.within = f"the evaluation of {one.name}"
+                engine.evaluate(one.name)
         return Recording(recorder.done(), tuple(watch.marks))
 
 
@@ -160,15 +158,3 @@ def _fake_world(run: RunSpec) -> Iterator[None]:
         else:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, which would free cycles at unpredictable moments."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

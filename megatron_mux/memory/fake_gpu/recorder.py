@@ -7,6 +7,7 @@ is invisible and added from a table; workspaces that libraries keep are not adde
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,8 @@ class _Entry:
 class Recorder(TorchDispatchMode):
     """Records while it is entered; enter it on top of a fake mode, if there is one.
 
+    Meanwhile the garbage collector is disabled, which would free cycles at unpredictable moments.
+
     Args:
         place: Current phase and layer.
         device: Type of the device whose memory counts.
@@ -109,6 +112,9 @@ class Recorder(TorchDispatchMode):
         return len(self._log)
 
     def __enter__(self) -> Self:
+        if gc.isenabled():
+            gc.disable()
+            self._stack.callback(gc.enable)
         # Resizing a storage is no operator.
         resize = torch.UntypedStorage.resize_
 

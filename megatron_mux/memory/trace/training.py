@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -63,22 +62,16 @@ class _Training:
     def run(self) -> Stream:
         """All steps."""
         case, model = self._case, self._model
-        collecting = gc.isenabled()
-        gc.disable()  # it would free cycles at unpredictable moments
-        try:
-            with self._recorder, self._follow_prefixes():
-                materialise(model, self._device, fill=not self._fake)
-                label_parameters(self._recorder, model, case)
-                self._place.follow(list(decoder_layers(model, case.layers)))
-                optimizer = _optimizer(model, case)
-                half = case.autocast == "float16"
-                scaler = torch.amp.GradScaler(self._device.type, enabled=half)
-                for _ in range(case.steps):
-                    self._step(model, optimizer, scaler)
-                return self._recorder.done()
-        finally:
-            if collecting:
-                gc.enable()
+        with self._recorder, self._follow_prefixes():
+            materialise(model, self._device, fill=not self._fake)
+            label_parameters(self._recorder, model, case)
+            self._place.follow(list(decoder_layers(model, case.layers)))
+            optimizer = _optimizer(model, case)
+            half = case.autocast == "float16"
+            scaler = torch.amp.GradScaler(self._device.type, enabled=half)
+            for _ in range(case.steps):
+                self._step(model, optimizer, scaler)
+            return self._recorder.done()
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         case, place = self._case, self._place
