@@ -1,4 +1,4 @@
-"""Keeps texts between runs, under a key that names everything they depend on.
+"""Keeps texts between runs, under a key that names everything they depend on; versions are part of every key.
 
 There are three kinds: sizes of models, traced steps, and answers of `tools/estimate_memory.py`. A file has a line that
 describes its content, with a digest, and then the content. A file that is damaged counts as missing.
@@ -48,11 +48,11 @@ class Store:
         except (OSError, ValueError):
             return None
         sound = isinstance(found, dict) and found.get("sha256") == _digest(text)
-        return text if sound and found.get("about") == _plain(about) else None
+        return text if sound and found.get("about") == _whole(about) else None
 
     def write(self, about: Mapping[str, Any], text: str) -> None:
         """Keep a text. Nothing is kept if the directory cannot be written."""
-        head = json.dumps({"sha256": _digest(text), "about": _plain(about)})
+        head = json.dumps({"sha256": _digest(text), "about": _whole(about)})
         try:
             write_atomically(self.file(about), f"{head}\n{text}")
         except OSError:
@@ -60,7 +60,7 @@ class Store:
 
     def file(self, about: Mapping[str, Any]) -> Path:
         """The file of a key."""
-        return self._directory / f"{_digest(json.dumps(_plain(about), sort_keys=True))[:24]}.json"
+        return self._directory / f"{_digest(json.dumps(_whole(about), sort_keys=True))[:24]}.json"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ class Answers:
         self._about = {
             "arguments": {name: _key(value) for name, value in sorted(vars(arguments).items())},
             "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-            "versions": versions(),
             "more": more,
         }
 
@@ -170,9 +169,9 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _plain(about: Mapping[str, Any]) -> Any:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(about))
+def _whole(about: Mapping[str, Any]) -> Any:
+    """A key and the versions, as JSON gives them back."""
+    return json.loads(json.dumps({**about, "versions": versions()}))
 
 
 def _digest(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
-from megatron_mux.memory.store import Store, versions
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.worker import one_line
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Skeleton:
         self.raw = read_json(self.path)
         self._kept = kept
         self._measure = measure
-        self._about = {"config": self.raw, "versions": versions()}
+        self._about = {"config": self.raw}
 
     @cached_property
     def is_known(self) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.store import Store, versions
+from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import ModelTensors, Skeleton
 from megatron_mux.memory.trace import depth
@@ -79,29 +78,21 @@ class Tracer(Worker):
         for case, stream in zip(cases, found, strict=True):
             if stream is None:
                 try:
-                    stream = self._begun.pop(_key(case)).result()
+                    stream = self._begun.pop(json.dumps(asdict(case))).result()
                 except WorkerError:
                     self._begun.clear()  # the others' process may be lost, too
                     raise
-                self._kept.write(_about(case), stream.to_json())
+                self._kept.write({"case": asdict(case)}, stream.to_json())
             yield stream
 
     def _submit(self, case: Case) -> None:
-        if _key(case) not in self._begun:
-            self._begun[_key(case)] = self.submit(_traced, case)
+        key = json.dumps(asdict(case))
+        if key not in self._begun:
+            self._begun[key] = self.submit(_traced, case)
 
     def _read(self, case: Case) -> Stream | None:
-        text = self._kept.read(_about(case))
+        text = self._kept.read({"case": asdict(case)})
         return None if text is None else Stream.from_json(text)
-
-
-def _about(case: Case) -> Mapping[str, Any]:
-    """All that a stream depends on."""
-    return {"case": asdict(case), "versions": versions()}
-
-
-def _key(case: Case) -> str:
-    return json.dumps(asdict(case))
 
 
 def _traced(case: Case) -> Stream:

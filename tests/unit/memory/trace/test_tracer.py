@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.memory import store
 from megatron_mux.memory.store import Store
 from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder
-from megatron_mux.memory.trace import tracer as tracer_module
 from megatron_mux.memory.trace.case import Case
 from megatron_mux.memory.trace.tracer import Tracer
 
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_traced_anew(tmp_path: Path, damage: str) -> None:
 
 def test_another_version_is_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _ask(tmp_path)
-    monkeypatch.setattr(tracer_module, "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(store, "versions", lambda: {"torch": "another"})
     assert [_ask(tmp_path), _ask(tmp_path)] == [1, 0]
 
 
