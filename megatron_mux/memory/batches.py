@@ -159,11 +159,12 @@ class Batches:
         if self._family is None:
             return largest_batch(fits)
         if not fits(self._least):
-            return largest_batch(fits, high=self._least)
-        high, step = self._bound(memory) + 1, 1
-        while high - step > self._least and not fits(high - step):
-            high, step = high - step, 2 * step
-        return largest_batch(fits, max(high - step, self._least), high)
+            return largest_batch(lambda batch: batch < self._least and fits(batch))
+        high = self._bound(memory) + 1
+        low, step = high - 1, 1
+        while low > self._least and not fits(low):
+            high, low, step = low, low - step, 2 * step
+        return largest_batch(fits, max(low, self._least), high)
 
     @cached_property
     def _family(self) -> BatchFamily | None:
