@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.data.data_files import DataFiles
+    from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.mesh import Mesh

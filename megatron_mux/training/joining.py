@@ -8,15 +8,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_mux.data.background import BackgroundTokenising
-from megatron_mux.data.data_files import DataFiles
-from megatron_mux.data.tokenised_file import TokenisedFile
-from megatron_mux.errors import UserError
+from megatron_mux.data.background import BackgroundTokenising, Results
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
-
-Results = dict[str, TokenisedFile | UserError]
 
 
 @dataclass

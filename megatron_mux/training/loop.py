@@ -12,7 +12,7 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, StepResult
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import SharedError, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_mux import checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError

@@ -47,7 +47,7 @@ def test_records_by_number(path: Path, tokenizer: Tokenizer) -> None:
     for i in range(4):
         example, again = data[i], tokeniser.encode(data.record(i))
         assert example.tokens.tolist() == again.tokens.tolist()
-        assert (len(example.tokens), example.label_count) == (data.lengths[i], data.label_counts[i])
+        assert (len(example.tokens), example.labelled.sum()) == (data.lengths[i], data.label_counts[i])
     assert data[-1].tokens.tolist() == data[3].tokens.tolist()
     assert data.distinct_completions is None
     assert data.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -136,7 +136,7 @@ def test_a_cut_candidate_always_keeps_a_label(path: Path, tokenizer: Tokenizer) 
             data = TaskDataset(path, tokenizer, length)
         except UserError:
             continue
-        assert all(example.label_count for i in range(len(data)) for example, _ in data.candidates(i))
+        assert all(example.labelled.sum() for i in range(len(data)) for example, _ in data.candidates(i))
 
 
 def test_a_file_replaced_does_not_disturb_and_one_changed_is_noticed(

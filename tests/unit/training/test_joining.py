@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.training import joining
 from megatron_mux.training.joining import JoiningFiles
 
