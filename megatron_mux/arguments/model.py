@@ -181,7 +181,7 @@ class MuxArguments:
         action=argparse.BooleanOptionalAction,
     )
     mux_no_progress: bool = _flag("mux", "no live display", False, action="store_true")
-    shape: Mapping[str, Any]
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,21 +82,22 @@ class Liveness(Heartbeat):
         Raises:
             UserError: Rank 0 cannot be reached.
         """
-        shared: list[object] = [None, None, None]
+        shared: list[Any] = [None]
         if self.rank == 0:
             hub = Hub(self._detector, self._name, self.world_size, self._state())
             self._endpoint = hub
-            shared = [*hub.address, self._name]
+            shared = [(hub.address, self._name)]
         dist.broadcast_object_list(shared, src=0)
-        if self.rank != 0:
-            port, password, name = shared
-            try:
-                address = int(str(port)), str(password)
-                self._endpoint = Spoke(self._detector, self.rank, self._name, str(name), address)
-            except OSError as error:
-                raise UserError(
-                    f"{name} cannot be reached on port {port}: {error}: let processes connect to each other"
-                ) from error
+        address, name = shared[0]
+        try:
+            if self.rank == 0:
+                hub.accept()
+            else:
+                self._endpoint = Spoke(self._detector, self.rank, self._name, name, address)
+        except OSError as error:
+            raise UserError(
+                f"{name} cannot be reached on port {address[0]}: {error}: let processes connect to each other"
+            ) from error
         self._thread.start()
         return self
 

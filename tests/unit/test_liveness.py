@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import sys
 import threading
 import time
@@ -174,6 +175,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Spoke]]:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     hub = Hub(DETECTOR, "rank 0 (here)", 2, State("starting", "", True, 0.0))
     spoke = Spoke(DETECTOR, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
+    hub.accept()
     yield hub, spoke
     spoke.leave(None)
     hub.leave(None)
@@ -186,16 +188,26 @@ def soon() -> float:
 BUSY = State("an action", "", False, 0.0)
 
 
-def test_states_arrive_and_strangers_are_not_heard(pair: tuple[Hub, Spoke]) -> None:
+def test_states_arrive(pair: tuple[Hub, Spoke]) -> None:
     hub, spoke = pair
-    with socket.create_connection(("localhost", hub.address[0])) as stranger:
-        stranger.sendall(b'{"password": "guessed", "rank": 1, "name": "x"}\n{"end": "failed"}\nno JSON\n')
-        assert spoke.exchange(BUSY, soon()) is None
-        assert hub.exchange(BUSY, soon()) is None
-        assert stranger.recv(1) == b"", "it is put out"
+    assert spoke.exchange(BUSY, soon()) is None
+    assert hub.exchange(BUSY, soon()) is None
     assert spoke.exchange(State("an action", "", False, 2 * TIMEOUT), soon()) is None
     verdict = hub.exchange(BUSY, soon())
     assert verdict is not None and verdict.text.startswith("rank 1 (there) has been at 'an action'")
+
+
+@pytest.mark.parametrize("said", [b'["guessed", 1, "x"]', b"[", b"3", b"", None])
+def test_strangers_are_not_heard(said: bytes | None) -> None:
+    hub = Hub(DETECTOR, "rank 0 (here)", 2, State("starting", "", True, 0.0))
+    with socket.create_connection(("localhost", hub.address[0])) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1" if said is None else struct.pack("!i", len(said)) + said)
+        spoke = Spoke(DETECTOR, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
+        hub.accept()
+        assert stranger.recv(1) == b"", "it is put out"
+        assert hub.exchange(BUSY, soon()) is None
+    spoke.leave(None)
+    hub.leave(None)
 
 
 def test_every_rank_hears_the_verdict(pair: tuple[Hub, Spoke]) -> None:
