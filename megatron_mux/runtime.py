@@ -97,16 +97,6 @@ class Parallel:
         """Whether this stage computes the loss."""
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def prev_rank(self) -> int:
-        """World rank of the stage before this one (of the last stage, for the first)."""
-        return dist.get_global_rank(self.pp_group, (self.pp_rank - 1) % self.pp_size)
-
-    @property
-    def next_rank(self) -> int:
-        """World rank of the stage after this one (of the first stage, for the last)."""
-        return dist.get_global_rank(self.pp_group, (self.pp_rank + 1) % self.pp_size)
-
 
 def initialize(
     tensor_parallel: int = 1,

@@ -123,18 +123,18 @@ class TaskDataset:
             raise self._changed()
         return record
 
-    def candidates(self, number: int) -> list[tuple[Example, bool]]:
-        """A record with each of the file's distinct completions in turn, and whether that one is its own.
+    def candidates(self, number: int) -> tuple[list[Example], int]:
+        """A record with each of the `distinct_completions` in turn, and which of them is its own.
 
-        In the order of `distinct_completions`; meaningful only where that is not None.
+        The record alone, where there are none to choose among.
         """
+        if self.distinct_completions is None:
+            return [self[number]], 0
         record = self.record(number)
-        if self.distinct_completions is None or not isinstance(record, PromptCompletion):
-            raise ValueError(f"{self.path} has no small set of completions to choose among")
-        return [
-            (self._encode(replace(record, completion=text)), text == record.completion)
-            for text in self.distinct_completions
-        ]
+        if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
+            raise self._changed()
+        examples = [self._encode(replace(record, completion=text)) for text in self.distinct_completions]
+        return examples, self.distinct_completions.index(record.completion)
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:

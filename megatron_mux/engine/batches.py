@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megatron_mux import layout
-from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.dataset import Example
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk
-from megatron_mux.fusion.step import Lengths, StepGrid
+from megatron_mux.fusion.step import StepGrid
 from megatron_mux.kernels.carry import Carry
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.action import Action, Unit
@@ -28,32 +28,8 @@ def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def lengths_of(data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> Lengths:
-    """Lengths of a step's records from the data's index: the same on every rank, without reading them."""
-    chosen = list(records)
-    return Lengths(tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to)
-
-
-def weighted(name: str, data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> list[PackedSequence]:
-    """Read the sequences of a task's step, weighted so that its loss is the mean over their labels.
-
-    Args:
-        name: The task.
-        data: Its training records.
-        records: Indices of the records that the step takes.
-        pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
-            sequence attends to.
-
-    Raises:
-        UserError: The data cannot be read any more.
-    """
-    examples = [tensors(data[i]) for i in records]
-    labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
-    padded = [(_padded(ids, pad_to), _padded(labelled, pad_to)) for ids, labelled in examples]
-    return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(padded)]
-
-
-def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+def padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The same with zeros up to a length, if it is shorter."""
     return torch.cat([x, x.new_zeros(length - x.shape[0])]) if x.shape[0] < length else x
 
 

@@ -14,9 +14,8 @@ from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.batches import tensors
-from megatron_mux.engine.evaluation_compute import EvaluationCompute
+from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.training_compute import Stages
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
@@ -47,28 +46,8 @@ class EvalResult:
     records: int
 
 
-@dataclass(frozen=True)
-class _Record:
-    """One record to evaluate.
-
-    Attributes:
-        candidates: Its sequence; where records are to be classified, one with every completion of the file.
-        own: Which of them has the record's own completion.
-    """
-
-    candidates: list[Example]
-    own: int = 0
-
-
-def _read(dataset: TaskDataset, numbers: range) -> Iterator[_Record]:
-    """The records of `numbers`, each read when it is asked for."""
-    for number in numbers:
-        if not dataset.distinct_completions:
-            yield _Record([dataset[number]])
-            continue
-        candidates = dataset.candidates(number)
-        own = next(i for i, (_, is_own) in enumerate(candidates) if is_own)
-        yield _Record([example for example, _ in candidates], own)
+_Record = tuple[list[Example], int]
+"""A record's sequence, with every completion of the file where records are to be classified; and which is its own."""
 
 
 def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> Iterator[list[_Record]]:
@@ -77,8 +56,8 @@ def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> 
     tokens = sequences = 0
     for record in records:
         group.append(record)
-        tokens += sum(len(example.tokens) for example in record.candidates)
-        sequences += len(record.candidates)
+        tokens += sum(len(example.tokens) for example in record[0])
+        sequences += len(record[0])
         if tokens >= passes * TOKENS_PER_PASS or (batch_size and sequences >= passes * batch_size):
             yield group
             group, tokens, sequences = [], 0, 0
@@ -140,7 +119,7 @@ class Evaluator:
         tokens = TOKENS_PER_PASS
         mine = range(self.parallel.dp_rank, len(dataset), self.parallel.dp_size)
         passes = PASSES_PER_STAGE * self.parallel.pp_size
-        groups = _groups(_read(dataset, mine), passes, self.batch_size)
+        groups = _groups(map(dataset.candidates, mine), passes, self.batch_size)
         sums = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
         while (group := _next_together(groups, self.parallel)) is not None:
             found, tokens = self._in_memory(group, dataset.end_of_sequence, tokens)
@@ -165,7 +144,7 @@ class Evaluator:
         Raises:
             SharedError: One sequence at a time does not fit.
         """
-        sequences = sum(len(record.candidates) for record in group)
+        sequences = sum(len(candidates) for candidates, _ in group)
         while True:
             batches = self._passes(group, tokens)
             rows = max((batch.rows for batch in batches), default=0)
@@ -221,7 +200,7 @@ class Evaluator:
         if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
             return torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
         table = sums.view(len(group), -1, 4)  # [record, candidate, ...]
-        own = torch.tensor([record.own for record in group], device=table.device)
+        own = torch.tensor([own for _, own in group], device=table.device)
         chosen = table[torch.arange(len(group), device=table.device), own].sum(dim=0)
         likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)
         return torch.cat([chosen, likeliest.double()])
@@ -230,7 +209,7 @@ class Evaluator:
         """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and `batch_size`; as many on
         every rank where weights are sharded.
         """
-        examples = [example for record in group for example in record.candidates]
+        examples = [example for candidates, _ in group for example in candidates]
         batches: list[MicroBatch] = []
         current: list[PackedSequence] = []
         tokens = 0

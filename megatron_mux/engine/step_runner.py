@@ -10,10 +10,10 @@ import torch
 
 from megatron_mux.engine.batches import Batches, read_together
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
+from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.task_state import StepResult, TaskState
-from megatron_mux.engine.training_compute import Stages, TrainingCompute
 from megatron_mux.engine.trial import Trials
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import ROLLING, Plan

@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
+from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.local_collectives import local_collectives
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.training_compute import Stages, TrainingCompute
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.communicate import Communicator

@@ -6,10 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch.distributed as dist
-
-from megatron_mux.data.background import BackgroundTokenising, Results
+from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.engine.agreement import everyones
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
@@ -88,13 +87,9 @@ class JoiningFiles:
         """
         file = self._queue.popleft()
         self._begin()
-        own = None if file.process is None else file.process.results
-        everyones: list[Results | None] = [own]
-        if self.parallel.world_size > 1:
-            everyones = [None] * self.parallel.world_size
-            dist.all_gather_object(everyones, own)
+        results = everyones(None if file.process is None else file.process.results, self.parallel)
         # A host's ranks are neighbours, its leader the first of them.
-        before = [found for found in everyones[: self.parallel.rank + 1] if found is not None]
+        before = [found for found in results[: self.parallel.rank + 1] if found is not None]
         return file, replace(self.files, tokenised=before[-1])
 
     def cancel(self, path: Path) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
+from megatron_mux.engine.agreement import from_first
+from megatron_mux.runtime import Parallel
 
 STOP = "STOP"
 _SUFFIXES = (".yaml", ".yml")
@@ -33,20 +34,16 @@ class WatchedDirectory:
     Attributes:
         directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
             write there and rename.
+        parallel: Where this rank stands.
     """
 
     directory: Path
+    parallel: Parallel
     _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     def look(self) -> Changes:
         """Compare the directory with the last look. Every rank calls it."""
-        answer: list[tuple[dict[Path, tuple[int, int]], bool] | None] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            answer[0] = self._read()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(answer, src=0)
-        assert answer[0] is not None
-        now, stop = answer[0]
+        now, stop = from_first(self._read() if self.parallel.rank == 0 else ({}, False), self.parallel)
         added = tuple(sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp))
         removed = tuple(sorted(path for path in self._seen if path not in now))
         self._seen = now

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from megatron_mux.training.watched_directory import STOP, WatchedDirectory
 
+ALONE: Any = SimpleNamespace(world_size=1, rank=0)
+
 
 def test_files_come_and_go_once(tmp_path: Path) -> None:
-    watched = WatchedDirectory(tmp_path)
+    watched = WatchedDirectory(tmp_path, ALONE)
     assert watched.look().added == ()
     first = tmp_path / "first.yaml"
     first.write_text("name: a")
@@ -25,7 +29,7 @@ def test_files_come_and_go_once(tmp_path: Path) -> None:
 
 
 def test_stop_file(tmp_path: Path) -> None:
-    watched = WatchedDirectory(tmp_path)
+    watched = WatchedDirectory(tmp_path, ALONE)
     (tmp_path / STOP).touch()
     assert watched.look().stop
 
@@ -33,7 +37,7 @@ def test_stop_file(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "watched"
     folder.mkdir()
-    watched = WatchedDirectory(folder)
+    watched = WatchedDirectory(folder, ALONE)
     (folder / "a.yaml").write_text("name: a")
     watched.look()
     folder.rename(tmp_path / "away")
