@@ -16,6 +16,7 @@ from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
@@ -91,21 +92,21 @@ class Evaluator:
         stages: This rank's, with the task's adapter attached.
         parallel: Where this rank stands; records are shared out over data-parallel ranks.
         communicator: This rank's transfers.
-        task: The task's name.
-        position_offset: The task's number of virtual tokens.
-        steps_done: The task's optimizer steps so far.
         trials: Tries the largest pass first; None: memory cannot run out, or only where a pass recovers from it.
-        batch_size: Most sequences of one pass; None is bound by tokens alone.
+        task: The task.
     """
 
     stages: Stages
     parallel: Parallel
     communicator: Communicator
-    task: str
-    position_offset: int
-    steps_done: int
-    trials: Trials | None = None
-    batch_size: int | None = None
+    trials: Trials | None
+    task: TaskState
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most sequences of one pass; None is bound by tokens alone."""
+        options = self.task.task.spec.eval
+        return None if options is None else options.per_device_eval_batch_size
 
     def evaluate(self, dataset: TaskDataset) -> EvalResult:
         """Evaluate the task on `dataset`; every rank calls it and every rank gets the answer.
@@ -218,7 +219,7 @@ class Evaluator:
             if current and (tokens + length > max_tokens or len(current) == self.batch_size):
                 batches.append(self._pack(current))
                 current, tokens = [], 0
-            current.append((self.task, i, *tensors(example), 1.0))
+            current.append((self.task.task.spec.name, i, *tensors(example), 1.0))
             tokens += length
         if current:
             batches.append(self._pack(current))
@@ -228,8 +229,9 @@ class Evaluator:
         return batches
 
     def _pack(self, sequences: list[PackedSequence]) -> MicroBatch:
-        steps, offsets = {self.task: self.steps_done}, {self.task: self.position_offset}
+        name = self.task.task.spec.name
+        steps, offsets = {name: self.task.step}, {name: self.task.position_offset}
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         return layout.pack(
-            sequences, (self.task,), steps, offsets, multiple, training=False, device=self.parallel.device
+            sequences, (name,), steps, offsets, multiple, training=False, device=self.parallel.device
         )

@@ -44,7 +44,6 @@ class Liveness(Heartbeat):
         timeout: Seconds that a rank may keep others waiting.
         advice: A sentence that says what to do after such an end.
         farewell: Called before the process ends.
-        program: Put before every message.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class Liveness(Heartbeat):
         timeout: float,
         advice: str,
         farewell: Callable[[], None],
-        program: str = "pretrain_mux.py",
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._name = f"rank {rank} (pipeline stage {stage}, {socket.gethostname()})"
         self._detector = FailureDetector(timeout)
         self._advice = advice
         self._farewell = farewell
-        self._program = program
         self._activity = Activity("starting", True, time.monotonic())
         self._lost_since: float | None = None
         self._how: End = ""
@@ -177,7 +174,7 @@ class Liveness(Heartbeat):
         os._exit(1)
 
     def _say(self, why: str) -> None:
-        tell(UserError(f"{why}: stopping. {self._advice}"), self._program)
+        tell(UserError(f"{why}: stopping. {self._advice}"), "pretrain_mux.py")
 
     def _limit_time(self) -> None:
         """End the process soon, even if saying why takes too long."""

@@ -17,9 +17,9 @@ from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.step_loop import StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
-from megatron_mux.training.watched_directory import WatchedDirectory
 
 _IDLE_SECONDS = 0.5
 

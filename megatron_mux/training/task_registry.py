@@ -17,9 +17,8 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
-from megatron_mux.training.joining import JoiningFile, JoiningFiles
+from megatron_mux.training.joining import JoiningFile, JoiningFiles, WatchedDirectory
 from megatron_mux.training.task_setup import check_joining, open_tasks
-from megatron_mux.training.watched_directory import WatchedDirectory
 
 
 @dataclass
