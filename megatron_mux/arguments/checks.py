@@ -108,15 +108,9 @@ def _planning(arguments: MuxArguments) -> list[str]:
             problems.append(
                 f"--mux-plan: says itself how tasks share a step: leave out --mux-policy {arguments.mux_policy}"
             )
-        fixed = {
-            "--mux-align": arguments.mux_align != "dense",
-            "--mux-chunk-size": arguments.mux_chunk_size != "auto",
-            "--mux-micro-batches": arguments.mux_micro_batches is not None,
-            "--mux-schedule": arguments.mux_schedule != "planned",
-        }
-        problems += [
-            f"{flag}: --mux-plan says so itself: leave it out" for flag, given in fixed.items() if given
-        ]
+        fixed = ("--mux-align", "--mux-chunk-size", "--mux-micro-batches", "--mux-schedule")
+        given = [*changed_flags(arguments, "mux"), *changed_flags(arguments, "pipeline stages")]
+        problems += [f"{flag}: --mux-plan says so itself: leave it out" for flag in given if flag in fixed]
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"

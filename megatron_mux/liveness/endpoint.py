@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -84,12 +83,17 @@ class Link:
 class Endpoint(ABC):
     """One end of the watch.
 
+    Args:
+        detector: For its limits.
+
     Attributes:
         over: Whether rank 0 has finished its work: then nobody watches any longer.
+        links: To other ranks, by rank.
     """
 
     def __init__(self, detector: FailureDetector) -> None:
         self.over = False
+        self.links: dict[int, Link] = {}
         self._detector = detector
         self._bell, self._button = Pipe(duplex=False)
 
@@ -103,13 +107,15 @@ class Endpoint(ABC):
         Returns:
             Why to stop, if there is a reason.
         """
-        self._send(state)
+        beat = self._beat(state)
+        for link in self._open():
+            link.send(beat)
         now = time.monotonic()
         while now < until and not state.end:
-            found = wait([self._bell, *self._links()], until - now)
-            for link in found:
-                if isinstance(link, Link):
-                    self._hear(link)
+            found = wait([self._bell, *self._open()], until - now)
+            for rank, link in self.links.items():
+                if link in found and (message := link.receive()) is not None:
+                    self._take(rank, message)
             # The time before it received: had this thread been held up since, messages could be waiting.
             verdict = self._judge(now)
             if verdict is not None or self.over or self._bell in found:
@@ -121,25 +127,25 @@ class Endpoint(ABC):
         """Let `exchange`, called by another thread, return."""
         self._button.send(None)
 
-    @abstractmethod
     def leave(self, verdict: Verdict | None) -> None:
-        """Tell every other rank of the end, and close.
+        """Close; rank 0 tells every other rank of the end before.
 
         Args:
             verdict: Why all have to stop; None: this rank has finished its work.
         """
+        for link in self.links.values():
+            link.close()
+
+    def _open(self) -> list[Link]:
+        return [link for link in self.links.values() if not link.closed]
 
     @abstractmethod
-    def _links(self) -> Sequence[Link]:
-        """Those that are open."""
+    def _beat(self, state: State) -> object:
+        """What the other end, or ends, are told of this rank's state."""
 
     @abstractmethod
-    def _send(self, state: State) -> None:
-        """Tell the other end, or ends, how this rank is doing."""
-
-    @abstractmethod
-    def _hear(self, link: Link) -> None:
-        """Receive a message."""
+    def _take(self, rank: int, message: Any) -> None:
+        """Note what a rank has told."""
 
     @abstractmethod
     def _judge(self, now: float) -> Verdict | None:
@@ -163,7 +169,6 @@ class Hub(Endpoint):
         super().__init__(detector)
         self._names = [name, *(f"rank {rank}" for rank in range(1, world_size))]
         self._states = [state] * world_size
-        self._all: dict[int, Link] = {}
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(
@@ -179,7 +184,7 @@ class Hub(Endpoint):
         """
         until = time.monotonic() + _SECONDS_TO_CONNECT
         with self._listener:
-            while len(self._all) < len(self._names) - 1:
+            while len(self.links) < len(self._names) - 1:
                 self._listener.settimeout(max(0.1, until - time.monotonic()))
                 link = Link(self._listener.accept()[0])
                 try:
@@ -191,36 +196,30 @@ class Hub(Endpoint):
         password, rank, name = json.loads(link.connection.recv_bytes(_LONGEST_GREETING))
         if not hmac.compare_digest(str(password), self.address[1]):
             raise ValueError("a stranger")
-        self._names[rank], self._all[rank] = name, link
+        self._names[rank], self.links[rank] = name, link
 
     def leave(self, verdict: Verdict | None) -> None:
         """See `Endpoint`."""
         here = not self._states[0].end
-        for link in self._links():
+        for link in self._open():
             link.send(True if verdict is None else replace(verdict, said=here))
         # Closing with unread input would reset the connection and lose what was sent: wait until the others close.
         until = time.monotonic() + _SECONDS_TO_LEAVE
-        while (waiting := self._links()) and time.monotonic() < until:
+        while (waiting := self._open()) and time.monotonic() < until:
             for link in wait(waiting, until - time.monotonic()):
                 link.receive()
-        for link in self._all.values():
-            link.close()
+        super().leave(verdict)
 
-    def _links(self) -> list[Link]:
-        return [link for link in self._all.values() if not link.closed]
-
-    def _send(self, state: State) -> None:
+    def _beat(self, state: State) -> object:
         self._states[0] = state
-        for link in self._links():
-            link.send(False)
+        return False
 
-    def _hear(self, link: Link) -> None:
-        if (state := link.receive()) is not None:
-            self._states[next(rank for rank, one in self._all.items() if one is link)] = state
+    def _take(self, rank: int, message: Any) -> None:
+        self._states[rank] = message
 
     def _judge(self, now: float) -> Verdict | None:
         ranks = [RankView(name, state) for name, state in zip(self._names, self._states, strict=True)]
-        for rank, link in self._all.items():
+        for rank, link in self.links.items():
             ranks[rank] = replace(ranks[rank], silent=now - link.heard, closed=link.closed)
         return self._detector(ranks)
 
@@ -248,21 +247,13 @@ class Spoke(Endpoint):
         self._verdict: Verdict | None = None
         # torchrun and its like name rank 0's host to every process.
         host = os.environ.get("MASTER_ADDR", "localhost")
-        self._link = Link(socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT))
-        self._link.connection.send_bytes(json.dumps([password, rank, name]).encode())
+        link = self.links[0] = Link(socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT))
+        link.connection.send_bytes(json.dumps([password, rank, name]).encode())
 
-    def leave(self, verdict: Verdict | None) -> None:
-        """See `Endpoint`."""
-        self._link.close()
+    def _beat(self, state: State) -> object:
+        return state
 
-    def _links(self) -> list[Link]:
-        return [] if self._link.closed else [self._link]
-
-    def _send(self, state: State) -> None:
-        self._link.send(state)
-
-    def _hear(self, link: Link) -> None:
-        message = link.receive()
+    def _take(self, rank: int, message: Any) -> None:
         if isinstance(message, Verdict):
             self._verdict = message
         self.over = self.over or message is True
@@ -270,8 +261,8 @@ class Spoke(Endpoint):
     def _judge(self, now: float) -> Verdict | None:
         if self._verdict is not None or self.over:
             return self._verdict
-        if self._link.closed:
+        if self.links[0].closed:
             return Verdict(0, gone_text([self._hub]))
-        if now - self._link.heard >= self._detector.max_silence:
+        if now - self.links[0].heard >= self._detector.max_silence:
             return Verdict(0, silent_text([self._hub], self._detector.max_silence))
         return None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_mux.errors import UserError, failed_allocation, is_of_a_connection, tell, told_elsewhere
 from megatron_mux.liveness.endpoint import Endpoint, Hub, Spoke
-from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, Observer, State
+from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, State
 from megatron_mux.liveness.verdict import BEAT_S, FailureDetector, Verdict
 
 _SECONDS_TO_END = 15.0
@@ -65,7 +65,6 @@ class Liveness(Heartbeat):
         self._how: End = ""
         self._reason = ""
         self._left = threading.Event()
-        self._observer = Observer()
         self._endpoint: Endpoint
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
@@ -140,7 +139,7 @@ class Liveness(Heartbeat):
     def _state(self) -> State:
         """This rank's state now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        state = self._observer(self._activity, frame, self._lost_since, time.monotonic())
+        state = self._activity.state(frame, self._lost_since, time.monotonic())
         return replace(state, end=self._how, reason=self._reason)
 
     def _watch(self) -> None:

@@ -140,11 +140,6 @@ class TaskRegistry:
         return bool(self._admission.waiting)
 
     @property
-    def joining(self) -> bool:
-        """Whether the data of a task file are being tokenised, on this host or another."""
-        return bool(self._joining)
-
-    @property
     def tokenising(self) -> bool:
         """Whether this process waits for data to be tokenised on its host."""
         return self._joining.tokenising

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import is_of_a_connection
 from megatron_mux.liveness.endpoint import Hub, Spoke
-from megatron_mux.liveness.heartbeat import Activity, Observer, State, waits_for_others
+from megatron_mux.liveness.heartbeat import Activity, State, waits_for_others
 from megatron_mux.liveness.verdict import FailureDetector, RankView, Verdict
 from megatron_mux.pipeline.action import Action
 
@@ -148,7 +148,7 @@ def test_waiting_is_seen_in_the_thread_itself() -> None:
 
 
 def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
-    event, look = threading.Event(), Observer()
+    event = threading.Event()
     waiter = threading.Thread(target=for_another, args=(event,), daemon=True)
     waiter.start()
     time.sleep(0.1)
@@ -156,13 +156,13 @@ def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
     while frame.f_back is not None and frame.f_code.co_name != "for_another":
         frame = frame.f_back
     one, other = Activity(Action.parse("0F1.3"), False, 10.0), Activity("saving", False, 30.0)
-    assert look(one, None, None, 11.0).waited is None
-    assert look(one, frame, None, 12.0).waited == 0.0
-    state = look(one, frame, None, 20.0)
+    assert one.state(None, None, 11.0).waited is None
+    assert one.state(frame, None, 12.0).waited == 0.0
+    state = one.state(frame, None, 20.0)
     assert (state.what, state.seconds, state.waited) == ("0F1.3", 10.0, 8.0)
-    assert look(other, frame, None, 31.0).waited == 0.0, "it got on in between"
-    assert look(other, None, None, 32.0).waited is None
-    lost = look(other, None, 33.0, 34.0)
+    assert other.state(frame, None, 31.0).waited == 0.0, "it got on in between"
+    assert other.state(None, None, 32.0).waited is None
+    lost = other.state(None, 33.0, 34.0)
     assert (lost.waited, lost.lost) == (0.0, 1.0), "a lost connection is no work"
     event.set()
 
