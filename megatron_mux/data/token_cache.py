@@ -151,15 +151,11 @@ class TokenCacheWriter:
             self._tokens.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def add(self, lines: Sequence[int], examples: Sequence[Example]) -> None:
-        """Append records.
-
-        Args:
-            lines: Where the line of each begins in the file.
-            examples: The records, uncut.
-        """
-        if not examples:
+    def add(self, records: Sequence[tuple[int, Example]]) -> None:
+        """Append records: where the line of each begins in the file, and its tokens, uncut."""
+        if not records:
             return
+        lines, examples = zip(*records, strict=True)
         lengths = [len(example.tokens) for example in examples]
         starts = np.cumsum([0, *lengths[:-1]])
         # Runs of labels never join across records: the first token of a record is no label.
