@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ def read_together(
     return [{name: step[name] for name in kept} for step in found[:readable]], unreadable
 
 
+@dataclass(eq=False)
 class Batches:
     """The micro-batches of this pipeline in one or several steps; a unit is laid out when it is first asked for.
 
@@ -76,23 +77,17 @@ class Batches:
         parallel: Where this rank stands.
     """
 
-    def __init__(
-        self,
-        grids: Sequence[StepGrid],
-        fetched: Sequence[Mapping[str, list[PackedSequence]]],
-        steps: Mapping[str, int],
-        offsets: Mapping[str, int],
-        parallel: Parallel,
-    ) -> None:
-        self.grids = grids
-        self.fetched = fetched
-        self.steps = steps
-        self.offsets = offsets
-        self.parallel = parallel
-        self.names = tuple(fetched[0])
-        self._period = len(grids[0].sizes)
-        self._laid_out: dict[Unit, tuple[MicroBatch, ...]] = {}
-        self._carries: dict[tuple[int, int], Carry] = {}
+    grids: Sequence[StepGrid]
+    fetched: Sequence[Mapping[str, list[PackedSequence]]]
+    steps: Mapping[str, int]
+    offsets: Mapping[str, int]
+    parallel: Parallel
+    _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
+    _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.fetched[0])
+        self._period = len(self.grids[0].sizes)
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
         """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
@@ -124,7 +119,7 @@ class Batches:
 
     def anew(self) -> Batches:
         """A copy with nothing laid out yet."""
-        return Batches(self.grids, self.fetched, self.steps, self.offsets, self.parallel)
+        return replace(self)
 
     def forget(self, unit: Unit) -> None:
         """Drop a unit that is done; harmless for one that was never laid out."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from megatron_mux.backbone.split import Split
@@ -34,6 +34,7 @@ _FOREVER = 1 << 30
 """More steps than any run takes."""
 
 
+@dataclass(eq=False)
 class Planning:
     """Chooses an engine's plans.
 
@@ -53,40 +54,30 @@ class Planning:
         news: Changes of the plan to report; whoever reports them empties it.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        stages: int,
-        planner: Planner | None = None,
-        micro_batches: int | None = None,
-        chunk: int | None = None,
-        alignment: Mode = "dense",
-        given: Plan | None = None,
-        leads: bool = True,
-        share: Callable[[Any], Any] = lambda what: what,
-        virtual: int = 1,
-        split: Split = (),
-        schedule: Schedule = "planned",
-    ) -> None:
-        if policy == "auto" and planner is None and given is None:
+    policy: Policy
+    stages: int
+    planner: Planner | None = None
+    micro_batches: int | None = None
+    chunk: int | None = None
+    alignment: Mode = "dense"
+    given: InitVar[Plan | None] = None
+    leads: bool = True
+    share: Callable[[Any], Any] = lambda what: what
+    virtual: int = 1
+    split: Split = ()
+    schedule: Schedule = "planned"
+    news: list[str] = field(default_factory=list, init=False)
+    _left: int = field(default=0, init=False)
+    _plan: Plan | None = field(default=None, init=False)
+    _relieved: Plan | None = field(default=None, init=False)
+    _thread: ThreadPoolExecutor | None = field(default=None, init=False)
+    _making: Future[Plan] | None = field(default=None, init=False)
+
+    def __post_init__(self, given: Plan | None) -> None:
+        if self.policy == "auto" and self.planner is None and given is None:
             raise ValueError("the policy auto needs a planner or a plan")
-        self.policy = policy
-        self.stages = stages
-        self.planner = planner
-        self.micro_batches = micro_batches
-        self.chunk = chunk
-        self.alignment: Mode = alignment
-        self.virtual = virtual
-        self.split = split
-        self.schedule: Schedule = schedule
-        self._plan = given
-        self._left = 0 if given is None else given.replan_in
-        self._thread: ThreadPoolExecutor | None = None
-        self._making: Future[Plan] | None = None
-        self._relieved: Plan | None = None
-        self._leads = leads
-        self._share = share
-        self.news: list[str] = []
+        if given is not None:
+            self._plan, self._left = given, given.replan_in
 
     def next(self, loads: Mapping[str, TaskLoad]) -> Plan:
         """The plan that the next step would follow: a continued run goes on with it. Changes nothing.
@@ -115,13 +106,13 @@ class Planning:
             return self.next(loads)
         if self._plan is None:
             assert self.planner is not None
-            self._plan = self._share(self.planner.plan(loads))
+            self._plan = self.share(self.planner.plan(loads))
         elif frozenset(loads) != frozenset(self._plan.tasks):
-            self._plan, self._left = self._share(self._interim(self._plan, loads))
+            self._plan, self._left = self.share(self._interim(self._plan, loads))
             if self._making is not None:
                 self._making.cancel()  # it was for tasks of the past
                 self._making = None
-        if self._left and self._making is None and self._leads:
+        if self._left and self._making is None and self.leads:
             self._making = self._start(loads)
         if self._left:
             self._left -= 1
@@ -182,7 +173,7 @@ class Planning:
             except UserError as error:
                 made = None, str(error)
             self._making = None
-        plan, problem = self._share(made)
+        plan, problem = self.share(made)
         if plan is not None:
             self._plan = plan
             self.news.append(f"new {plan}")
