@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -57,12 +58,9 @@ class Link:
         return self.connection.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message, unless the other end is gone."""
-        try:
-            if not self.closed:
-                self.connection.send(message)
-        except OSError:
-            self.closed = True
+        """Send a message; that the other end is gone shows in receiving, after what it has sent last."""
+        with suppress(OSError):
+            self.connection.send(message)
 
     def receive(self) -> Any:
         """The next message, once there is one; None if the other end has closed instead."""
