@@ -301,7 +301,7 @@ def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
     import torch
 
     from megatron_mux.backbone.model import load_stages
-    from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
+    from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
     from megatron_mux.engine import Engine, Planning, Task
     from megatron_mux.fusion.plan import plan_for
     from megatron_mux.tasks import load_task_file
@@ -317,7 +317,7 @@ def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
     names = [task.name for task in step.tasks]
     plan = plan_for("spatial", dict.fromkeys(sorted(names), 1), method.pipeline, method.micro_batches)
     plan = replace(plan, data=method.data, schedule="1f1b" if method.pipeline > 1 else "planned")
-    engine = Engine(stages, parallel, Planning("auto", plan.stages, FixedPlanner(plan), given=plan))
+    engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
     tasks = []
     for spec in load_task_file(directory / "tasks.yaml", data_later=True):
         count, length = 4 * spec.sequences_per_step, spec.data.max_length

@@ -176,7 +176,7 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
     from megatron_mux.backbone.model import load_stages
     from megatron_mux.data.dataset import TaskDataset
     from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
-    from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
+    from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
     from megatron_mux.engine import Engine, Planning, Task
     from megatron_mux.fusion.plan import Plan
     from megatron_mux.tasks import TaskSpec
@@ -197,7 +197,7 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
                 tensor.normal_(0.0, 0.02)
         for unit in stage.residence.units.values():
             unit.share.random_(0, 60)  # bytes: numbers below a hundredth, of any precision
-    planning = Planning("auto", given.plan.stages, FixedPlanner(given.plan), given=given.plan)
+    planning = Planning("auto", given.plan.stages, given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(
         [

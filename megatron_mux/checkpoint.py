@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
+from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
 from megatron_mux.engine import LossHealth, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINING_STATE = "training_state.safetensors"
 _MANIFESTS = "manifests"
 _FORMAT = 2

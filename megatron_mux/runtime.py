@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -97,16 +97,6 @@ class Parallel:
         """Whether this stage computes the loss."""
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def prev_rank(self) -> int:
-        """World rank of the stage before this one (of the last stage, for the first)."""
-        return dist.get_global_rank(self.pp_group, (self.pp_rank - 1) % self.pp_size)
-
-    @property
-    def next_rank(self) -> int:
-        """World rank of the stage after this one (of the first stage, for the last)."""
-        return dist.get_global_rank(self.pp_group, (self.pp_rank + 1) % self.pp_size)
-
 
 def initialize(
     tensor_parallel: int = 1,
@@ -161,27 +151,28 @@ def initialize(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_minutes,
     )
-    _current = _place(mpu, rank, world_size, chosen, sequence_parallel)
+    _current = _place(mpu, chosen, sequence_parallel)
     return _current
 
 
-def _place(mpu: Any, rank: int, world_size: int, device: torch.device, sequence_parallel: bool) -> Parallel:
-    """Ranks, groups and device of this process, from Megatron-Core's groups."""
+def _place(mpu: Any, device: torch.device, sequence_parallel: bool, **groups: dist.ProcessGroup) -> Parallel:
+    """Ranks, groups and device of this process, from Megatron-Core's groups unless others are given."""
+    groups = {
+        "tp": mpu.get_tensor_model_parallel_group(),
+        "pp": mpu.get_pipeline_model_parallel_group(),
+        "dp": mpu.get_data_parallel_group(),
+        **groups,
+    }
+    places: dict[str, Any] = {}
+    for name, group in groups.items():
+        places |= {f"{name}_rank": group.rank(), f"{name}_size": group.size(), f"{name}_group": group}
     return Parallel(
-        rank=rank,
-        world_size=world_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        pp_rank=mpu.get_pipeline_model_parallel_rank(),
-        pp_size=mpu.get_pipeline_model_parallel_world_size(),
-        pp_group=mpu.get_pipeline_model_parallel_group(),
-        dp_rank=mpu.get_data_parallel_rank(),
-        dp_size=mpu.get_data_parallel_world_size(),
-        dp_group=mpu.get_data_parallel_group(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         model_group=mpu.get_model_parallel_group(),
         device=device,
         sequence_parallel=sequence_parallel,
+        **places,
     )
 
 
@@ -200,20 +191,8 @@ def adopt(device: torch.device, sequence_parallel: bool = False, groups: Any = N
         from megatron.core import parallel_state as mpu
     if not mpu.model_parallel_is_initialized():
         raise UserError("Megatron-Core has no groups yet: call its initialize_model_parallel first.")
-    place = _place(mpu, dist.get_rank(), dist.get_world_size(), device, sequence_parallel)
-    if groups is None:
-        return place
-    tp: dist.ProcessGroup = groups.tp
-    pp: dist.ProcessGroup = groups.pp
-    return replace(
-        place,
-        tp_rank=tp.rank(),
-        tp_size=tp.size(),
-        tp_group=tp,
-        pp_rank=pp.rank(),
-        pp_size=pp.size(),
-        pp_group=pp,
-    )
+    own = {} if groups is None else {"tp": groups.tp, "pp": groups.pp}
+    return _place(mpu, device, sequence_parallel, **own)
 
 
 def shutdown() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, chunk_size, path, size
+from megatron_mux.arguments.values import at_least, auto_or_none, path, size
 from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
@@ -51,7 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
     add("--recompute-granularity", choices=("full", "selective"), help="as the run will have it")
     add("--micro-batches", type=at_least(1), metavar="N", help="parts of a bucket's step (default: chosen)")
-    add("--chunk-size", type=chunk_size, default="auto", metavar="N", help="tokens, none, or auto (default)")
+    add(
+        "--chunk-size",
+        type=auto_or_none(at_least(1)),
+        default="auto",
+        metavar="N",
+        help="tokens, none, or auto (default)",
+    )
     add("--align", choices=("dense", "max-length", "longest"), default="dense", help="padding (dense: none)")
     add("--device", metavar="NAME", help="cpu, cuda, or a GPU elsewhere such as H100 (default: what is here)")
     add("--threads", type=at_least(1), metavar="N", help="threads that compute on a CPU (default: torch's)")
@@ -69,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """The work, once the command line is good."""
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.data.data_files import DataFiles
+    from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.mesh import Mesh

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.arguments.model import MuxArguments
-from megatron_mux.arguments.pipeline_flags import contradictory
+from megatron_mux.arguments.model import MuxArguments, changed_flags
 from megatron_mux.arguments.values import destination
 
 # What a run's directory always holds, and what a Megatron checkpoint may hold.
@@ -40,7 +39,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
         problems.append(f"--mux-tasks {arguments.mux_tasks}: no such file")
-    problems += contradictory(arguments)
+    problems += _stages(arguments)
     problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
         problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: make it first")
@@ -70,6 +69,35 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
     return problems
 
 
+def _stages(arguments: MuxArguments) -> list[str]:
+    """What is wrong with the flags that say which layers a stage has and in which order stages work."""
+    problems = []
+    given = changed_flags(arguments, "pipeline stages")
+    if arguments.pipeline_model_parallel_size == 1:
+        problems += [f"{flag}: needs --pipeline-model-parallel-size of at least 2" for flag in given]
+    present = [flag for flag in given if not flag.startswith("--mux-")]
+    layout = "--pipeline-model-parallel-layout"
+    if layout in present:
+        problems += [f"{flag}: {layout} says so itself: leave it out" for flag in present if flag != layout]
+    if arguments.mux_layer_split == "even":
+        problems += [
+            f"--mux-layer-split even: {flag} says otherwise: leave one out"
+            for flag in present
+            if "virtual" not in flag
+        ]
+    each, times = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    if each in present and times in present:
+        problems.append(f"{each}: {times} says otherwise: leave one out")
+    virtual = (arguments.num_virtual_stages_per_pipeline_rank or 1) > 1 or each in present
+    if virtual:
+        problems += [
+            f"{flag}: counts a rank's layers in Megatron, here there are several stages to a rank: use {layout}"
+            for flag in present
+            if "decoder" in flag
+        ]
+    return problems
+
+
 def _planning(arguments: MuxArguments) -> list[str]:
     """What is wrong with the flags that say how tasks share a step."""
     problems = []
@@ -80,15 +108,9 @@ def _planning(arguments: MuxArguments) -> list[str]:
             problems.append(
                 f"--mux-plan: says itself how tasks share a step: leave out --mux-policy {arguments.mux_policy}"
             )
-        fixed = {
-            "--mux-align": arguments.mux_align != "dense",
-            "--mux-chunk-size": arguments.mux_chunk_size != "auto",
-            "--mux-micro-batches": arguments.mux_micro_batches is not None,
-            "--mux-schedule": arguments.mux_schedule != "planned",
-        }
-        problems += [
-            f"{flag}: --mux-plan says so itself: leave it out" for flag, given in fixed.items() if given
-        ]
+        fixed = ("--mux-align", "--mux-chunk-size", "--mux-micro-batches", "--mux-schedule")
+        given = [*changed_flags(arguments, "mux"), *changed_flags(arguments, "pipeline stages")]
+        problems += [f"{flag}: --mux-plan says so itself: leave it out" for flag in given if flag in fixed]
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"

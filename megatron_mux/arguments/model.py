@@ -1,13 +1,17 @@
-"""What the command line asks for."""
+"""What the command line asks for: one field per flag, with everything that is said of that flag."""
+
+# ruff: noqa: RUF009 (a flag is a field with what argparse takes)
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
+from megatron_mux.arguments.values import at_least, auto_or_none, flag_of, minutes, path, size
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,82 +21,167 @@ if TYPE_CHECKING:
     from megatron_mux.backbone.shape import BackboneShape
 
 
+_COUNT: Mapping[str, Any] = {"type": at_least(1), "metavar": "N"}
+_DIRECTORY: Mapping[str, Any] = {"type": path, "metavar": "DIR"}
+_FILE: Mapping[str, Any] = {"type": path, "metavar": "FILE"}
+
+
+def _flag(section: str, said: str, default: Any = None, **options: Any) -> Any:
+    """A field that `add_flags` makes a flag of.
+
+    Args:
+        section: The group of flags it belongs to.
+        said: What `--help` says of it.
+        default: Its value if it is not given.
+        options: Of `argparse.ArgumentParser.add_argument`.
+    """
+    return field(metadata={"section": section, "options": {"help": said, "default": default, **options}})
+
+
 @dataclass(frozen=True)
 class MuxArguments:
     """What the command line asks for; names are Megatron's.
 
     Attributes:
-        backbone: Directory of the backbone.
-        tensor_model_parallel_size: Ranks that share each layer.
-        pipeline_model_parallel_size: Stages.
-        decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: Layers of those stages; None: by cost.
-        pipeline_model_parallel_layout: Layers of every stage, in Megatron's words.
-        num_virtual_stages_per_pipeline_rank: Stages of each rank; None: one.
-        num_layers_per_virtual_pipeline_stage: The same, said by the layers of a stage.
-        sequence_parallel: Divide the rows among tensor ranks between their regions.
-        distributed_backend: What the processes must talk over; None leaves it to the device.
-        distributed_timeout_minutes: How long a process waits for the others, before all of them stop.
-        bf16: Run the backbone in bfloat16; else in fp32.
-        recompute_granularity: What the backward pass computes again instead of keeping.
-        seed: Of the run; what a task draws comes from its own seed.
-        save: Directory the run leaves its results in.
-        load: Directory of the run to continue.
-        save_interval: A save every so many steps of a task, besides at its end.
-        log_interval: A line every so many steps of a task.
-        tensorboard_dir: Where TensorBoard's files go.
-        mux_tasks: The task file.
-        mux_policy: How tasks share a step.
-        mux_layer_split: Whether stages get layers by cost or by number, where no other flag says so.
-        mux_schedule: The order in which stages work; see `fusion.step`.
-        mux_plan: A plan to begin with instead of making one.
-        mux_align: How sequences are padded, if at all.
-        mux_chunk_size: Tokens of a chunk; `auto` leaves it to the planner, None cuts nothing.
-        mux_memory_limit: Bytes that a rank may use; `auto`: what its GPU has, less a margin; None: not limited.
-        mux_backbone_weights: Where frozen weights live between uses.
-        mux_watch: Directory whose task files join and leave while the run goes on.
-        mux_data_cache: Directory of tokenised data files; None: in the user's cache.
-        mux_micro_batches: Micro-batches a step is divided into; None leaves it to the plan.
-        mux_keep_checkpoints: Saves to keep; None keeps all.
-        mux_rolling: Steps follow each other without a flush of the pipeline.
-        mux_no_progress: No live display.
         shape: Shape flags as given, to hold against the backbone.
     """
 
-    backbone: Path
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    decoder_first_pipeline_num_layers: int | None
-    decoder_last_pipeline_num_layers: int | None
-    pipeline_model_parallel_layout: str | None
-    num_virtual_stages_per_pipeline_rank: int | None
-    num_layers_per_virtual_pipeline_stage: int | None
-    sequence_parallel: bool
-    distributed_backend: Literal["nccl", "gloo"] | None
-    distributed_timeout_minutes: float
-    bf16: bool
-    recompute_granularity: Literal["full", "selective"] | None
-    seed: int
-    save: Path | None
-    load: Path | None
-    save_interval: int | None
-    log_interval: int
-    tensorboard_dir: Path | None
-    mux_tasks: Path | None
-    mux_policy: Literal["auto", "serial", "temporal", "spatial"]
-    mux_layer_split: Literal["cost", "even"]
-    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"]
-    mux_plan: Path | None
-    mux_align: Literal["dense", "max-length", "longest"]
-    mux_chunk_size: int | Literal["auto"] | None
-    mux_memory_limit: int | Literal["auto"] | None
-    mux_backbone_weights: Kind
-    mux_watch: Path | None
-    mux_data_cache: Path | None
-    mux_micro_batches: int | None
-    mux_keep_checkpoints: int | None
-    mux_rolling: bool
-    mux_no_progress: bool
-    shape: Mapping[str, Any]
+    backbone: Path = _flag(
+        "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **_DIRECTORY
+    )
+    bf16: bool = _flag(
+        "backbone",
+        "run the backbone in bfloat16 (default: fp32); adapters stay fp32",
+        False,
+        action="store_true",
+    )
+    recompute_granularity: Literal["full", "selective"] | None = _flag(
+        "backbone", "compute again instead of keeping (default: keep)", choices=("full", "selective")
+    )
+
+    tensor_model_parallel_size: int = _flag("parallelism", "ranks that share each layer (1)", 1, **_COUNT)
+    pipeline_model_parallel_size: int = _flag("parallelism", "pipeline stages (1)", 1, **_COUNT)
+    sequence_parallel: bool = _flag(
+        "parallelism",
+        "divide rows among tensor ranks outside the sharded operators",
+        False,
+        action="store_true",
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = _flag(
+        "parallelism", "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = _flag(
+        "parallelism",
+        "a process that keeps others waiting longer makes all of them stop (10)",
+        10,
+        type=minutes,
+        metavar="M",
+    )
+
+    decoder_first_pipeline_num_layers: int | None = _flag(
+        "pipeline stages", "layers of the first stage (default: by cost)", **_COUNT
+    )
+    decoder_last_pipeline_num_layers: int | None = _flag(
+        "pipeline stages", "layers of the last stage (default: by cost)", **_COUNT
+    )
+    pipeline_model_parallel_layout: str | None = _flag(
+        "pipeline stages",
+        "layers of every stage: E embedding, t a layer, L loss, | the end of a stage, such as 'Et*9|t*7L'",
+        metavar="LAYOUT",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = _flag(
+        "pipeline stages", "stages of each rank, in turns around the pipeline (1)", **_COUNT
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = _flag(
+        "pipeline stages", "the same, said by the layers of a stage", **_COUNT
+    )
+    mux_layer_split: Literal["cost", "even"] = _flag(
+        "pipeline stages",
+        "cost: stages take equally long by the profile (default); even: equal numbers of layers",
+        "cost",
+        choices=("cost", "even"),
+    )
+    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"] = _flag(
+        "pipeline stages",
+        "planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
+        "interleaved flush the pipeline after each step, and interleaved plans those that it has no order for",
+        "planned",
+        choices=("planned", "1f1b", "gpipe", "interleaved"),
+    )
+
+    save: Path | None = _flag("results", "leave adapters, metrics, plan and schedule there", **_DIRECTORY)
+    load: Path | None = _flag(
+        "results", "continue the run saved there (an empty DIR starts anew)", **_DIRECTORY
+    )
+    save_interval: int | None = _flag("results", "save every N steps of a task, besides at its end", **_COUNT)
+    log_interval: int = _flag("results", "a line every N steps of a task (10)", 10, **_COUNT)
+    tensorboard_dir: Path | None = _flag("results", "write TensorBoard files there", **_DIRECTORY)
+    seed: int = _flag(
+        "results", "of the run (1234); tasks have their own", 1234, type=at_least(0), metavar="N"
+    )
+
+    mux_tasks: Path | None = _flag("mux", "tasks.yaml: the tasks to train", **_FILE)
+    mux_policy: Literal["auto", "serial", "temporal", "spatial"] = _flag(
+        "mux",
+        "auto: planned by predicted cost (default); serial: one task to its end, then the next; temporal: in each "
+        "step one task after the other; spatial: all tasks in one batch",
+        "auto",
+        choices=("auto", "serial", "temporal", "spatial"),
+    )
+    mux_plan: Path | None = _flag(
+        "mux", "begin with this plan (tools/plan.py --output FILE makes one)", **_FILE
+    )
+    mux_memory_limit: int | Literal["auto"] | None = _flag(
+        "mux",
+        "what a rank may use, such as 40GiB: the planner keeps to it; auto: a GPU's memory less a margin, on a CPU no "
+        "limit (default); none: no limit",
+        "auto",
+        type=auto_or_none(size),
+        metavar="SIZE",
+    )
+    mux_chunk_size: int | Literal["auto"] | None = _flag(
+        "mux",
+        "cut packs into chunks of N tokens; none: not at all; auto: by predicted cost (default)",
+        "auto",
+        type=auto_or_none(at_least(1)),
+        metavar="N",
+    )
+    mux_align: Literal["dense", "max-length", "longest"] = _flag(
+        "mux",
+        "dense: no padding (default); max-length: pad sequences to their task's max_length; longest: to the longest "
+        "of all tasks",
+        "dense",
+        choices=("dense", "max-length", "longest"),
+    )
+    mux_backbone_weights: Kind = _flag(
+        "mux",
+        "between uses. resident: on the device (default); sharded: divided over data-parallel ranks; offloaded: in "
+        "host memory; sharded-offloaded: divided, in host memory",
+        "resident",
+        choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
+    )
+    mux_watch: Path | None = _flag(
+        "mux",
+        "a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
+        **_DIRECTORY,
+    )
+    mux_data_cache: Path | None = _flag(
+        "mux",
+        "keep tokenised data files there (default: in $MEGATRON_MUX_CACHE or the user's cache directory)",
+        **_DIRECTORY,
+    )
+    mux_micro_batches: int | None = _flag("mux", "parts a step is computed in (default: planned)", **_COUNT)
+    mux_keep_checkpoints: int | None = _flag(
+        "mux", "saves to keep, with each task's last good checkpoint (default: all)", **_COUNT
+    )
+    mux_rolling: bool = _flag(
+        "mux",
+        "let a task's next step begin while other tasks drain, without a flush of the pipeline (default)",
+        True,
+        action=argparse.BooleanOptionalAction,
+    )
+    mux_no_progress: bool = _flag("mux", "no live display", False, action="store_true")
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,3 +219,21 @@ class MuxArguments:
             where = "GPUs" if kind == "cuda" else "CPUs"
             flag = f"--distributed-backend {self.distributed_backend}"
             raise UserError(f"{flag}: processes on {where} talk over {backend}: leave it out")
+
+
+def changed_flags(arguments: MuxArguments, section: str) -> list[str]:
+    """The flags of a section that have another value than by default."""
+    ours = [one for one in fields(MuxArguments) if one.metadata.get("section") == section]
+    return [
+        flag_of(one.name)
+        for one in ours
+        if getattr(arguments, one.name) != one.metadata["options"]["default"]
+    ]
+
+
+def add_flags(parser: argparse.ArgumentParser, section: str) -> None:
+    """Add the flags of a section to a parser, as a group of that title."""
+    group = parser.add_argument_group(section)
+    for one in fields(MuxArguments):
+        if one.metadata.get("section") == section:
+            group.add_argument(flag_of(one.name), **one.metadata["options"])

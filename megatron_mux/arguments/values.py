@@ -9,13 +9,15 @@ from pathlib import Path
 
 from megatron_mux.memory.sizes import parse_size
 
-POLICIES = ("auto", "serial", "temporal", "spatial")
-"""Values of `--mux-policy`."""
-
 
 def destination(flag: str) -> str:
     """The name under which argparse keeps a flag's value."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def flag_of(name: str) -> str:
+    """The flag whose value argparse keeps under a name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def path(text: str) -> Path:
@@ -66,13 +68,6 @@ def only(value: str, why: str) -> Callable[[str], str]:
     return fixed
 
 
-def policy(text: str) -> str:
-    """A value of `--mux-policy`."""
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(POLICIES)}, got {text!r}")
-    return text
-
-
 def size(text: str) -> int:
     """A number of bytes, see `parse_size`."""
     try:
@@ -81,15 +76,10 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def memory_limit(text: str) -> int | str | None:
-    """A value of `--mux-memory-limit`."""
-    if text in ("auto", "none"):
-        return text if text == "auto" else None
-    return size(text)
+def auto_or_none(convert: Callable[[str], int]) -> Callable[[str], int | str | None]:
+    """What `convert` takes, or the word `auto`, or the word `none` for None."""
 
+    def value(text: str) -> int | str | None:
+        return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else convert(text)
 
-def chunk_size(text: str) -> int | str | None:
-    """A value of `--mux-chunk-size`."""
-    if text in ("auto", "none"):
-        return text if text == "auto" else None
-    return at_least(1)(text)
+    return value

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import megatron_mux
-from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.data.tokenised_file import Progress, TokenisedFile, progress_lines, tokenise_file
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
+
+Results = dict[str, TokenisedFile | UserError]
+"""For each file its tokens, or what is wrong with it."""
 
 # Not handed on: the process is none of the run's ranks.
 _OF_A_RANK = (
@@ -28,7 +31,7 @@ _OF_A_RANK = (
 
 
 class BackgroundTokenising:
-    """A process that tokenises files into the cache (`background_worker.py`).
+    """A process that tokenises files into the cache.
 
     It ends when the files are done, when it is cancelled, or soon after this process ends.
 
@@ -40,83 +43,82 @@ class BackgroundTokenising:
 
     Attributes:
         news: Lines for people, to be taken away: how far it is.
-        results: For each file its tokens, or what is wrong with it; None until it is done.
+        results: None until it is done.
     """
 
     def __init__(self, backbone: Path, paths: Sequence[str], cache: Path | None, niceness: int = 19) -> None:
-        self.paths = tuple(paths)
+        self.paths = tuple(dict.fromkeys(paths))
         self.news: list[str] = []
-        self.results: dict[str, TokenisedFile | UserError] | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (both closed in `_close`)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._read = 0
+        self.results: Results | None = None
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
         root = str(Path(megatron_mux.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        request = {
-            "backbone": str(backbone),
-            "paths": paths,
-            "cache": cache and str(cache),
-            "niceness": niceness,
-        }
+        self._connection, theirs = Pipe()
+        self._connection.send((backbone, self.paths, cache, niceness))
+        # Not by `multiprocessing`, which would run this program's main module again.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_mux.data.background_worker", json.dumps(request)],
+            [sys.executable, "-m", "megatron_mux.data.background", str(theirs.fileno())],
             env=environment,
-            stdin=subprocess.PIPE,  # it ends with this process
-            stdout=self._output,
-            stderr=self._errors,
+            pass_fds=[theirs.fileno()],
             # Ctrl-C is for this process, which then cancels it. The session stays: `nice` counts within one.
             process_group=0,
         )
+        theirs.close()
 
     def poll(self) -> bool:
         """Whether it is done: `results` are there. Takes no time."""
-        if self.results is not None:
-            return True
-        status = self._process.poll()
-        self._take_output()
-        if status is not None and self.results is None:
-            self.results = dict.fromkeys(self.paths, self._died(status))
-        if status is not None:
-            self._close()
-        return status is not None
+        while self.results is None and self._connection.poll():
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                message = dict.fromkeys(self.paths, self._died(self._process.wait()))
+            if isinstance(message, str):
+                self.news.append(message)
+            else:
+                self.results = message
+        return self.results is not None and self._process.poll() is not None
 
     def cancel(self) -> None:
         """End the process; what it has not finished is lost."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-        self._close()
-
-    def _take_output(self) -> None:
-        """Read the lines that were written since the last call."""
-        size = os.fstat(self._output.fileno()).st_size
-        # Reading at a place of its own: the process writes at the file's.
-        text = os.pread(self._output.fileno(), size - self._read, self._read)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in map(json.loads, whole.splitlines()):
-            if isinstance(line, str):
-                self.news.append(line)
-            else:
-                self.results = {path: _result(found) for path, found in line.items()}
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
 
     def _died(self, status: int) -> UserError:
         how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
-        self._errors.seek(0)
-        words = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        said = f": {words[-1]}" if words else ""
-        return UserError(f"{', '.join(self.paths)}: the process that tokenises {how}{said}")
-
-    def _close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._output.close()
-        self._errors.close()
+        return UserError(f"{', '.join(self.paths)}: the process that tokenises {how}")
 
 
-def _result(found: dict[str, str | int] | list[str]) -> TokenisedFile | UserError:
-    if isinstance(found, list):
-        return UserError(*found)
-    return TokenisedFile(str(found["entry"]), int(found["size"]), int(found["modified_ns"]))
+def work(connection: Connection) -> None:
+    """Tokenise what `BackgroundTokenising`, at the other end of a connection, asks for: the work of its process."""
+    backbone, paths, cache, niceness = connection.recv()
+    os.nice(niceness)
+    results: Results = {}
+    try:
+        tokenizer = load_tokenizer(backbone)
+        for path in paths:
+            try:
+                results[path] = tokenise_file(Path(path), tokenizer, cache, _progress(Path(path), connection))
+            except UserError as error:
+                results[path] = error
+    except Exception as error:
+        what = f"{', '.join(paths)}: the process that tokenises failed: {error}"
+        results = dict.fromkeys(paths, UserError(what))
+    connection.send(results)
+
+
+def _progress(path: Path, connection: Connection) -> Progress:
+    """Sends lines for people; ends this process once nobody waits for the results any more."""
+    show = progress_lines(path, connection.send)
+
+    def tell(done: int, size: int, records: int) -> None:
+        if connection.poll():
+            sys.exit(1)
+        show(done, size, records)
+
+    return tell
+
+
+if __name__ == "__main__":
+    work(Connection(int(sys.argv[1])))

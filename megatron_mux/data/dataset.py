@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_mux.data.records import BadRecordError, Instruction, PromptCompletion, Record, parse_record
+from megatron_mux.data.records import BadRecordError, PromptCompletion, Record, parse_record
 from megatron_mux.data.token_cache import TokenCacheEntry
 from megatron_mux.data.tokenise import Example, Tokeniser
-from megatron_mux.data.tokenised_file import Progress, TokenisedFile, tokenise_file
+from megatron_mux.data.tokenised_file import Progress, TokenisedFile, progress_lines, tokenise_file
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,10 +69,8 @@ class TaskDataset:
             raise UserError(
                 f"{self.path}: its tokens were taken from the cache ({self.tokenised.entry}): begin again"
             ) from error
-        usable = self._entry.usable(max_length)
-        self._numbers, self.dropped = usable.numbers, usable.dropped
-        self.lengths: npt.NDArray[np.int32] = usable.lengths
-        self.label_counts: npt.NDArray[np.int32] = usable.label_counts
+        self._numbers, self.lengths, self.label_counts = self._entry.usable(max_length)
+        self.dropped = self._entry.records - len(self)
         if not len(self):
             raise UserError(
                 f"{self.path}: none of its {self.dropped} records has a token to learn within data.max_length "
@@ -124,16 +123,18 @@ class TaskDataset:
             raise self._changed()
         return record
 
-    def candidates(self, number: int) -> list[tuple[Example, bool]]:
-        """A record with each of the file's distinct completions in turn, and whether that one is its own.
+    def candidates(self, number: int) -> tuple[list[Example], int]:
+        """A record with each of the `distinct_completions` in turn, and which of them is its own.
 
-        In the order of `distinct_completions`; meaningful only where that is not None.
+        The record alone, where there are none to choose among.
         """
+        if self.distinct_completions is None:
+            return [self[number]], 0
         record = self.record(number)
-        if self.distinct_completions is None or not isinstance(record, (PromptCompletion, Instruction)):
-            raise ValueError(f"{self.path} has no small set of completions to choose among")
-        own = _completion(record)
-        return [(self._encode(_answered(record, text)), text == own) for text in self.distinct_completions]
+        if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
+            raise self._changed()
+        examples = [self._encode(replace(record, completion=text)) for text in self.distinct_completions]
+        return examples, self.distinct_completions.index(record.completion)
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
@@ -145,7 +146,7 @@ class TaskDataset:
         if len(first) > MAX_DISTINCT:
             return None
         records = [self.record(int(number)) for number in np.sort(first)]
-        return [_completion(r) for r in records if isinstance(r, (PromptCompletion, Instruction))]
+        return [record.completion for record in records if isinstance(record, PromptCompletion)]
 
     @property
     def end_of_sequence(self) -> int:
@@ -179,11 +180,30 @@ class TaskDataset:
         )
 
 
-def _completion(record: PromptCompletion | Instruction) -> str:
-    return record.completion if isinstance(record, PromptCompletion) else record.output
+@dataclass(frozen=True)
+class DataFiles:
+    """Opens the data files of tasks.
 
+    Attributes:
+        tokenizer: The backbone's.
+        say: Shows a line for people: how far tokenising a long file is.
+        cache: See `token_cache_directory`.
+        tokenised: What is known of files already: their tokens, or what is wrong with them.
+    """
 
-def _answered(record: PromptCompletion | Instruction, text: str) -> Record:
-    if isinstance(record, PromptCompletion):
-        return PromptCompletion(record.prompt, text)
-    return Instruction(record.instruction, record.input, text)
+    tokenizer: Any
+    say: Callable[[str], None]
+    cache: Path | None = None
+    tokenised: Mapping[str, TokenisedFile | UserError] = field(default_factory=dict)
+
+    def open(self, path: str | os.PathLike[str], max_length: int) -> TaskDataset:
+        """Open a file, tokenising it if need be.
+
+        Raises:
+            UserError: See `TaskDataset`.
+        """
+        known = self.tokenised.get(str(path))
+        if isinstance(known, UserError):
+            raise known
+        progress = progress_lines(Path(path), self.say)
+        return TaskDataset(path, self.tokenizer, max_length, progress, known, self.cache)

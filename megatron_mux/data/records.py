@@ -25,17 +25,10 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text to continue, and how."""
+    """A text to continue, and how; the prompt is None for a text by itself, of which every token is learned."""
 
-    prompt: str
+    prompt: str | None
     completion: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text by itself."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -45,16 +38,7 @@ class Messages:
     messages: list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """An instruction, what it is about (may be empty), and the answer."""
-
-    instruction: str
-    input: str
-    output: str
-
-
-Record = PromptCompletion | Text | Messages | Instruction
+Record = PromptCompletion | Messages
 
 _SHAPES = '{"prompt", "completion"}, {"text"}, {"messages"} or {"instruction", "input", "output"}'
 _SHAPE_KEYS = ("prompt", "completion", "text", "messages", "instruction", "output")
@@ -93,20 +77,35 @@ def parse_record(line: bytes) -> Record | None:
     return _shape(value)
 
 
+def instruction_prompt(instruction: str, given: str = "") -> str:
+    """What an instruction record's output answers.
+
+    The one fixed template (without the Input part when it is empty), ending in a line break:
+
+        ### Instruction:
+        {instruction}
+
+        ### Input:
+        {input}
+
+        ### Response:
+    """
+    part = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{instruction}\n\n{part}### Response:\n"
+
+
 def _shape(value: dict[str, Any]) -> Record:
     keys = {key for key in _SHAPE_KEYS if key in value}
     if keys == {"prompt", "completion"}:
         return PromptCompletion(_text(value, "prompt"), _text(value, "completion"))
     if keys == {"text"}:
-        return Text(_text(value, "text"))
+        return PromptCompletion(None, _text(value, "text"))
     if keys == {"messages"}:
         return _messages(value)
     if keys == {"instruction", "output"}:
-        given = value.get("input")
-        return Instruction(
-            _text(value, "instruction"),
-            "" if given is None else _text(value, "input"),
-            _text(value, "output"),
+        given = "" if value.get("input") is None else _text(value, "input")
+        return PromptCompletion(
+            instruction_prompt(_text(value, "instruction"), given), _text(value, "output")
         )
     found = ", ".join(map(repr, value)) or "nothing"
     if len(found) > _LONGEST_KEYS:

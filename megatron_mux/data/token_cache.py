@@ -17,7 +17,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -59,23 +58,6 @@ def token_cache_directory(given: Path | None = None) -> Path:
     return Path(tempfile.gettempdir()) / f"megatron-mux-{os.getuid()}" / "tokens"
 
 
-@dataclass(frozen=True, eq=False)
-class UsableRecords:
-    """The records of an entry that have a label within a maximum length.
-
-    Attributes:
-        numbers: `[n]` int64, their rows in the entry.
-        lengths: `[n]` int32, tokens of each after the cut.
-        label_counts: `[n]` int32, labels of each after the cut.
-        dropped: How many records have none.
-    """
-
-    numbers: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int32]
-    label_counts: npt.NDArray[np.int32]
-    dropped: int
-
-
 class TokenCacheEntry:
     """A tokenised file, opened for reading.
 
@@ -84,6 +66,7 @@ class TokenCacheEntry:
 
     Attributes:
         fingerprint: SHA-256 of the file.
+        records: How many there are.
 
     Raises:
         OSError: The entry is not there.
@@ -96,14 +79,21 @@ class TokenCacheEntry:
         if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
             raise ValueError(f"{directory}: is of another version")
         self.fingerprint: str = meta["fingerprint"]
-        self._rows = _map(directory / _INDEX, _ROW, meta["records"] + 1)
+        self.records: int = meta["records"]
+        self._rows = _map(directory / _INDEX, _ROW, self.records + 1)
         self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
         self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
         with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
             os.utime(directory / _META)
 
-    def usable(self, max_length: int) -> UsableRecords:
-        """The records that have a label within their first `max_length` tokens."""
+    def usable(
+        self, max_length: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The records that have a label within their first `max_length` tokens.
+
+        Returns:
+            `[n]` each: their numbers in the entry; tokens, and labels, of each after the cut.
+        """
         starts = self._rows["token"]
         lengths = np.minimum(np.diff(starts), max_length)
         first_spans = self._rows["span"]
@@ -112,12 +102,7 @@ class TokenCacheEntry:
         total = np.concatenate([[0], np.cumsum(inside[:, 1] - inside[:, 0])])
         labels = total[first_spans[1:]] - total[first_spans[:-1]]
         numbers = np.flatnonzero(labels)
-        return UsableRecords(
-            numbers,
-            lengths[numbers].astype(np.int32),
-            labels[numbers].astype(np.int32),
-            len(labels) - len(numbers),
-        )
+        return numbers, lengths[numbers].astype(np.int32), labels[numbers].astype(np.int32)
 
     def read(self, number: int, max_length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """A record's tokens and which of them are labels, cut to `max_length`."""
@@ -166,15 +151,11 @@ class TokenCacheWriter:
             self._tokens.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def add(self, lines: Sequence[int], examples: Sequence[Example]) -> None:
-        """Append records.
-
-        Args:
-            lines: Where the line of each begins in the file.
-            examples: The records, uncut.
-        """
-        if not examples:
+    def add(self, records: Sequence[tuple[int, Example]]) -> None:
+        """Append records: where the line of each begins in the file, and its tokens, uncut."""
+        if not records:
             return
+        lines, examples = zip(*records, strict=True)
         lengths = [len(example.tokens) for example in examples]
         starts = np.cumsum([0, *lengths[:-1]])
         # Runs of labels never join across records: the first token of a record is no label.

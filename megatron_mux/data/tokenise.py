@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.data.records import (
-    BadRecordError,
-    Instruction,
-    Messages,
-    PromptCompletion,
-    Record,
-    Text,
-)
+from megatron_mux.data.records import BadRecordError, Messages, PromptCompletion, Record
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Example", "Tokeniser", "instruction_prompt"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,36 +30,6 @@ class Example:
     labelled: npt.NDArray[np.bool_]
     completion_text: str | None
 
-    @property
-    def label_count(self) -> int:
-        """Tokens to predict."""
-        return int(self.labelled.sum())
-
-
-def instruction_prompt(record: Instruction) -> str:
-    """What an instruction record's output answers.
-
-    The one fixed template (without the Input part when it is empty), ending in a line break:
-
-        ### Instruction:
-        {instruction}
-
-        ### Input:
-        {input}
-
-        ### Response:
-    """
-    given = f"### Input:\n{record.input}\n\n" if record.input else ""
-    return f"### Instruction:\n{record.instruction}\n\n{given}### Response:\n"
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A record as a text to continue (None: nothing but the completion is there) and its labelled continuation."""
-
-    prompt: str | None
-    completion: str
-
 
 @dataclass(frozen=True)
 class _Chat:
@@ -83,7 +44,7 @@ class Tokeniser:
     """Turns records into examples for one tokenizer and one maximum length.
 
     - Prompt and completion are tokenised separately, the completion without special tokens, and joined; end-of-sequence
-      is appended and learned with the completion. Instruction records likewise, by `instruction_prompt`.
+      is appended and learned with the completion.
     - Text is tokenised, end-of-sequence appended; every token is learned.
     - Messages go through the tokenizer's chat template; the assistant's turns are learned, their end-of-turn included.
     - What is longer than `max_length` is cut on the right.
@@ -116,19 +77,18 @@ class Tokeniser:
 
     def encode_many(self, records: Sequence[Record]) -> list[Example | BadRecordError]:
         """The examples of several records, tokenised together for speed; the results are the same as one by one."""
-        parts: list[_Pair | _Chat | BadRecordError] = []
+        parts: list[PromptCompletion | _Chat | BadRecordError] = []
         for record in records:
             try:
-                parts.append(self._part(record))
+                parts.append(self._render(record) if isinstance(record, Messages) else record)
             except BadRecordError as error:
                 parts.append(error)
-        heads = iter(self._heads([_head(p) for p in parts if isinstance(p, _Pair)]))
-        tails = iter(
-            self._plain([p.completion for p in parts if isinstance(p, _Pair) and p.prompt is not None])
-        )
+        pairs = [part for part in parts if isinstance(part, PromptCompletion)]
+        heads = iter(self._heads([p.completion if p.prompt is None else p.prompt for p in pairs]))
+        tails = iter(self._plain([p.completion for p in pairs if p.prompt is not None]))
         chats = iter(self._with_offsets([p.text for p in parts if isinstance(p, _Chat)]))
         examples: list[Example | BadRecordError] = []
-        for record, part in zip(records, parts, strict=True):
+        for part in parts:
             if isinstance(part, BadRecordError):
                 examples.append(part)
             elif isinstance(part, _Chat):
@@ -139,18 +99,8 @@ class Tokeniser:
             else:
                 head, tail = next(heads), [*next(tails), self.end_of_sequence]
                 mask = [False] * len(head) + [True] * len(tail)
-                completion = record.output if isinstance(record, Instruction) else part.completion
-                examples.append(self._example(head + tail, mask, completion))
+                examples.append(self._example(head + tail, mask, part.completion))
         return examples
-
-    def _part(self, record: Record) -> _Pair | _Chat:
-        if isinstance(record, Text):
-            return _Pair(None, record.text)
-        if isinstance(record, PromptCompletion):
-            return _Pair(record.prompt, record.completion)
-        if isinstance(record, Instruction):
-            return _Pair(instruction_prompt(record), record.output)
-        return self._render(record)
 
     def _example(self, tokens: Sequence[int], labelled: Sequence[bool], completion: str | None) -> Example:
         ids = np.array(tokens[: self.max_length], np.int64)
@@ -246,7 +196,3 @@ class Tokeniser:
         except Exception as error:  # a template is a program: it may fail in any way
             raise BadRecordError(f"the chat template does not take this conversation: {error}") from error
         return str(text)
-
-
-def _head(pair: _Pair) -> str:
-    return pair.completion if pair.prompt is None else pair.prompt

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from megatron_mux.data.records import BadRecordError, Record, parse_record
 from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
@@ -23,10 +23,12 @@ Progress = Callable[[int, int, int], None]
 """Called now and then with the bytes read, the bytes in all and the records read."""
 
 _SHOWN = 20
-# Records (and bytes) that are tokenised together.
+# Lines (and bytes) that are tokenised together.
 _BATCH = 256
 _BATCH_BYTES = 1 << 22
 _SECONDS_BETWEEN_LINES = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,29 @@ def _tokenise(
     path: Path, file: IO[bytes], tokeniser: Tokeniser, directory: Path, suffix: str, progress: Progress | None
 ) -> Path:
     """Make the entry of an open file."""
+    size = os.fstat(file.fileno()).st_size
+    digest, bad, records, offset = hashlib.sha256(), _BadLines(path), 0, 0
     try:
         with TokenCacheWriter(directory) as writer:
-            scan = _Scan(path, tokeniser, writer, progress)
-            size = os.fstat(file.fileno()).st_size
-            offset = 0
-            for number, line in enumerate(_lines(path, file), 1):
-                scan.line(number, offset, line, size)
-                offset += len(line)
-            scan.finish()
-            if progress is not None:
-                progress(offset, offset, scan.records)
-            return writer.finish(scan.fingerprint[:32] + suffix, scan.fingerprint, offset)
+            for number, lines in _batches(path, file):
+                digest.update(b"".join(lines))
+                parsed: list[tuple[int, int, Record]] = []
+                for i, line in enumerate(lines, number):
+                    record = bad.note(i, _parsed(line))
+                    if record is not None:
+                        parsed.append((i, offset, record))
+                    offset += len(line)
+                records += len(parsed)
+                if not bad.too_many:  # else the file is refused anyway: only count what is bad
+                    examples = _encoded(path, tokeniser, [record for _, _, record in parsed])
+                    good = [(at, bad.note(i, one)) for (i, at, _), one in zip(parsed, examples, strict=True)]
+                    writer.add([(at, example) for at, example in good if example is not None])
+                if progress is not None:
+                    progress(offset, size, records)
+            bad.raise_if_any()
+            if not records:
+                raise UserError(f"{path}: is empty: it must hold at least one record")
+            return writer.finish(digest.hexdigest()[:32] + suffix, digest.hexdigest(), offset)
     except OSError as error:
         raise UserError(
             f"{directory}: the tokens of {path} cannot be kept there: {error.strerror or error}: make room, or choose "
@@ -129,89 +142,66 @@ def _tokenise(
         ) from error
 
 
-class _Scan:
-    """The state of a pass.
+class _BadLines:
+    """Counts lines that hold no record, and keeps those that are shown."""
 
-    Attributes:
-        records: Read so far.
-    """
-
-    def __init__(
-        self, path: Path, tokeniser: Tokeniser, writer: TokenCacheWriter, progress: Progress | None
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._tokeniser = tokeniser
-        self._writer = writer
-        self._progress = progress
-        self._hash = hashlib.sha256()
-        self._pending: list[tuple[int, int, Record]] = []
-        self._pending_bytes = 0
-        self._bad: list[tuple[int, str]] = []
-        self._bad_count = 0
-        self.records = 0
+        self._count = 0
+        self._first: list[tuple[int, str]] = []
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the lines so far."""
-        return self._hash.hexdigest()
+    def too_many(self) -> bool:
+        """Whether there are more than are shown."""
+        return self._count > _SHOWN
 
-    def line(self, number: int, offset: int, line: bytes, size: int) -> None:
-        """Take the next line."""
-        if number == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            raise UserError(f"{self._path}: is one JSON array: write one JSON object a line (JSON Lines)")
-        self._hash.update(line)
-        try:
-            record = parse_record(line)
-        except BadRecordError as error:
-            self._note(number, str(error))
-            return
-        if record is not None:
-            self.records += 1
-            self._pending.append((number, offset, record))
-            self._pending_bytes += len(line)
-        if len(self._pending) >= _BATCH or self._pending_bytes >= _BATCH_BYTES:
-            self._flush()
-            if self._progress is not None:
-                self._progress(offset + len(line), size, self.records)
+    def note(self, number: int, found: T | BadRecordError) -> T | None:
+        """What was made of a line, unless that is a mistake: then it is counted."""
+        if not isinstance(found, BadRecordError):
+            return found
+        self._count += 1
+        if len(self._first) < 2 * _BATCH:  # enough to show the first ones in order: a batch is tokenised late
+            self._first.append((number, str(found)))
+        return None
 
-    def finish(self) -> None:
-        """Tokenise the last records; raise if anything was wrong."""
-        self._flush()
-        if self._bad_count:
-            problems = [f"{self._path}: line {number}: {text}" for number, text in sorted(self._bad)[:_SHOWN]]
-            if self._bad_count > _SHOWN:
-                problems.append(
-                    f"{self._path}: {self._bad_count} bad lines in all, of which the first are named above"
-                )
+    def raise_if_any(self) -> None:
+        """Raise a `UserError` that names them."""
+        problems = [f"{self._path}: line {number}: {text}" for number, text in sorted(self._first)[:_SHOWN]]
+        if self.too_many:
+            problems.append(
+                f"{self._path}: {self._count} bad lines in all, of which the first are named above"
+            )
+        if problems:
             raise UserError(*problems)
-        if not self.records:
-            raise UserError(f"{self._path}: is empty: it must hold at least one record")
-
-    def _flush(self) -> None:
-        """Tokenise the records that were read since the last flush."""
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if self._bad_count > _SHOWN:
-            return  # the file is refused anyway: only count what is bad
-        try:
-            examples = self._tokeniser.encode_many([record for _, _, record in pending])
-        except UserError as error:
-            raise UserError(*(f"{self._path}: {text}" for text in error.problems)) from error
-        good: list[tuple[int, Example]] = []
-        for (number, offset, _), example in zip(pending, examples, strict=True):
-            if isinstance(example, BadRecordError):
-                self._note(number, str(example))
-            else:
-                good.append((offset, example))
-        self._writer.add([offset for offset, _ in good], [example for _, example in good])
-
-    def _note(self, number: int, text: str) -> None:
-        self._bad_count += 1
-        if len(self._bad) < 2 * _BATCH:  # enough to name the first ones in order: a batch is tokenised late
-            self._bad.append((number, text))
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _parsed(line: bytes) -> Record | BadRecordError | None:
     try:
-        yield from file
+        return parse_record(line)
+    except BadRecordError as error:
+        return error
+
+
+def _encoded(path: Path, tokeniser: Tokeniser, records: list[Record]) -> list[Example | BadRecordError]:
+    try:
+        return tokeniser.encode_many(records)
+    except UserError as error:
+        raise UserError(*(f"{path}: {text}" for text in error.problems)) from error
+
+
+def _batches(path: Path, file: IO[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """Lines that are tokenised together, with the number of the first."""
+    number, size, lines = 1, 0, list[bytes]()
+    try:
+        for line in file:
+            if number == 1 and not lines and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+                raise UserError(f"{path}: is one JSON array: write one JSON object a line (JSON Lines)")
+            lines.append(line)
+            size += len(line)
+            if len(lines) >= _BATCH or size >= _BATCH_BYTES:
+                yield number, lines
+                number, size, lines = number + len(lines), 0, []
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if lines:
+        yield number, lines

@@ -21,7 +21,7 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
 from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
-from megatron_mux.dry_run.stand_ins import FixedPlanner, LengthsOnlyDataset
+from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
@@ -113,7 +113,7 @@ def _record(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | 
         watch.follow(stages)
         recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
         place.enter(JOIN)
-        engine = Engine(stages, parallel, Planning("auto", plan.stages, FixedPlanner(plan), given=plan))
+        engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
         watch.follow_adapters(engine.adapters.host)
         engine.register_tasks([_task(one) for one in run.tasks])
         watch.label(engine)

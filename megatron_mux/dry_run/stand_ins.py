@@ -1,16 +1,14 @@
-"""Stand-ins for what a dry run lacks: a data set of which only lengths are known, and a planner with a fixed plan."""
+"""Stands in for what a dry run lacks: a data set of which only lengths are known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.tokenise import Example
-from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Plan
 
 
 class LengthsOnlyDataset:
@@ -37,22 +35,6 @@ class LengthsOnlyDataset:
         length, labels = int(self.lengths[number]), int(self.label_counts[number])
         return Example(np.zeros(length, np.int64), np.arange(length) >= length - labels, None)
 
-
-class FixedPlanner:
-    """Replaces a planner when the plan is given."""
-
-    memory_limit = None
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The given plan."""
-        return self._plan
-
-    def check(self, loads: Mapping[str, TaskLoad]) -> None:
-        """Accept every task."""
-
-    def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The plan, unchanged."""
-        return plan
+    def candidates(self, number: int) -> tuple[list[Example], int]:
+        """None of them is to be classified."""
+        return [self[number]], 0

@@ -1,17 +1,40 @@
-"""Ranks agree on problems: a rank that stopped alone would leave the others waiting for it in a collective."""
+"""Ranks agree on objects, and on problems: a rank that stopped alone would leave the others waiting in a collective.
+
+Objects are pickled: not for a step's hot path.
+"""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_mux.errors import SharedError
 from megatron_mux.runtime import Parallel
 
+T = TypeVar("T")
+
+
+def everyones(value: T, parallel: Parallel) -> list[T]:
+    """Every rank's value, by rank. Every rank calls it."""
+    values = [value] * parallel.world_size
+    if parallel.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(value: T, parallel: Parallel) -> T:
+    """The first rank's value on every rank. Every rank calls it."""
+    shared = [value]
+    if parallel.world_size > 1:
+        dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
 
 def first_problem(problem: str, parallel: Parallel) -> str:
     """Return the first rank's problem on every rank; empty if no rank has one.
 
-    Every rank calls it. It gathers objects: not for a step's hot path.
+    Every rank calls it.
 
     Args:
         problem: This rank's, or empty.
@@ -20,11 +43,7 @@ def first_problem(problem: str, parallel: Parallel) -> str:
     Returns:
         The problem, with the rank named unless it is the first.
     """
-    problems = [problem]
-    if parallel.world_size > 1:
-        problems = [""] * parallel.world_size
-        dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
+    for rank, text in enumerate(everyones(problem, parallel)):
         if text:
             return f"rank {rank}: {text}" if rank else text
     return ""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from megatron_mux import layout
-from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.dataset import Example
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk
-from megatron_mux.fusion.step import Lengths, StepGrid
+from megatron_mux.fusion.step import StepGrid
 from megatron_mux.kernels.carry import Carry
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.action import Action, Unit
@@ -28,32 +28,8 @@ def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def lengths_of(data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> Lengths:
-    """Lengths of a step's records from the data's index: the same on every rank, without reading them."""
-    chosen = list(records)
-    return Lengths(tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to)
-
-
-def weighted(name: str, data: TaskDataset, records: Sequence[int], pad_to: int = 0) -> list[PackedSequence]:
-    """Read the sequences of a task's step, weighted so that its loss is the mean over their labels.
-
-    Args:
-        name: The task.
-        data: Its training records.
-        records: Indices of the records that the step takes.
-        pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
-            sequence attends to.
-
-    Raises:
-        UserError: The data cannot be read any more.
-    """
-    examples = [tensors(data[i]) for i in records]
-    labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
-    padded = [(_padded(ids, pad_to), _padded(labelled, pad_to)) for ids, labelled in examples]
-    return [(name, i, ids, labelled, 1.0 / labels) for i, (ids, labelled) in enumerate(padded)]
-
-
-def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+def padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The same with zeros up to a length, if it is shorter."""
     return torch.cat([x, x.new_zeros(length - x.shape[0])]) if x.shape[0] < length else x
 
 
@@ -89,6 +65,7 @@ def read_together(
     return [{name: step[name] for name in kept} for step in found[:readable]], unreadable
 
 
+@dataclass(eq=False)
 class Batches:
     """The micro-batches of this pipeline in one or several steps; a unit is laid out when it is first asked for.
 
@@ -100,23 +77,17 @@ class Batches:
         parallel: Where this rank stands.
     """
 
-    def __init__(
-        self,
-        grids: Sequence[StepGrid],
-        fetched: Sequence[Mapping[str, list[PackedSequence]]],
-        steps: Mapping[str, int],
-        offsets: Mapping[str, int],
-        parallel: Parallel,
-    ) -> None:
-        self.grids = grids
-        self.fetched = fetched
-        self.steps = steps
-        self.offsets = offsets
-        self.parallel = parallel
-        self.names = tuple(fetched[0])
-        self._period = len(grids[0].sizes)
-        self._laid_out: dict[Unit, tuple[MicroBatch, ...]] = {}
-        self._carries: dict[tuple[int, int], Carry] = {}
+    grids: Sequence[StepGrid]
+    fetched: Sequence[Mapping[str, list[PackedSequence]]]
+    steps: Mapping[str, int]
+    offsets: Mapping[str, int]
+    parallel: Parallel
+    _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
+    _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.fetched[0])
+        self._period = len(self.grids[0].sizes)
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
         """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
@@ -148,7 +119,7 @@ class Batches:
 
     def anew(self) -> Batches:
         """A copy with nothing laid out yet."""
-        return Batches(self.grids, self.fetched, self.steps, self.offsets, self.parallel)
+        return replace(self)
 
     def forget(self, unit: Unit) -> None:
         """Drop a unit that is done; harmless for one that was never laid out."""

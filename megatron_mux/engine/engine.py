@@ -250,17 +250,7 @@ class Engine:
         task = self._tasks[name]
         if task.task.evaluation is None:
             return None
-        options = task.task.spec.eval
-        evaluator = Evaluator(
-            self.stages,
-            self.parallel,
-            self.communicator,
-            name,
-            task.position_offset,
-            task.step,
-            self._trials,
-            None if options is None else options.per_device_eval_batch_size,
-        )
+        evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
         return evaluator.evaluate(task.task.evaluation)
 
     def snapshot(self, name: str) -> Snapshot | None:

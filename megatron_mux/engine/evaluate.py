@@ -14,9 +14,9 @@ from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.batches import tensors
-from megatron_mux.engine.evaluation_compute import EvaluationCompute
+from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.training_compute import Stages
+from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
@@ -47,28 +47,8 @@ class EvalResult:
     records: int
 
 
-@dataclass(frozen=True)
-class _Record:
-    """One record to evaluate.
-
-    Attributes:
-        candidates: Its sequence; where records are to be classified, one with every completion of the file.
-        own: Which of them has the record's own completion.
-    """
-
-    candidates: list[Example]
-    own: int = 0
-
-
-def _read(dataset: TaskDataset, numbers: range) -> Iterator[_Record]:
-    """The records of `numbers`, each read when it is asked for."""
-    for number in numbers:
-        if not dataset.distinct_completions:
-            yield _Record([dataset[number]])
-            continue
-        candidates = dataset.candidates(number)
-        own = next(i for i, (_, is_own) in enumerate(candidates) if is_own)
-        yield _Record([example for example, _ in candidates], own)
+_Record = tuple[list[Example], int]
+"""A record's sequence, with every completion of the file where records are to be classified; and which is its own."""
 
 
 def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> Iterator[list[_Record]]:
@@ -77,8 +57,8 @@ def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> 
     tokens = sequences = 0
     for record in records:
         group.append(record)
-        tokens += sum(len(example.tokens) for example in record.candidates)
-        sequences += len(record.candidates)
+        tokens += sum(len(example.tokens) for example in record[0])
+        sequences += len(record[0])
         if tokens >= passes * TOKENS_PER_PASS or (batch_size and sequences >= passes * batch_size):
             yield group
             group, tokens, sequences = [], 0, 0
@@ -112,21 +92,21 @@ class Evaluator:
         stages: This rank's, with the task's adapter attached.
         parallel: Where this rank stands; records are shared out over data-parallel ranks.
         communicator: This rank's transfers.
-        task: The task's name.
-        position_offset: The task's number of virtual tokens.
-        steps_done: The task's optimizer steps so far.
         trials: Tries the largest pass first; None: memory cannot run out, or only where a pass recovers from it.
-        batch_size: Most sequences of one pass; None is bound by tokens alone.
+        task: The task.
     """
 
     stages: Stages
     parallel: Parallel
     communicator: Communicator
-    task: str
-    position_offset: int
-    steps_done: int
-    trials: Trials | None = None
-    batch_size: int | None = None
+    trials: Trials | None
+    task: TaskState
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most sequences of one pass; None is bound by tokens alone."""
+        options = self.task.task.spec.eval
+        return None if options is None else options.per_device_eval_batch_size
 
     def evaluate(self, dataset: TaskDataset) -> EvalResult:
         """Evaluate the task on `dataset`; every rank calls it and every rank gets the answer.
@@ -140,7 +120,7 @@ class Evaluator:
         tokens = TOKENS_PER_PASS
         mine = range(self.parallel.dp_rank, len(dataset), self.parallel.dp_size)
         passes = PASSES_PER_STAGE * self.parallel.pp_size
-        groups = _groups(_read(dataset, mine), passes, self.batch_size)
+        groups = _groups(map(dataset.candidates, mine), passes, self.batch_size)
         sums = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
         while (group := _next_together(groups, self.parallel)) is not None:
             found, tokens = self._in_memory(group, dataset.end_of_sequence, tokens)
@@ -165,7 +145,7 @@ class Evaluator:
         Raises:
             SharedError: One sequence at a time does not fit.
         """
-        sequences = sum(len(record.candidates) for record in group)
+        sequences = sum(len(candidates) for candidates, _ in group)
         while True:
             batches = self._passes(group, tokens)
             rows = max((batch.rows for batch in batches), default=0)
@@ -221,7 +201,7 @@ class Evaluator:
         if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
             return torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
         table = sums.view(len(group), -1, 4)  # [record, candidate, ...]
-        own = torch.tensor([record.own for record in group], device=table.device)
+        own = torch.tensor([own for _, own in group], device=table.device)
         chosen = table[torch.arange(len(group), device=table.device), own].sum(dim=0)
         likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)
         return torch.cat([chosen, likeliest.double()])
@@ -230,7 +210,7 @@ class Evaluator:
         """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and `batch_size`; as many on
         every rank where weights are sharded.
         """
-        examples = [example for record in group for example in record.candidates]
+        examples = [example for candidates, _ in group for example in candidates]
         batches: list[MicroBatch] = []
         current: list[PackedSequence] = []
         tokens = 0
@@ -239,7 +219,7 @@ class Evaluator:
             if current and (tokens + length > max_tokens or len(current) == self.batch_size):
                 batches.append(self._pack(current))
                 current, tokens = [], 0
-            current.append((self.task, i, *tensors(example), 1.0))
+            current.append((self.task.task.spec.name, i, *tensors(example), 1.0))
             tokens += length
         if current:
             batches.append(self._pack(current))
@@ -249,8 +229,9 @@ class Evaluator:
         return batches
 
     def _pack(self, sequences: list[PackedSequence]) -> MicroBatch:
-        steps, offsets = {self.task: self.steps_done}, {self.task: self.position_offset}
+        name = self.task.task.spec.name
+        steps, offsets = {name: self.task.step}, {name: self.task.position_offset}
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         return layout.pack(
-            sequences, (self.task,), steps, offsets, multiple, training=False, device=self.parallel.device
+            sequences, (name,), steps, offsets, multiple, training=False, device=self.parallel.device
         )

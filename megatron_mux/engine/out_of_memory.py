@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.agreement import everyones
 from megatron_mux.errors import failed_allocation
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
@@ -93,12 +93,7 @@ class FailedBuckets:
 
     def everywhere(self) -> dict[int, str]:
         """For each bucket that failed on some rank, where and why. Every rank calls it."""
-        if self._parallel.world_size == 1:
-            return self._reasons
-        found: list[dict[int, str]] = [{} for _ in range(self._parallel.world_size)]
-        dist.all_gather_object(found, self._reasons)
         reasons: dict[int, str] = {}
-        for own in found:
-            for bucket, reason in own.items():
-                reasons.setdefault(bucket, reason)
+        for own in everyones(self._reasons, self._parallel):
+            reasons = own | reasons  # the first rank's counts
         return reasons

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 from megatron_mux.backbone.split import Split
 from megatron_mux.errors import UserError
@@ -20,6 +20,7 @@ from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, plan_for
 from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
+from megatron_mux.fusion.planner import Planner
 
 _LEAST_SECONDS = 0.5
 _SECONDS_A_TASK_AND_STAGE = 0.004
@@ -33,33 +34,14 @@ _FOREVER = 1 << 30
 """More steps than any run takes."""
 
 
-class MakesPlans(Protocol):
-    """The interface of the planner to the engine."""
-
-    @property
-    def memory_limit(self) -> float | None:
-        """Bytes that a rank may use."""
-
-    def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """A plan for these tasks; the same on every rank."""
-        ...
-
-    def check(self, loads: Mapping[str, TaskLoad]) -> None:
-        """Refuse tasks that cannot fit into memory with a `UserError`."""
-        ...
-
-    def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
-        """The same plan with predictions for these tasks, its buckets in the predicted order."""
-        ...
-
-
+@dataclass(eq=False)
 class Planning:
     """Chooses an engine's plans.
 
     Args:
         policy: `serial`, `temporal`, `spatial` or `auto`.
         stages: Of the pipeline, virtual ones included.
-        planner: Makes plans for the policy `auto`.
+        planner: Makes plans for the policy `auto`; None: `given` is for all tasks that will come.
         micro_batches, chunk, alignment: For the other policies, see `plan_for`.
         given: A plan to begin with, for `auto`: from a file, or of the run that is continued.
         leads: Whether this rank makes the plans for all ranks.
@@ -72,40 +54,30 @@ class Planning:
         news: Changes of the plan to report; whoever reports them empties it.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        stages: int,
-        planner: MakesPlans | None = None,
-        micro_batches: int | None = None,
-        chunk: int | None = None,
-        alignment: Mode = "dense",
-        given: Plan | None = None,
-        leads: bool = True,
-        share: Callable[[Any], Any] = lambda what: what,
-        virtual: int = 1,
-        split: Split = (),
-        schedule: Schedule = "planned",
-    ) -> None:
-        if policy == "auto" and planner is None:
-            raise ValueError("the policy auto needs a planner")
-        self.policy = policy
-        self.stages = stages
-        self.planner = planner
-        self.micro_batches = micro_batches
-        self.chunk = chunk
-        self.alignment: Mode = alignment
-        self.virtual = virtual
-        self.split = split
-        self.schedule: Schedule = schedule
-        self._plan = given
-        self._left = 0 if given is None else given.replan_in
-        self._thread: ThreadPoolExecutor | None = None
-        self._making: Future[Plan] | None = None
-        self._relieved: Plan | None = None
-        self._leads = leads
-        self._share = share
-        self.news: list[str] = []
+    policy: Policy
+    stages: int
+    planner: Planner | None = None
+    micro_batches: int | None = None
+    chunk: int | None = None
+    alignment: Mode = "dense"
+    given: InitVar[Plan | None] = None
+    leads: bool = True
+    share: Callable[[Any], Any] = lambda what: what
+    virtual: int = 1
+    split: Split = ()
+    schedule: Schedule = "planned"
+    news: list[str] = field(default_factory=list, init=False)
+    _left: int = field(default=0, init=False)
+    _plan: Plan | None = field(default=None, init=False)
+    _relieved: Plan | None = field(default=None, init=False)
+    _thread: ThreadPoolExecutor | None = field(default=None, init=False)
+    _making: Future[Plan] | None = field(default=None, init=False)
+
+    def __post_init__(self, given: Plan | None) -> None:
+        if self.policy == "auto" and self.planner is None and given is None:
+            raise ValueError("the policy auto needs a planner or a plan")
+        if given is not None:
+            self._plan, self._left = given, given.replan_in
 
     def next(self, loads: Mapping[str, TaskLoad]) -> Plan:
         """The plan that the next step would follow: a continued run goes on with it. Changes nothing.
@@ -122,8 +94,8 @@ class Planning:
             if self._relieved is not None and set(self._relieved.tasks) == set(plan.tasks):
                 return self._relieved
             return replace(plan, virtual=self.virtual, split=self.split, schedule=self.schedule)
-        assert self.planner is not None
         if self._plan is None or not loads:
+            assert self.planner is not None
             return self.planner.plan(loads)
         plan, left = self._interim(self._plan, loads)
         return replace(plan, replan_in=left)
@@ -132,15 +104,15 @@ class Planning:
         """The plan of the step that begins now; starts the planner if tasks have changed. Every rank calls it."""
         if self.policy != "auto" or not loads:
             return self.next(loads)
-        assert self.planner is not None
         if self._plan is None:
-            self._plan = self._share(self.planner.plan(loads))
+            assert self.planner is not None
+            self._plan = self.share(self.planner.plan(loads))
         elif frozenset(loads) != frozenset(self._plan.tasks):
-            self._plan, self._left = self._share(self._interim(self._plan, loads))
+            self._plan, self._left = self.share(self._interim(self._plan, loads))
             if self._making is not None:
                 self._making.cancel()  # it was for tasks of the past
                 self._making = None
-        if self._left and self._making is None and self._leads:
+        if self._left and self._making is None and self.leads:
             self._making = self._start(loads)
         if self._left:
             self._left -= 1
@@ -167,9 +139,9 @@ class Planning:
 
     def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
         """The plan until the planner is done, and for how many steps, the coming one included."""
-        assert self.planner is not None
         if frozenset(loads) == frozenset(plan.tasks):
             return plan, self._left
+        assert self.planner is not None
         new = [load for name, load in loads.items() if name not in plan.tasks]
         for buckets in self._ways_to_take_in(keep_tasks(plan, loads), new, loads):
             plan = self.planner.priced(buckets, loads)
@@ -201,7 +173,7 @@ class Planning:
             except UserError as error:
                 made = None, str(error)
             self._making = None
-        plan, problem = self._share(made)
+        plan, problem = self.share(made)
         if plan is not None:
             self._plan = plan
             self.news.append(f"new {plan}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel
 
@@ -47,14 +47,26 @@ def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Pa
         step: Optimizer steps done.
         parallel: Where this rank stands.
     """
-    moments = optimizer.state()
-    tensors = [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]
-    local = {p.key: {"value": p.value, **moments.get(p.key, {})} for p in tensors}
-    for key, tensor in adapter.state().items():
-        local[key]["extra"] = tensor
-    full = gather(tensors, local, parallel)
-    if full is None:
+    if parallel.dp_rank != 0:  # the first replica has all of it
         return None
+    moments, extra = optimizer.state(), adapter.state()
+    pieces: list[_Piece] = []
+    for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
+        if p.owner:
+            named = {"value": p.value, **moments.get(p.key, {})}
+            named |= {"extra": extra[p.key]} if p.key in extra else {}
+            index = None if p.index is None else p.index.cpu().numpy()
+            pieces += [(p.key, p.full_shape, p.dim, index, name, _array(named[name])) for name in named]
+    gathered: list[list[_Piece]] = [pieces]
+    if parallel.tp_size * parallel.pp_size > 1:
+        size = parallel.tp_size * parallel.pp_size
+        received: list[Any] | None = [None] * size if parallel.rank == 0 else None
+        # As arrays: tensors, as objects, take many times as long to send.
+        dist.gather_object(pieces, received, dst=0, group=parallel.model_group)
+        if received is None:
+            return None
+        gathered = received
+    full = _assembled(piece for part in gathered for piece in part)
     return Snapshot(
         step=step,
         adapter={key: named["value"] for key, named in full.items()},
@@ -67,46 +79,17 @@ def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Pa
     )
 
 
-def gather(
-    parameters: Sequence[AdapterParameter], columns: Mapping[str, Mapping[str, Tensor]], parallel: Parallel
-) -> dict[str, dict[str, Tensor]] | None:
-    """Assemble full tensors on rank 0.
-
-    Args:
-        parameters: This rank's parameters: they say where its pieces lie.
-        columns: What to gather, by parameter key and then by name (`value`, `exp_avg`, ...): local tensors.
-        parallel: Where this rank stands; only the first data-parallel replica takes part.
-
-    Returns:
-        Full CPU tensors by key and name on rank 0, None elsewhere.
-    """
-    if parallel.dp_rank != 0:
-        return None
-    # As arrays: tensors, as objects, take many times as long to send.
-    pieces = [
-        (p.key, p.full_shape, p.dim, None if p.index is None else p.index.cpu().numpy(), name, _array(tensor))
-        for p in parameters
-        if p.owner
-        for name, tensor in columns.get(p.key, {}).items()
-    ]
-    gathered: list[list[_Piece]] = [pieces]
-    if parallel.tp_size * parallel.pp_size > 1:
-        size = parallel.tp_size * parallel.pp_size
-        received: list[Any] | None = [None] * size if parallel.rank == 0 else None
-        dist.gather_object(pieces, received, dst=0, group=parallel.model_group)
-        if received is None:
-            return None
-        gathered = received
+def _assembled(pieces: Iterable[_Piece]) -> dict[str, dict[str, Tensor]]:
+    """Full CPU tensors by key and name."""
     full: dict[str, dict[str, Tensor]] = {}
-    for part in gathered:
-        for key, shape, dim, index, name, array in part:
-            names, tensor = full.setdefault(key, {}), torch.from_numpy(array)
-            if dim is None or index is None:
-                names[name] = tensor.clone()
-                continue
-            if name not in names:
-                names[name] = torch.zeros(shape, dtype=tensor.dtype)
-            names[name].index_copy_(dim, torch.from_numpy(index), tensor)
+    for key, shape, dim, index, name, array in pieces:
+        names, tensor = full.setdefault(key, {}), torch.from_numpy(array)
+        if dim is None or index is None:
+            names[name] = tensor.clone()
+            continue
+        if name not in names:
+            names[name] = torch.zeros(shape, dtype=tensor.dtype)
+        names[name].index_copy_(dim, torch.from_numpy(index), tensor)
     return full
 
 

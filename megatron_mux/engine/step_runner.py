@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from megatron_mux.engine.batches import Batches, read_together
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
+from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.task_state import StepResult, TaskState
-from megatron_mux.engine.training_compute import Stages, TrainingCompute
 from megatron_mux.engine.trial import Trials
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import ROLLING, Plan
@@ -30,6 +31,7 @@ Results = list[dict[str, StepResult]]
 """For each step, a result per task."""
 
 
+@dataclass(eq=False)
 class StepRunner:
     """Runs steps on this rank.
 
@@ -45,22 +47,17 @@ class StepRunner:
         buffer: `[n]` uint8 in which gradients are summed over ranks.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        parallel: Parallel,
-        planning: Planning,
-        communicator: Communicator,
-        trials: Trials | None,
-    ) -> None:
-        self.stages = stages
-        self.parallel = parallel
-        self.planning = planning
-        self.communicator = communicator
-        self.trials = trials
-        self.last_plan: Plan | None = None
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=parallel.device)
-        self._checked: deque[Plan] = deque(maxlen=8)
+    stages: Stages
+    parallel: Parallel
+    planning: Planning
+    communicator: Communicator
+    trials: Trials | None
+    last_plan: Plan | None = None
+    buffer: Tensor = field(init=False)
+    _checked: deque[Plan] = field(default_factory=lambda: deque(maxlen=8))
+
+    def __post_init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.parallel.device)
 
     def run(self, plan: Plan, tasks: Mapping[str, TaskState], max_steps: int, timer: Timer | None) -> Results:
         """Take steps of a plan that begins now.

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.batches import lengths_of, weighted
+from megatron_mux.engine.batches import padded, tensors
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
 from megatron_mux.errors import UserError
@@ -118,17 +118,29 @@ class TaskState:
         return StepResult(self.step, self.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
 
     def lengths(self, later: int, pad_to: int) -> Lengths:
-        """Of the records of a step from now, without reading them."""
-        return lengths_of(self.task.data, self.sampler.batch(self.step + later), pad_to)
+        """Of the records of a step from now, without reading them: the same on every rank."""
+        data, chosen = self.task.data, self.sampler.batch(self.step + later)
+        return Lengths(
+            tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to
+        )
 
     def sequences(self, later: int, pad_to: int) -> list[PackedSequence]:
-        """The records of a step from now.
+        """Read the records of a step from now, weighted so that its loss is the mean over their labels.
+
+        Args:
+            later: Steps from now.
+            pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
+                sequence attends to.
 
         Raises:
             UserError: The data cannot be read any more.
         """
-        records = self.sampler.batch(self.step + later)
-        return weighted(self.task.spec.name, self.task.data, records, pad_to)
+        examples = [tensors(self.task.data[i]) for i in self.sampler.batch(self.step + later)]
+        labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
+        return [
+            (self.task.spec.name, i, padded(ids, pad_to), padded(labelled, pad_to), 1.0 / labels)
+            for i, (ids, labelled) in enumerate(examples)
+        ]
 
     @property
     def position_offset(self) -> int:

@@ -12,14 +12,18 @@ What has fitted is remembered: a plan is tried again only for steps that keep mo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_mux.engine.local_collectives import local_collectives
+from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.training_compute import Stages, TrainingCompute
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.communicate import Communicator
@@ -28,6 +32,9 @@ from megatron_mux.runtime import Parallel
 
 Size = tuple[int, ...]
 """For each bucket, rows kept at its fullest moment plus the last pass's own rows; then the same plus its labels."""
+
+_INPUTS = ("allreduce_", "broadcast_", "send")
+"""Operators whose first argument stays as it is; that of the others is what they receive."""
 
 
 def fullest_moments(
@@ -168,3 +175,31 @@ class Trials:
 def _covers(tried: Size, size: Size) -> bool:
     """Whether steps of a size fit if those of another one did."""
     return all(own >= other for own, other in zip(tried, size, strict=True))
+
+
+@contextmanager
+def local_collectives() -> Iterator[None]:
+    """Run Megatron-Core's and our communication on this rank alone; nothing is exchanged.
+
+    A sum leaves its tensor as it is, and what is gathered or received is zeros: memory and shapes are those of the real
+    operation, values are not. Backward passes run on this thread, so that it holds for their collectives too.
+    """
+    with torch.autograd.set_multithreading_enabled(False), _LocalCollectives():
+        yield
+
+
+class _LocalCollectives(TorchDispatchMode):
+    """Intercepts `c10d` operators: every operation of `torch.distributed` becomes one, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if func._schema.name.removeprefix("c10d::") not in _INPUTS:
+            for output in tree_leaves(args[0]):
+                if isinstance(output, Tensor):
+                    output.zero_()
+        work = torch._C._distributed_c10d.FakeWork().boxed()
+        return (args[0], work) if len(func._schema.returns) > 1 else work

@@ -1,31 +1,99 @@
-"""The endpoints of the watch: rank 0 receives every rank's state and decides; the others send theirs and obey."""
+"""The endpoints of the watch: rank 0 receives every rank's state and decides; the others send theirs and obey.
+
+They have connections of their own: not the process groups, in whose operations ranks get stuck, nor torch's store. A
+connection that closes shows at once that a process is gone, however it ended.
+"""
 
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import socket
+import struct
 import time
-from dataclasses import asdict, replace
-from typing import Protocol
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from megatron_mux.liveness.heartbeat import State
 from megatron_mux.liveness.verdict import FailureDetector, RankView, Verdict, gone_text, silent_text
-from megatron_mux.liveness.wire import Link, Message, listen, ready
 
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_LEAVE = 2.0
 
+_SECONDS_TO_SEND = 5
+"""Longest time to send or receive a message that has begun: it is far smaller than a connection's buffer."""
 
-class Endpoint(Protocol):
+_LONGEST_GREETING = 1 << 12
+_MOST_RANKS = 4096
+"""Ranks that may connect at once."""
+
+
+class Link:
+    """One end of a connection, on which objects are sent.
+
+    Args:
+        connected: Its socket.
+
+    Attributes:
+        closed: Whether the other end is gone, or this one was closed.
+        heard: When something was received last, by the monotonic clock.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _SECONDS_TO_SEND, 0))
+        self.connection = Connection(connected.detach())
+        self.closed = False
+        self.heard = time.monotonic()
+
+    def fileno(self) -> int:
+        """For `wait`."""
+        return self.connection.fileno()
+
+    def send(self, message: object) -> None:
+        """Send a message; that the other end is gone shows in receiving, after what it has sent last."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """The next message, once there is one; None if the other end has closed instead."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self.closed = True
+            return None
+        self.heard = time.monotonic()
+        return message
+
+    def close(self) -> None:
+        """Close it."""
+        self.closed = True
+        self.connection.close()
+
+
+class Endpoint(ABC):
     """One end of the watch.
+
+    Args:
+        detector: For its limits.
 
     Attributes:
         over: Whether rank 0 has finished its work: then nobody watches any longer.
+        links: To other ranks, by rank.
     """
 
-    over: bool
+    def __init__(self, detector: FailureDetector) -> None:
+        self.over = False
+        self.links: dict[int, Link] = {}
+        self._detector = detector
+        self._bell, self._button = Pipe(duplex=False)
 
     def exchange(self, state: State, until: float) -> Verdict | None:
         """One beat: send, then receive until a moment of the monotonic clock, or until there is a verdict.
@@ -37,32 +105,52 @@ class Endpoint(Protocol):
         Returns:
             Why to stop, if there is a reason.
         """
-        ...
+        beat = self._beat(state)
+        for link in self._open():
+            link.send(beat)
+        now = time.monotonic()
+        while now < until and not state.end:
+            found = wait([self._bell, *self._open()], until - now)
+            for rank, link in self.links.items():
+                if link in found and (message := link.receive()) is not None:
+                    self._take(rank, message)
+            # The time before it received: had this thread been held up since, messages could be waiting.
+            verdict = self._judge(now)
+            if verdict is not None or self.over or self._bell in found:
+                return verdict
+            now = time.monotonic()
+        return self._judge(now) if state.end else None
 
     def wake(self) -> None:
         """Let `exchange`, called by another thread, return."""
-        ...
+        self._button.send(None)
 
     def leave(self, verdict: Verdict | None) -> None:
-        """Tell every other rank of the end, and close.
+        """Close; rank 0 tells every other rank of the end before.
 
         Args:
             verdict: Why all have to stop; None: this rank has finished its work.
         """
-        ...
+        for link in self.links.values():
+            link.close()
+
+    def _open(self) -> list[Link]:
+        return [link for link in self.links.values() if not link.closed]
+
+    @abstractmethod
+    def _beat(self, state: State) -> object:
+        """What the other end, or ends, are told of this rank's state."""
+
+    @abstractmethod
+    def _take(self, rank: int, message: Any) -> None:
+        """Note what a rank has told."""
+
+    @abstractmethod
+    def _judge(self, now: float) -> Verdict | None:
+        """The reason to stop, by what has been received until now."""
 
 
-class _Bell:
-    """Wakes a thread that waits for sockets."""
-
-    def __init__(self) -> None:
-        self.rung, self._button = socket.socketpair()
-
-    def ring(self) -> None:
-        self._button.send(b"\n")
-
-
-class Hub:
+class Hub(Endpoint):
     """Rank 0's end.
 
     Args:
@@ -76,97 +164,65 @@ class Hub:
     """
 
     def __init__(self, detector: FailureDetector, name: str, world_size: int, state: State) -> None:
-        self.over = False
-        self._detector = detector
+        super().__init__(detector)
         self._names = [name, *(f"rank {rank}" for rank in range(1, world_size))]
         self._states = [state] * world_size
-        self._links: list[Link | None] = [None] * world_size
-        self._strangers: list[Link] = []
-        self._listener = listen()
-        self._password = secrets.token_hex()
-        self._bell = _Bell()
-        self.address = (int(self._listener.getsockname()[1]), self._password)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", 0), family=family, backlog=_MOST_RANKS, dualstack_ipv6=dual
+        )
+        self.address = (int(self._listener.getsockname()[1]), secrets.token_hex())
 
-    def exchange(self, state: State, until: float) -> Verdict | None:
-        """See `Endpoint`."""
-        self._states[0] = state
-        for link in self._present():
-            link.send({})
-        now = time.monotonic()
-        while now < until and not state.end:
-            sockets = {link.socket: link for link in [*self._present(), *self._strangers]}
-            found = ready([self._listener, self._bell.rung, *sockets], until - now)
-            for one in found:
-                if one is self._listener:
-                    self._accept()
-                elif one in sockets:
-                    self._hear(sockets[one])
-            # The time before it received: had this thread been held up since, messages could be waiting.
-            if verdict := self._detector(self._views(now)):
-                return verdict
-            if self._bell.rung in found:
-                return None
-            now = time.monotonic()
-        return self._detector(self._views(now)) if state.end else None
+    def accept(self) -> None:
+        """Wait until every other rank has made its `Spoke`; whoever does not know the password is put out.
 
-    def wake(self) -> None:
-        """See `Endpoint`."""
-        self._bell.ring()
+        Raises:
+            OSError: A rank did not connect in time.
+        """
+        until = time.monotonic() + _SECONDS_TO_CONNECT
+        with self._listener:
+            while len(self.links) < len(self._names) - 1:
+                self._listener.settimeout(max(0.1, until - time.monotonic()))
+                link = Link(self._listener.accept()[0])
+                try:
+                    self._greet(link)
+                except (ValueError, TypeError, IndexError, EOFError, OSError):
+                    link.close()  # not one of our ranks
+
+    def _greet(self, link: Link) -> None:
+        password, rank, name = json.loads(link.connection.recv_bytes(_LONGEST_GREETING))
+        if not hmac.compare_digest(str(password), self.address[1]):
+            raise ValueError("a stranger")
+        self._names[rank], self.links[rank] = name, link
 
     def leave(self, verdict: Verdict | None) -> None:
         """See `Endpoint`."""
-        last: Message = {"end": True}
-        if verdict is not None:
-            here = not self._states[0].end
-            last = {"verdict": asdict(replace(verdict, said=here))}
-        for link in self._present():
-            link.send(last)
-            link.say_no_more()
+        here = not self._states[0].end
+        for link in self._open():
+            link.send(True if verdict is None else replace(verdict, said=here))
         # Closing with unread input would reset the connection and lose what was sent: wait until the others close.
         until = time.monotonic() + _SECONDS_TO_LEAVE
-        while (waiting := {link.socket: link for link in self._present()}) and time.monotonic() < until:
-            for one in ready(waiting, until - time.monotonic()):
-                self._hear(waiting[one])
-        self._listener.close()
+        while (waiting := self._open()) and time.monotonic() < until:
+            for link in wait(waiting, until - time.monotonic()):
+                link.receive()
+        super().leave(verdict)
 
-    def _present(self) -> list[Link]:
-        return [link for link in self._links if link is not None and not link.closed]
+    def _beat(self, state: State) -> object:
+        self._states[0] = state
+        return False
 
-    def _views(self, now: float) -> list[RankView]:
-        return [
-            RankView(name, state, now - link.heard, link.closed)
-            if link is not None
-            else RankView(name, state)
-            for name, state, link in zip(self._names, self._states, self._links, strict=True)
-        ]
+    def _take(self, rank: int, message: Any) -> None:
+        self._states[rank] = message
 
-    def _accept(self) -> None:
-        try:
-            self._strangers.append(Link(self._listener.accept()[0]))
-        except OSError:
-            pass  # it has closed already
-
-    def _hear(self, link: Link) -> None:
-        try:
-            for message in link.receive():
-                if link in self._strangers:
-                    self._greet(link, message)
-                else:
-                    self._states[self._links.index(link)] = State(**message)
-        except (ValueError, TypeError, KeyError, IndexError):
-            link.close()  # not one of our ranks
-        if link.closed and link in self._strangers:
-            self._strangers.remove(link)
-
-    def _greet(self, link: Link, message: Message) -> None:
-        if not hmac.compare_digest(str(message["password"]), self._password):
-            raise ValueError("a stranger")
-        rank = int(message["rank"])
-        self._names[rank], self._links[rank] = str(message["name"]), link
-        self._strangers.remove(link)
+    def _judge(self, now: float) -> Verdict | None:
+        ranks = [RankView(name, state) for name, state in zip(self._names, self._states, strict=True)]
+        for rank, link in self.links.items():
+            ranks[rank] = replace(ranks[rank], silent=now - link.heard, closed=link.closed)
+        return self._detector(ranks)
 
 
-class Spoke:
+class Spoke(Endpoint):
     """The end of a rank that is not 0.
 
     Args:
@@ -183,41 +239,28 @@ class Spoke:
     def __init__(
         self, detector: FailureDetector, rank: int, name: str, hub: str, address: tuple[int, str]
     ) -> None:
+        super().__init__(detector)
         port, password = address
-        self.over = False
-        self._detector = detector
         self._hub = hub
+        self._verdict: Verdict | None = None
         # torchrun and its like name rank 0's host to every process.
         host = os.environ.get("MASTER_ADDR", "localhost")
-        self._link = Link(socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT))
-        self._link.send({"password": password, "rank": rank, "name": name})
-        self._bell = _Bell()
+        link = self.links[0] = Link(socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT))
+        link.connection.send_bytes(json.dumps([password, rank, name]).encode())
 
-    def exchange(self, state: State, until: float) -> Verdict | None:
-        """See `Endpoint`."""
-        self._link.send(asdict(state))
-        now = time.monotonic()
-        while now < until and not state.end:
-            found = ready([self._link.socket, self._bell.rung], until - now)
-            for message in self._link.receive() if self._link.socket in found else ():
-                if "verdict" in message:
-                    return Verdict(**message["verdict"])
-                self.over = self.over or "end" in message
-            if self.over or self._bell.rung in found:
-                return None
-            if self._link.closed:
-                return Verdict(0, gone_text([self._hub]))
-            if (
-                now - self._link.heard >= self._detector.max_silence
-            ):  # the time before it received, as in `Hub`
-                return Verdict(0, silent_text([self._hub], self._detector.max_silence))
-            now = time.monotonic()
+    def _beat(self, state: State) -> object:
+        return state
+
+    def _take(self, rank: int, message: Any) -> None:
+        if isinstance(message, Verdict):
+            self._verdict = message
+        self.over = self.over or message is True
+
+    def _judge(self, now: float) -> Verdict | None:
+        if self._verdict is not None or self.over:
+            return self._verdict
+        if self.links[0].closed:
+            return Verdict(0, gone_text([self._hub]))
+        if now - self.links[0].heard >= self._detector.max_silence:
+            return Verdict(0, silent_text([self._hub], self._detector.max_silence))
         return None
-
-    def wake(self) -> None:
-        """See `Endpoint`."""
-        self._bell.ring()
-
-    def leave(self, verdict: Verdict | None) -> None:
-        """See `Endpoint`."""
-        self._link.close()

@@ -25,22 +25,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Activity:
-    """What the main thread does.
-
-    Attributes:
-        what, long: See `Heartbeat.at`.
-        since: When it began, in seconds of this host's monotonic clock.
-    """
-
-    what: object
-    long: bool
-    since: float
-
-
-@dataclass(frozen=True)
 class State:
-    """A rank's state, sent as JSON with each beat.
+    """A rank's state, sent with each beat.
 
     Attributes:
         what: What its main thread does.
@@ -63,35 +49,37 @@ class State:
     reason: str = ""
 
 
-class Observer:
-    """Observes the main thread from beat to beat."""
+@dataclass
+class Activity:
+    """What the main thread does, observed from beat to beat.
 
-    def __init__(self) -> None:
-        self._activity: Activity | None = None
-        self._waits_since: float | None = None
+    Attributes:
+        what, long: See `Heartbeat.at`.
+        since: When it began, in seconds of this host's monotonic clock.
+    """
 
-    def __call__(
-        self, activity: Activity, frame: FrameType | None, lost_since: float | None, now: float
-    ) -> State:
+    what: object
+    long: bool
+    since: float
+    _waits_since: float | None = None
+
+    def state(self, frame: FrameType | None, lost_since: float | None, now: float) -> State:
         """The state of the main thread now.
 
         Args:
-            activity: What it does.
             frame: Its innermost Python frame.
             lost_since: When it lost a connection, if it did.
-            now: On the clock of `activity`.
+            now: On the clock of `since`.
         """
-        if activity is not self._activity:
-            self._activity, self._waits_since = activity, None
         if lost_since is None and not (frame is not None and waits_for_others(frame)):
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = now
         return State(
-            what=str(activity.what),
+            what=str(self.what),
             where="" if frame is None else f"{PurePath(frame.f_code.co_filename).name}:{_line(frame)}",
-            long=activity.long,
-            seconds=now - activity.since,
+            long=self.long,
+            seconds=now - self.since,
             waited=None if self._waits_since is None else now - self._waits_since,
             lost=None if lost_since is None else now - lost_since,
         )

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_mux.errors import UserError, failed_allocation, is_of_a_connection, tell, told_elsewhere
 from megatron_mux.liveness.endpoint import Endpoint, Hub, Spoke
-from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, Observer, State
+from megatron_mux.liveness.heartbeat import Activity, End, Heartbeat, State
 from megatron_mux.liveness.verdict import BEAT_S, FailureDetector, Verdict
 
 _SECONDS_TO_END = 15.0
@@ -43,7 +44,6 @@ class Liveness(Heartbeat):
         timeout: Seconds that a rank may keep others waiting.
         advice: A sentence that says what to do after such an end.
         farewell: Called before the process ends.
-        program: Put before every message.
     """
 
     def __init__(
@@ -54,20 +54,17 @@ class Liveness(Heartbeat):
         timeout: float,
         advice: str,
         farewell: Callable[[], None],
-        program: str = "pretrain_mux.py",
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._name = f"rank {rank} (pipeline stage {stage}, {socket.gethostname()})"
         self._detector = FailureDetector(timeout)
         self._advice = advice
         self._farewell = farewell
-        self._program = program
         self._activity = Activity("starting", True, time.monotonic())
         self._lost_since: float | None = None
         self._how: End = ""
         self._reason = ""
         self._left = threading.Event()
-        self._observer = Observer()
         self._endpoint: Endpoint
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
@@ -81,21 +78,22 @@ class Liveness(Heartbeat):
         Raises:
             UserError: Rank 0 cannot be reached.
         """
-        shared: list[object] = [None, None, None]
+        shared: list[Any] = [None]
         if self.rank == 0:
             hub = Hub(self._detector, self._name, self.world_size, self._state())
             self._endpoint = hub
-            shared = [*hub.address, self._name]
+            shared = [(hub.address, self._name)]
         dist.broadcast_object_list(shared, src=0)
-        if self.rank != 0:
-            port, password, name = shared
-            try:
-                address = int(str(port)), str(password)
-                self._endpoint = Spoke(self._detector, self.rank, self._name, str(name), address)
-            except OSError as error:
-                raise UserError(
-                    f"{name} cannot be reached on port {port}: {error}: let processes connect to each other"
-                ) from error
+        address, name = shared[0]
+        try:
+            if self.rank == 0:
+                hub.accept()
+            else:
+                self._endpoint = Spoke(self._detector, self.rank, self._name, name, address)
+        except OSError as error:
+            raise UserError(
+                f"{name} cannot be reached on port {address[0]}: {error}: let processes connect to each other"
+            ) from error
         self._thread.start()
         return self
 
@@ -141,7 +139,7 @@ class Liveness(Heartbeat):
     def _state(self) -> State:
         """This rank's state now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        state = self._observer(self._activity, frame, self._lost_since, time.monotonic())
+        state = self._activity.state(frame, self._lost_since, time.monotonic())
         return replace(state, end=self._how, reason=self._reason)
 
     def _watch(self) -> None:
@@ -175,7 +173,7 @@ class Liveness(Heartbeat):
         os._exit(1)
 
     def _say(self, why: str) -> None:
-        tell(UserError(f"{why}: stopping. {self._advice}"), self._program)
+        tell(UserError(f"{why}: stopping. {self._advice}"), "pretrain_mux.py")
 
     def _limit_time(self) -> None:
         """End the process soon, even if saying why takes too long."""

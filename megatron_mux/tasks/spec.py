@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -75,16 +73,12 @@ class TaskSpec(Section):
         """The task as plain JSON data; `TaskSpec.model_validate` reads it back."""
         return self.model_dump(mode="json")
 
-    def fingerprint(self) -> str:
-        """Hash all fields that affect the task's updates: not its name, paths of files, or evaluation.
-
-        What the data file holds is fingerprinted by `TaskDataset.fingerprint`.
-        """
-        text = json.dumps(self._deciding(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def differences(self, other: TaskSpec) -> list[str]:
-        """List the fields in which `other` differs: `training.learning_rate: 0.001, not 0.01` (ours, not theirs)."""
+        """List the fields in which `other` differs: `training.learning_rate: 0.001, not 0.01` (ours, not theirs).
+
+        Of fields that affect the task's updates: not its name, paths of files, or evaluation. What the data file holds
+        is fingerprinted by `TaskDataset.fingerprint`.
+        """
         ours, theirs = self._deciding(), other._deciding()
         found = []
         for section in ours:

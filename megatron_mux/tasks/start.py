@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.section import plain, shown
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 

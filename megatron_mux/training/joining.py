@@ -1,4 +1,4 @@
-"""Task files that appeared in the watched directory, while their data are tokenised in the background."""
+"""Task files that appear in the watched directory join the run once their data are tokenised; removed ones leave."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_mux.data.background import BackgroundTokenising
-from megatron_mux.data.data_files import DataFiles
-from megatron_mux.data.tokenised_file import TokenisedFile
-from megatron_mux.errors import UserError
+from megatron_mux.data.dataset import DataFiles
+from megatron_mux.engine.agreement import everyones, from_first
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
-Results = dict[str, TokenisedFile | UserError]
+STOP = "STOP"
+_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass
@@ -92,13 +90,9 @@ class JoiningFiles:
         """
         file = self._queue.popleft()
         self._begin()
-        own = None if file.process is None else file.process.results
-        everyones: list[Results | None] = [own]
-        if self.parallel.world_size > 1:
-            everyones = [None] * self.parallel.world_size
-            dist.all_gather_object(everyones, own)
+        results = everyones(None if file.process is None else file.process.results, self.parallel)
         # A host's ranks are neighbours, its leader the first of them.
-        before = [found for found in everyones[: self.parallel.rank + 1] if found is not None]
+        before = [found for found in results[: self.parallel.rank + 1] if found is not None]
         return file, replace(self.files, tokenised=before[-1])
 
     def cancel(self, path: Path) -> bool:
@@ -124,3 +118,53 @@ class JoiningFiles:
         if self._queue and self._queue[0].process is None and is_local_leader():
             first = self._queue[0]
             first.process = BackgroundTokenising(self.backbone, first.data, self.files.cache)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What happened in the directory since the last look.
+
+    Attributes:
+        added: Task files that are new, or changed since they were refused.
+        removed: Task files that are gone.
+        stop: Whether a file named `STOP` is there: end the run once its tasks are done.
+    """
+
+    added: tuple[Path, ...]
+    removed: tuple[Path, ...]
+    stop: bool
+
+
+@dataclass
+class WatchedDirectory:
+    """Compares a directory with what it held before; rank 0 reads it, and every rank gets the same changes.
+
+    Attributes:
+        directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
+            write there and rename.
+        parallel: Where this rank stands.
+    """
+
+    directory: Path
+    parallel: Parallel
+    _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def look(self) -> Changes:
+        """Compare the directory with the last look. Every rank calls it."""
+        now, stop = from_first(self._read() if self.parallel.rank == 0 else ({}, False), self.parallel)
+        added = tuple(sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp))
+        removed = tuple(sorted(path for path in self._seen if path not in now))
+        self._seen = now
+        return Changes(added, removed, stop)
+
+    def _read(self) -> tuple[dict[Path, tuple[int, int]], bool]:
+        found: dict[Path, tuple[int, int]] = {}
+        try:
+            for path in sorted(self.directory.iterdir()):
+                if path.suffix in _SUFFIXES and not path.name.startswith("."):
+                    stat = path.stat()
+                    found[path] = (stat.st_mtime_ns, stat.st_size)
+            return found, (self.directory / STOP).exists()
+        except OSError:
+            # A file was moved meanwhile, or the file system failed: no changes now, another look later.
+            return dict(self._seen), False

@@ -6,23 +6,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 
-import torch.distributed as dist
-
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, StepResult
-from megatron_mux.engine.agreement import raise_on_every_rank
+from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_rank
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.step_loop import StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
-from megatron_mux.training.watched_directory import WatchedDirectory
 
 _IDLE_SECONDS = 0.5
 
@@ -79,7 +76,8 @@ class Loop:
 
     def run(self) -> None:
         """Train until every task is done and, with a watched directory, until that holds a file named STOP."""
-        watched = WatchedDirectory(self.arguments.mux_watch) if self.arguments.mux_watch is not None else None
+        directory = self.arguments.mux_watch
+        watched = None if directory is None else WatchedDirectory(directory, self.parallel)
         while not self._agreed_to_stop():
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
@@ -200,7 +198,7 @@ class Loop:
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
                     entry.step = step
             states.append(state)
-        problems: list[str | None] = [None]
+        problem: str | None = None
         if self.parallel.rank == 0:
             try:
                 # The plan a resume starts with; once no task is left, the last one.
@@ -213,23 +211,18 @@ class Loop:
                     self.arguments.mux_keep_checkpoints,
                 )
             except UserError as error:
-                problems = [str(error)]
-        if self.parallel.world_size > 1:
-            written = [[state.entry.checkpoint for state in states]]
-            dist.broadcast_object_list(problems, src=0)
-            dist.broadcast_object_list(written, src=0)
-            for state, path in zip(states, written[0], strict=True):
-                state.entry.checkpoint = path
-        if problems[0] is not None:
-            raise SharedError(problems[0])
+                problem = str(error)
+        written = [state.entry.checkpoint for state in states]
+        problem, written = from_first((problem, written), self.parallel)
+        for state, path in zip(states, written, strict=True):
+            state.entry.checkpoint = path
+        if problem is not None:
+            raise SharedError(problem)
 
     def _draw(self) -> None:
         """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
-        stages: list[list[TimedAction]] = [self._step_loop.timed]
-        if self.parallel.world_size > 1:
-            stages = [[] for _ in range(self.parallel.world_size)]
-            mine = self._step_loop.timed if self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0 else []
-            dist.all_gather_object(stages, mine)
+        speaks = self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0
+        stages = everyones(self._step_loop.timed if speaks else [], self.parallel)
         everything = [action for stage in stages for action in stage]
         first, last = self._step_loop.timed_steps
         steps = f"step {first}" if first == last else f"steps {first} to {last}"

@@ -8,16 +8,16 @@ flags, backbone, ranks          -> context: profile, mesh, memory limit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import Planning, Task
+from megatron_mux.engine.agreement import from_first
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
 from megatron_mux.fusion.load import TaskLoad
@@ -75,7 +75,8 @@ def make_planning(
         sequence_parallel=arguments.sequence_parallel,
         tasks=_loads(tasks, manifest, info),
     )
-    context = split_layers(context, arguments, known, _from_first)
+    share = partial(from_first, parallel=parallel)
+    context = split_layers(context, arguments, known, share)
     mesh = context.mesh
     stages: dict[str, Any] = {
         "stages": mesh.stages,
@@ -92,9 +93,9 @@ def make_planning(
             **stages,
         )
     planner = Planner(context)
-    given = _first_plan(arguments, planner, known, manifest is not None, say)
+    given = _first_plan(arguments, planner, known, manifest is not None, share, say)
     leads = parallel.rank == 0
-    return Planning("auto", planner=planner, given=given, leads=leads, share=_from_first, **stages)
+    return Planning("auto", planner=planner, given=given, leads=leads, share=share, **stages)
 
 
 def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:
@@ -136,16 +137,7 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     found = None
     if parallel.rank == 0:
         found = find_profile(info.shape, parallel.device.type, arguments.dtype, parallel.tp_size, say=say)
-    profile: Profile = _from_first(found)
-    return profile
-
-
-def _from_first(value: Any) -> Any:
-    """The first rank's value, on every rank; all of them call it."""
-    shared = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    return from_first(found, parallel)
 
 
 def _known_plan(arguments: MuxArguments, manifest: Manifest | None, say: Progress) -> Plan | None:
@@ -166,7 +158,12 @@ def _known_plan(arguments: MuxArguments, manifest: Manifest | None, say: Progres
 
 
 def _first_plan(
-    arguments: MuxArguments, planner: Planner, known: Plan | None, continued: bool, say: Progress
+    arguments: MuxArguments,
+    planner: Planner,
+    known: Plan | None,
+    continued: bool,
+    share: Callable[[Any], Any],
+    say: Progress,
 ) -> Plan | None:
     """The known plan if it is for this run, else a new one; None if there is no task yet.
 
@@ -183,7 +180,7 @@ def _first_plan(
         return known
     if not tasks:
         return None
-    plan: Plan = _from_first(planner.plan(tasks))
+    plan: Plan = share(planner.plan(tasks))
     say(f"{plan}\n  predicted {plan.predicted_latency_s:.3g} s a step, by the {plan.costs}")
     return plan
 

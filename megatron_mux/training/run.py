@@ -13,7 +13,7 @@ from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import read_backbone_info
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.launcher import local_leader_first

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_mux import checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
@@ -17,9 +17,8 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
-from megatron_mux.training.joining import JoiningFile, JoiningFiles
+from megatron_mux.training.joining import JoiningFile, JoiningFiles, WatchedDirectory
 from megatron_mux.training.task_setup import check_joining, open_tasks
-from megatron_mux.training.watched_directory import WatchedDirectory
 
 
 @dataclass
@@ -139,11 +138,6 @@ class TaskRegistry:
     def waiting(self) -> bool:
         """Whether some task waits for memory."""
         return bool(self._admission.waiting)
-
-    @property
-    def joining(self) -> bool:
-        """Whether the data of a task file are being tokenised, on this host or another."""
-        return bool(self._joining)
 
     @property
     def tokenising(self) -> bool:

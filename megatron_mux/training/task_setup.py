@@ -8,7 +8,7 @@ from typing import Any
 from megatron_mux.adapters.peft_format import read_adapter
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec

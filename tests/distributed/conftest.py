@@ -101,12 +101,12 @@ class Stages:
         if not self.parallel.is_first_stage:
             shape = self.backbone.hidden_shape(self.batch)
             self.received = torch.empty(shape, dtype=self.backbone.dtype)
-            dist.recv(self.received, self.parallel.prev_rank)
+            dist.recv(self.received, group=self.parallel.pp_group, group_src=self.parallel.pp_rank - 1)
             self.received.requires_grad_(torch.is_grad_enabled())
         with layout.activate(self.batch):
             self.output = self.backbone.forward(self.batch, self.received)
         if not self.parallel.is_last_stage:
-            dist.send(self.output.detach(), self.parallel.next_rank)
+            dist.send(self.output.detach(), group=self.parallel.pp_group, group_dst=self.parallel.pp_rank + 1)
         return self.output
 
     def backward(self, loss: Tensor | None) -> Tensor | None:
@@ -118,12 +118,12 @@ class Stages:
                 loss.backward()
             else:
                 given = torch.empty_like(self.output)
-                dist.recv(given, self.parallel.next_rank)
+                dist.recv(given, group=self.parallel.pp_group, group_src=self.parallel.pp_rank + 1)
                 self.output.backward(given)
         gradient = None if self.received is None else self.received.grad
         if not self.parallel.is_first_stage:
             assert gradient is not None
-            dist.send(gradient, self.parallel.prev_rank)
+            dist.send(gradient, group=self.parallel.pp_group, group_dst=self.parallel.pp_rank - 1)
         return gradient
 
 

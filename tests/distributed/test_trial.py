@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.local_collectives import local_collectives
+from megatron_mux.engine.trial import local_collectives
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import Budget, on_the_host

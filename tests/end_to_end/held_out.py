@@ -43,13 +43,13 @@ class Watched(Records):
             raise UserError("was changed while in use")
         return self._handed_out(super().__getitem__(index))
 
-    def candidates(self, index: int) -> list[tuple[Example, bool]]:
+    def candidates(self, index: int) -> tuple[list[Example], int]:
         """What a `TaskDataset` gives: the own completion is at the record's number modulo their number."""
+        if not self.candidates_of:
+            return [self[index]], 0
         found = self.candidates_of[index]
-        return [
-            (self._handed_out(Example(tokens.numpy(), labelled.numpy(), None)), i == index % len(found))
-            for i, (tokens, labelled) in enumerate(found)
-        ]
+        examples = [Example(tokens.numpy(), labelled.numpy(), None) for tokens, labelled in found]
+        return list(map(self._handed_out, examples)), index % len(found)
 
     def _handed_out(self, example: Example) -> Example:
         self._alive.add(example)

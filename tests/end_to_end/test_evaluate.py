@@ -129,7 +129,11 @@ def test_a_record_that_cannot_be_read_ends_the_evaluation_alone(
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_batch_size_bounds_a_pass_and_a_group(
-    batch_size: int, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    batch_size: int,
+    backbone_of: BackboneOf,
+    path_of: PathOf,
+    parallel: Parallel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
     records = plain()
@@ -137,9 +141,9 @@ def test_the_batch_size_bounds_a_pass_and_a_group(
     records.most = 0
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task])
-    evaluator = evaluate_module.Evaluator(
-        engine.stages, parallel, engine.communicator, "task", 0, 0, batch_size=batch_size
-    )
+    monkeypatch.setattr(evaluate_module.Evaluator, "batch_size", batch_size)
+    state = engine._tasks["task"]
+    evaluator = evaluate_module.Evaluator(engine.stages, parallel, engine.communicator, None, state)
     found = evaluator.evaluate(records.as_dataset())
     engine.remove_task("task")
     assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE

@@ -49,7 +49,7 @@ def test_what_a_run_with_virtual_stages_leaves(virtual: Path, capsys: pytest.Cap
 
 def test_it_continues_with_its_split(virtual: Path, workplace: Workplace, server: Server) -> None:
     save = workplace.root / "virtual-killed"
-    fault = Fault("megatron_mux.engine.training_compute:TrainingCompute.backward", 40, "kill before")
+    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 40, "kill before")
     run(server, workplace, save, *VIRTUAL, fault=fault)
     run(server, workplace, save, *PIPELINE, "--load", save)
     assert_same_outcome(save, virtual)

@@ -38,6 +38,10 @@ class Records:
         tokens, labelled = self.pairs[index]
         return Example(tokens.numpy(), labelled.numpy(), None)
 
+    def candidates(self, index: int) -> tuple[list[Example], int]:
+        """None of them is to be classified."""
+        return [self[index]], 0
+
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "pairs":  # what was counted is of those before

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import is_of_a_connection
 from megatron_mux.liveness.endpoint import Hub, Spoke
-from megatron_mux.liveness.heartbeat import Activity, Observer, State, waits_for_others
+from megatron_mux.liveness.heartbeat import Activity, State, waits_for_others
 from megatron_mux.liveness.verdict import FailureDetector, RankView, Verdict
 from megatron_mux.pipeline.action import Action
 
@@ -147,7 +149,7 @@ def test_waiting_is_seen_in_the_thread_itself() -> None:
 
 
 def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
-    event, look = threading.Event(), Observer()
+    event = threading.Event()
     waiter = threading.Thread(target=for_another, args=(event,), daemon=True)
     waiter.start()
     time.sleep(0.1)
@@ -155,13 +157,13 @@ def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
     while frame.f_back is not None and frame.f_code.co_name != "for_another":
         frame = frame.f_back
     one, other = Activity(Action.parse("0F1.3"), False, 10.0), Activity("saving", False, 30.0)
-    assert look(one, None, None, 11.0).waited is None
-    assert look(one, frame, None, 12.0).waited == 0.0
-    state = look(one, frame, None, 20.0)
+    assert one.state(None, None, 11.0).waited is None
+    assert one.state(frame, None, 12.0).waited == 0.0
+    state = one.state(frame, None, 20.0)
     assert (state.what, state.seconds, state.waited) == ("0F1.3", 10.0, 8.0)
-    assert look(other, frame, None, 31.0).waited == 0.0, "it got on in between"
-    assert look(other, None, None, 32.0).waited is None
-    lost = look(other, None, 33.0, 34.0)
+    assert other.state(frame, None, 31.0).waited == 0.0, "it got on in between"
+    assert other.state(None, None, 32.0).waited is None
+    lost = other.state(None, 33.0, 34.0)
     assert (lost.waited, lost.lost) == (0.0, 1.0), "a lost connection is no work"
     event.set()
 
@@ -174,6 +176,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Spoke]]:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     hub = Hub(DETECTOR, "rank 0 (here)", 2, State("starting", "", True, 0.0))
     spoke = Spoke(DETECTOR, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
+    hub.accept()
     yield hub, spoke
     spoke.leave(None)
     hub.leave(None)
@@ -186,16 +189,27 @@ def soon() -> float:
 BUSY = State("an action", "", False, 0.0)
 
 
-def test_states_arrive_and_strangers_are_not_heard(pair: tuple[Hub, Spoke]) -> None:
+def test_states_arrive(pair: tuple[Hub, Spoke]) -> None:
     hub, spoke = pair
-    with socket.create_connection(("localhost", hub.address[0])) as stranger:
-        stranger.sendall(b'{"password": "guessed", "rank": 1, "name": "x"}\n{"end": "failed"}\nno JSON\n')
-        assert spoke.exchange(BUSY, soon()) is None
-        assert hub.exchange(BUSY, soon()) is None
-        assert stranger.recv(1) == b"", "it is put out"
+    assert spoke.exchange(BUSY, soon()) is None
+    assert hub.exchange(BUSY, soon()) is None
     assert spoke.exchange(State("an action", "", False, 2 * TIMEOUT), soon()) is None
     verdict = hub.exchange(BUSY, soon())
     assert verdict is not None and verdict.text.startswith("rank 1 (there) has been at 'an action'")
+
+
+@pytest.mark.parametrize("said", [b'["guessed", 1, "x"]', b"[", b"3", b"", None])
+def test_strangers_are_not_heard(said: bytes | None) -> None:
+    hub = Hub(DETECTOR, "rank 0 (here)", 2, State("starting", "", True, 0.0))
+    with socket.create_connection(("localhost", hub.address[0])) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1" if said is None else struct.pack("!i", len(said)) + said)
+        spoke = Spoke(DETECTOR, 1, "rank 1 (there)", "rank 0 (here)", hub.address)
+        hub.accept()
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it is put out"
+        assert hub.exchange(BUSY, soon()) is None
+    spoke.leave(None)
+    hub.leave(None)
 
 
 def test_every_rank_hears_the_verdict(pair: tuple[Hub, Spoke]) -> None:

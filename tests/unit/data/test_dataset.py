@@ -47,7 +47,7 @@ def test_records_by_number(path: Path, tokenizer: Tokenizer) -> None:
     for i in range(4):
         example, again = data[i], tokeniser.encode(data.record(i))
         assert example.tokens.tolist() == again.tokens.tolist()
-        assert (len(example.tokens), example.label_count) == (data.lengths[i], data.label_counts[i])
+        assert (len(example.tokens), example.labelled.sum()) == (data.lengths[i], data.label_counts[i])
     assert data[-1].tokens.tolist() == data[3].tokens.tolist()
     assert data.distinct_completions is None
     assert data.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -116,17 +116,16 @@ def test_choices(path: Path, tokenizer: Tokenizer) -> None:
     write(path, pair("a", "yes"), {"instruction": "b", "output": "no"}, pair("c", "yes"))
     data = TaskDataset(path, tokenizer, 64)
     assert data.distinct_completions == ["yes", "no"]
-    candidates = data.candidates(1)
-    assert [own for _, own in candidates] == [False, True]
-    assert [example.completion_text for example, _ in candidates] == ["yes", "no"]
-    assert candidates[1][0].tokens.tolist() == data[1].tokens.tolist()
+    candidates, own = data.candidates(1)
+    assert [example.completion_text for example in candidates] == ["yes", "no"] and own == 1
+    assert candidates[1].tokens.tolist() == data[1].tokens.tolist()
     for count, small in ((16, True), (17, False)):
         write(path, *(pair("a", f"answer {i}") for i in range(count)))
         found = TaskDataset(path, tokenizer, 64)
         assert (found.distinct_completions is not None) is small
         if not small:
-            with pytest.raises(ValueError, match="no small set"):
-                found.candidates(0)
+            (alone,), own = found.candidates(0)
+            assert own == 0 and alone.tokens.tolist() == found[0].tokens.tolist()
 
 
 def test_a_cut_candidate_always_keeps_a_label(path: Path, tokenizer: Tokenizer) -> None:
@@ -136,7 +135,7 @@ def test_a_cut_candidate_always_keeps_a_label(path: Path, tokenizer: Tokenizer) 
             data = TaskDataset(path, tokenizer, length)
         except UserError:
             continue
-        assert all(example.label_count for i in range(len(data)) for example, _ in data.candidates(i))
+        assert all(example.labelled.sum() for i in range(len(data)) for example in data.candidates(i)[0])
 
 
 def test_a_file_replaced_does_not_disturb_and_one_changed_is_noticed(

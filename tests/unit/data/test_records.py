@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_mux.data.records import (
     BadRecordError,
-    Instruction,
     Messages,
     PromptCompletion,
-    Text,
+    instruction_prompt,
     parse_record,
 )
 
@@ -25,12 +24,15 @@ def parse(value: Any) -> Any:
 
 def test_the_four_shapes() -> None:
     assert parse({"prompt": "a", "completion": "b", "id": 3}) == PromptCompletion("a", "b")
-    assert parse({"text": "a"}) == Text("a")
+    assert parse({"text": "a"}) == PromptCompletion(None, "a")
     turns = [{"role": "user", "content": "a"}]
     assert parse({"messages": turns}) == Messages(turns)
-    assert parse({"instruction": "a", "output": "b"}) == Instruction("a", "", "b")
-    assert parse({"instruction": "a", "input": None, "output": "b"}) == Instruction("a", "", "b")
-    assert parse({"instruction": "a", "input": "c", "output": "b"}) == Instruction("a", "c", "b")
+    with_input, without = instruction_prompt("a", "c"), instruction_prompt("a")
+    assert parse({"instruction": "a", "output": "b"}) == PromptCompletion(without, "b")
+    assert parse({"instruction": "a", "input": None, "output": "b"}) == PromptCompletion(without, "b")
+    assert parse({"instruction": "a", "input": "c", "output": "b"}) == PromptCompletion(with_input, "b")
+    assert with_input == "### Instruction:\na\n\n### Input:\nc\n\n### Response:\n"
+    assert without == "### Instruction:\na\n\n### Response:\n"
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"  \r\n", b"\xef\xbb\xbf\n"])
@@ -39,7 +41,7 @@ def test_blank_lines_are_no_records(line: bytes) -> None:
 
 
 def test_a_mark_of_byte_order_is_skipped() -> None:
-    assert parse_record(b'\xef\xbb\xbf{"text": "a"}\r\n') == Text("a")
+    assert parse_record(b'\xef\xbb\xbf{"text": "a"}\r\n') == PromptCompletion(None, "a")
 
 
 @pytest.mark.parametrize(

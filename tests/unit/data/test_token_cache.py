@@ -44,7 +44,7 @@ def write(path: Path, records: list[Any]) -> Path:
 def expected(records: list[Any], tokeniser: Tokeniser) -> tuple[list[Example], int, list[str] | None]:
     """The usable examples of records, the number of the others, and the distinct completions, without a cache."""
     examples = [tokeniser.encode(record) for r in records if (record := parse_record(json.dumps(r).encode()))]
-    usable = [example for example in examples if example.label_count]
+    usable = [example for example in examples if example.labelled.sum()]
     texts = list(dict.fromkeys(example.completion_text for example in usable))
     known = [text for text in texts if text is not None]
     small = len(known) == len(texts) <= 16
@@ -78,7 +78,7 @@ def test_cached_records_are_those_of_the_tokenizer(
             )
             assert found.tokens.tolist() == example.tokens.tolist()
             assert found.labelled.tolist() == example.labelled.tolist()
-            assert (data.lengths[i], data.label_counts[i]) == (len(example.tokens), example.label_count)
+            assert (data.lengths[i], data.label_counts[i]) == (len(example.tokens), example.labelled.sum())
             assert tokenised_again(data, i, chosen, max_length) == example.tokens.tolist()
         data.close()
 

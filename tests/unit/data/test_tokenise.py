@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_mux.data.records import BadRecordError, Instruction, Messages, PromptCompletion, Text
-from megatron_mux.data.tokenise import Example, Tokeniser, instruction_prompt
+from megatron_mux.data.records import BadRecordError, Messages, PromptCompletion
+from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.errors import UserError
 from tests.unit.data.tiny_tokenizers import CHATML, build
 
@@ -43,7 +43,7 @@ def test_prompt_and_completion(llama_like: PreTrainedTokenizerFast) -> None:
 
 def test_text(tokenizer: PreTrainedTokenizerFast, llama_like: PreTrainedTokenizerFast) -> None:
     for each in (tokenizer, llama_like):
-        example = Tokeniser(each, 64).encode(Text("hello world"))
+        example = Tokeniser(each, 64).encode(PromptCompletion(None, "hello world"))
         assert example.tokens.tolist() == [*each("hello world")["input_ids"], each.eos_token_id]
         assert example.labelled.tolist() == [False] + [True] * (len(example.tokens) - 1)
         assert example.completion_text is None
@@ -54,18 +54,7 @@ def test_an_end_that_the_tokenizer_adds_is_not_doubled() -> None:
     tokeniser = Tokeniser(both, 64)
     example = tokeniser.encode(PromptCompletion("hello", " world"))
     assert example.tokens.tolist().count(both.eos_token_id) == 1
-    assert tokeniser.encode(Text("hello")).tokens.tolist().count(both.eos_token_id) == 1
-
-
-def test_instructions(tokenizer: PreTrainedTokenizerFast) -> None:
-    with_input, without = Instruction("say", "hello", "world"), Instruction("say", "", "world")
-    assert instruction_prompt(with_input) == "### Instruction:\nsay\n\n### Input:\nhello\n\n### Response:\n"
-    assert instruction_prompt(without) == "### Instruction:\nsay\n\n### Response:\n"
-    tokeniser = Tokeniser(tokenizer, 128)
-    example = tokeniser.encode(with_input)
-    same = tokeniser.encode(PromptCompletion(instruction_prompt(with_input), "world"))
-    assert example.tokens.tolist() == same.tokens.tolist()
-    assert (learned(tokenizer, example), example.completion_text) == ("world</s>", "world")
+    assert tokeniser.encode(PromptCompletion(None, "hello")).tokens.tolist().count(both.eos_token_id) == 1
 
 
 @pytest.mark.parametrize("length", range(2, 12))
@@ -88,7 +77,7 @@ def test_a_conversation_is_what_the_template_makes_it(tokenizer: PreTrainedToken
 
 
 def test_nothing_is_learned_without_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert Tokeniser(tokenizer, 64).encode(conversation(SYSTEM, ASK)).label_count == 0
+    assert not Tokeniser(tokenizer, 64).encode(conversation(SYSTEM, ASK)).labelled.any()
 
 
 def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence() -> None:
@@ -135,9 +124,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 roles = st.sampled_from(["user", "assistant", "system"])
 turns = st.builds(lambda r, c: {"role": r, "content": c}, roles, texts)
 records = st.one_of(
-    st.builds(PromptCompletion, texts, texts),
-    st.builds(Text, texts),
-    st.builds(Instruction, texts, texts, texts),
+    st.builds(PromptCompletion, st.none() | texts, texts),
     st.builds(lambda rest: Messages([ASK, *rest]), st.lists(turns, max_size=4)),
 )
 _LLAMA, _CHATML = build(prefix=True), build(CHATML)

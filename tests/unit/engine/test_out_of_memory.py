@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.engine.evaluation_compute import EvaluationCompute
+from megatron_mux.engine.compute import EvaluationCompute, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.training_compute import TrainingCompute
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
 

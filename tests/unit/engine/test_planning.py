@@ -19,7 +19,7 @@ from tests.unit.fusion import backbone
 STEP = 0.3
 
 
-class Slow:
+class Slow(Planner):
     """A planner that works when it is let; each plan is one hybrid task, named by how many were made."""
 
     memory_limit: float | None = None
@@ -31,16 +31,16 @@ class Slow:
         self._seconds = seconds
 
     def plan(self, loads: Mapping[str, TaskLoad]) -> Plan:
-        """See `MakesPlans`."""
+        """See `Planner`."""
         assert self.go.wait(30)
         self.made.append(tuple(sorted(loads)))
         return Plan("auto", 1, (Bucket((HybridTask(tuple(sorted(loads))),), 7),), costs="planned")
 
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
-        """See `MakesPlans`."""
+        """See `Planner`."""
 
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
-        """See `MakesPlans`."""
+        """See `Planner`."""
         # Of two sequences a task, those that are computed at once.
         most = max(2 * len(bucket.tasks) / bucket.micro_batches for bucket in plan.buckets)
         return replace(plan, predicted_latency_s=self._seconds, memory_bytes=(most,))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.data.data_files import DataFiles
+from megatron_mux.data.dataset import DataFiles
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
 from megatron_mux.training.joining import JoiningFile
