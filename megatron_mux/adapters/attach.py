@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.host import Host
-from megatron_mux.adapters.modules import Shape
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
 
 
 class AdapterSet:
@@ -35,7 +35,7 @@ class AdapterSet:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: Shape
+        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
     ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
         self._ops = [AttachedBaseOp(info, parallel) for info in self.host.base_ops]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_mux.backbone.residence import Kind
-    from megatron_mux.backbone.shape import BackboneShape
+    from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel

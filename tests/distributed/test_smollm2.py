@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 
 pytestmark = pytest.mark.versions

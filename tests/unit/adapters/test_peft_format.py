@@ -23,7 +23,7 @@ from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
-from tests.unit.adapters.toy import ia3, lora, noise, task
+from tests.unit.adapters.toy import assemble, ia3, lora, noise, task
 
 pytestmark = pytest.mark.versions
 
@@ -72,7 +72,7 @@ def export(directory: Path, adapters: AdapterSet, name: str) -> Path:
     full = {}
     for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
         full[p.key] = torch.full(p.full_shape, float("nan"))
-        p.assemble(full[p.key], p.value.detach())
+        assemble(p, full[p.key], p.value.detach())
     save_file(full, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps(adapter.spec.config(adapter.host.shape)))
     return directory

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
@@ -118,7 +118,7 @@ def test_everything_is_frozen_and_nothing_is_random(checkpoints: Made, parallel:
 
 def test_a_tied_output_layer_takes_no_memory_of_its_own(checkpoints: Made, parallel: Parallel) -> None:
     model = Backbone.load(checkpoints("llama-tied"), parallel).model
-    assert model.output_layer.weight is model.embedding.word_embeddings.weight  # type: ignore[union-attr]
+    assert model.output_layer.weight is model.embedding.word_embeddings.weight
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
