@@ -22,7 +22,7 @@ from megatron_mux.kernels.dropout import key_of
 from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.host import Host, Site
+    from megatron_mux.adapters.attach import Host, Site
 
 
 @dataclass(eq=False)

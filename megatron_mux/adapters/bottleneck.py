@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
@@ -83,22 +83,21 @@ class BottleneckSpec(AdapterSpec):
         """Every sublayer's last projection, as in the paper."""
         return list(shape.names.targets.bottleneck)
 
-    def check_modules(self, modules: Sequence[Module], shape: BackboneShape) -> None:
-        """Refuse targets other than the ends of sublayers.
+    def modules(self, shape: BackboneShape) -> list[Module]:
+        """See `AdapterSpec.modules`: refuses targets other than the ends of sublayers.
 
         A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and
         is a head's query, key or value, where no published method puts one.
-
-        Raises:
-            UserError: Names those targets.
         """
-        wrong = short_names(module for module in modules if module.column_parallel)
+        found = super().modules(shape)
+        wrong = short_names(module for module in found if module.column_parallel)
         if wrong:
             ends = [end.path for op in _ENDS for end in shape.names.ops[op]]
             raise UserError(
                 "target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not "
                 f"{', '.join(wrong)}: choose from {', '.join(ends)}"
             )
+        return found
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: a bottleneck sees the whole output, so nothing is divided."""

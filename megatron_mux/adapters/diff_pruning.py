@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.base_ops import BaseOpName

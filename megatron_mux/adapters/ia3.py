@@ -17,8 +17,8 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName

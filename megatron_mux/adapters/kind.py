@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_mux.adapters.adapter import TaskAdapter
-    from megatron_mux.adapters.host import Host
+    from megatron_mux.adapters.attach import Host
 
 Init = Callable[[Tensor, "torch.Generator"], Any]
 """Fills a full fp32 tensor in place. The generator depends on the task's seed and the tensor's key alone."""
@@ -124,12 +124,7 @@ class AdapterSpec(Section, ABC):
         Raises:
             UserError: A target is not a module of the backbone, or not one that the kind can have.
         """
-        found = match_targets(self.targets(shape), shape.modules)
-        self.check_modules(found, shape)
-        return found
-
-    def check_modules(self, modules: Sequence[Module], shape: BackboneShape) -> None:
-        """Raise `UserError` if the kind cannot have one of these modules."""
+        return match_targets(self.targets(shape), shape.modules)
 
     # -- its tensors, and their files
 

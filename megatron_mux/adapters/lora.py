@@ -13,10 +13,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
-from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.kind import AdapterTensor, constant, uniform
-from megatron_mux.adapters.low_rank_kind import LowRankSpec, LowRankTerms, Term
-from megatron_mux.adapters.peft_fields import NOT_STORED, TUNER_FIELDS, PeftField, bookkeeping, not_yet
+from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Term
+from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
 from megatron_mux.section import LARGEST_SIZE, Number, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
 
@@ -51,18 +51,17 @@ class LoraSpec(LowRankSpec):
     free_with_weights = frozenset({"lora_dropout"})
     decisive = frozenset({"r", "lora_alpha", "use_rslora"})
     refused: ClassVar[Mapping[str, PeftField]] = {
-        **TUNER_FIELDS,
-        **not_yet(None, "exclude_modules", "layers_pattern", "target_parameters", neutral=(None, [])),
+        **LOW_RANK_FIELDS,
+        **not_yet(None, "exclude_modules", "target_parameters", neutral=(None, [])),
         **not_yet(False, "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"),
         **not_yet(
-            None, "layers_to_transform", "layer_replication", "megatron_config", "trainable_token_indices",
+            None, "layer_replication", "megatron_config", "trainable_token_indices",
             "eva_config", "corda_config", "lora_ga_config", "velora_config", "alora_invocation_tokens",
             "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
         ),
         **not_yet({}, "rank_pattern", "alpha_pattern", "loftq_config", neutral=(None, {})),
         **not_yet(NOT_STORED, "runtime_config", neutral=(None, {}, {"ephemeral_gpu_offload": False})),
         **bookkeeping(megatron_core="megatron.core", qalora_group_size=16),
-        "bias": PeftField("only none is supported: the backbone is frozen, its biases too", ("none",), default="none"),
         "init_lora_weights": PeftField(
             "only true (peft's default) is supported yet: leave it out", (True,), default=True,
             of_weights=(True, False, "gaussian", "orthogonal"),

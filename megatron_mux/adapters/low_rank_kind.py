@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, LowRankTerm, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Where, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.layout import MicroBatch
 from megatron_mux.shape import BackboneShape, Module
+
+LOW_RANK_FIELDS: Mapping[str, PeftField] = {
+    **TUNER_FIELDS,
+    **not_yet(None, "layers_to_transform"),
+    **not_yet(None, "layers_pattern", neutral=(None, [])),
+    "bias": PeftField(
+        "only none is supported: the backbone is frozen, its biases too", ("none",), default="none"
+    ),
+}
+"""Fields of peft's config classes of such kinds."""
 
 
 class LowRankSpec(AdapterSpec):

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Kept, Place, Sample, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
 from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
 from megatron_mux.layout import MicroBatch

@@ -17,11 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Work
-from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.kind import AdapterTensor, constant
-from megatron_mux.adapters.low_rank_kind import LowRankSpec, LowRankTerms, Term
-from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
+from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Term
+from megatron_mux.adapters.peft_fields import PeftField
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 
@@ -78,12 +78,7 @@ class VeraSpec(LowRankSpec):
     free_with_weights = frozenset({"vera_dropout", "d_initial"})
     decisive = frozenset({"r", "projection_prng_key", "save_projection"})
     refused: ClassVar[Mapping[str, PeftField]] = {
-        **TUNER_FIELDS,
-        **not_yet(None, "layers_to_transform"),
-        **not_yet(None, "layers_pattern", neutral=(None, [])),
-        "bias": PeftField(
-            "only none is supported: the backbone is frozen, its biases too", ("none",), default="none"
-        ),
+        **LOW_RANK_FIELDS,
         "init_weights": PeftField(
             "only true (peft's default) is supported: leave it out",
             (True,),

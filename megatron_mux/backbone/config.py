@@ -18,14 +18,12 @@ class Family:
     """A family of Hugging Face checkpoints: one file in `families/` each, which says all that is particular to it.
 
     Attributes:
-        model_type: As in config.json.
         shape: Reads the config (defaults filled in); raises `UserError` by `refuse`.
         used: Fields that `shape` reads. A field named nowhere is refused unless it is empty.
         ignored: Fields without effect on what we compute (dropout of the backbone, caching, other heads).
         fixed: Fields that must have one of the values given.
     """
 
-    model_type: str
     shape: Callable[[Mapping[str, Any]], BackboneShape]
     used: frozenset[str]
     ignored: frozenset[str] = frozenset()
@@ -100,13 +98,14 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
     """
     from transformers import CONFIG_MAPPING
 
+    kind = raw["model_type"]
     try:
-        config = CONFIG_MAPPING[family.model_type].from_dict(dict(raw))
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
         full: dict[str, Any] = config.to_dict()
         # Some names are stored under another one (GPT-2's n_embd); both may be asked for.
         full |= {name: getattr(config, name) for name in config.attribute_map}
     except Exception as error:  # transformers lets its validators raise anything
-        raise UserError(f"{path} is not a valid {family.model_type} config: {error}.") from None
+        raise UserError(f"{path} is not a valid {kind} config: {error}.") from None
     problems = _problems(family, {**raw, **full}, raw)
     if problems:
         raise UserError(*problems)
@@ -127,7 +126,7 @@ def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -
         if name not in known and value not in (None, False, "", [], {}):
             problems.append(
                 f"The backbone's config.json has {name} = {json.dumps(value, default=str)}, which is not known for "
-                f"model_type {family.model_type}: if it changes nothing that is computed, remove it."
+                f"model_type {raw['model_type']}: if it changes nothing that is computed, remove it."
             )
     return problems
 

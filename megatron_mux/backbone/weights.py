@@ -168,44 +168,28 @@ def load(
     with source:
         for key, own in units.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-            home.settle(key, fill(model, own, stored, source, model.config.params_dtype, parallel.device))
+            home.settle(key, _fill(model, own, stored, source, parallel.device))
     if tied_here:
         model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
         home.tie("head", "embedding")
 
 
-def fill(
-    model: nn.Module,
+def _fill(
+    model: GPTModel,
     filled: Plan,
     stored: dict[str, str],
-    checkpoint: Checkpoint | NoWeights,
-    dtype: torch.dtype,
+    source: Checkpoint | NoWeights,
     device: torch.device,
 ) -> list[nn.Parameter]:
-    """Replace parameters on the meta device by frozen ones with the checkpoint's values.
-
-    Args:
-        model: The model.
-        filled: The plan, or a part of it.
-        stored: Stored name of each tensor, from `resolve`.
-        checkpoint: To read from.
-        dtype: Of the parameters.
-        device: Of the parameters.
-
-    Returns:
-        The parameters.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
+    """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those."""
     made = []
     for name, pieces in filled.items():
         shape = model.get_parameter(name).shape
         covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
-        value = make(shape, dtype=dtype, device=device)
+        value = make(shape, dtype=model.config.params_dtype, device=device)
         for piece in pieces:
-            _copy(value, piece, stored[piece.source], checkpoint)
+            _copy(value, piece, stored[piece.source], source)
         owner, _, leaf = name.rpartition(".")
         made.append(nn.Parameter(value, requires_grad=False))
         model.get_submodule(owner).register_parameter(leaf, made[-1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
-from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.backbone.weights import Reading

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout, megatron_core
+from megatron_mux.adapters.attach import Host
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.costs import Sample
-from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone

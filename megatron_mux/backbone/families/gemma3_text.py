@@ -38,7 +38,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="gemma3_text",
     shape=_shape,
     used=(like.USED - {"hidden_act", "partial_rotary_factor"})
     | frozenset(

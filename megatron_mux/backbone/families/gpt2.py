@@ -56,7 +56,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="gpt2",
     shape=_shape,
     used=decoder.USED
     | frozenset(

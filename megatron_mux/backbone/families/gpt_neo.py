@@ -55,7 +55,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="gpt_neo",
     shape=_shape,
     used=decoder.USED
     | frozenset(

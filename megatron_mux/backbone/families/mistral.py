@@ -6,7 +6,6 @@ from megatron_mux.backbone.config import Family
 from megatron_mux.backbone.families import _llama_like as like
 
 FAMILY = Family(
-    model_type="mistral",
     shape=like.shape,
     used=like.USED | {"sliding_window"},
     ignored=like.IGNORED,

@@ -48,7 +48,6 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="opt",
     shape=_shape,
     used=decoder.USED | {"ffn_dim", "activation_function", "word_embed_proj_dim", "enable_bias"},
     ignored=frozenset({"dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std"}),

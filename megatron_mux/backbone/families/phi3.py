@@ -25,7 +25,6 @@ _NAMES = replace(
 )
 
 FAMILY = Family(
-    model_type="phi3",
     shape=partial(like.shape, names=_NAMES, partial_rotary=True),
     used=like.USED | {"original_max_position_embeddings", "sliding_window"},
     ignored=like.IGNORED | {"embd_pdrop", "resid_pdrop"},

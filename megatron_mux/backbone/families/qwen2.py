@@ -12,7 +12,6 @@ from megatron_mux.shape import DefaultTargets
 _NAMES = replace(like.NAMES, targets=DefaultTargets())
 
 FAMILY = Family(
-    model_type="qwen2",
     shape=partial(like.shape, names=_NAMES, qkv_bias=True),
     used=like.USED | like.LAYER_WINDOWS,
     ignored=like.IGNORED,

@@ -12,7 +12,6 @@ from megatron_mux.shape import DefaultTargets
 _NAMES = replace(like.NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", targets=DefaultTargets())
 
 FAMILY = Family(
-    model_type="qwen3",
     shape=partial(like.shape, names=_NAMES),
     used=like.USED | like.LAYER_WINDOWS | {"attention_bias"},
     ignored=like.IGNORED,
