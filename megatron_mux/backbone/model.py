@@ -29,7 +29,6 @@ from megatron_mux.runtime import Parallel
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
     gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 
@@ -188,17 +187,6 @@ class Backbone:
                 return batch.label_weights, batch.labels
             nll, tokens = predict(self._rows(hidden, batch), batch.labels, self._output_layer(share=False))
         return nll.float(), tokens
-
-    def logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """`[T, V]` logits of every row, gathered over tensor ranks, without gradients; last stage only.
-
-        For checks: training never computes them all at once.
-        """
-        with torch.no_grad(), self.residence.using("head"):
-            local = torch.mm(self._all_rows(hidden), self.model.output_layer.weight.t())
-            if self.parallel.tp_size > 1:
-                local = gather_from_tensor_model_parallel_region(local, group=self.parallel.tp_group)
-            return local[:, : self.shape.vocab]
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the hidden states that stages send each other."""

@@ -22,6 +22,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
+from tests.logits import all_logits
 from tests.tiny_models import make
 from tests.unit.adapters.toy import assemble, ia3, lora, noise, task
 
@@ -93,7 +94,7 @@ def logits(backbone: Backbone, tokens: Tensor, virtual: int) -> Tensor:
         training=False,
     )
     with torch.no_grad(), layout.activate(batch):
-        return backbone.logits(backbone.forward(batch), batch)
+        return all_logits(backbone, batch)
 
 
 @pytest.mark.parametrize(("model", "kind", "spec"), CASES, ids=IDS)
