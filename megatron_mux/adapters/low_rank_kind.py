@@ -56,8 +56,8 @@ class LowRankSpec(AdapterSpec):
 
         def section(rank: int, dropout: float) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
             def make(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
-                fields: dict[str, Any] = {"r": max(1, rank // len(names)), cls.dropout_field: dropout}
-                return cls(**fields, peft_type=cls.kind(), target_modules=list(names))
+                fields: dict[str, Any] = {"target_modules": list(names), cls.dropout_field: dropout}
+                return cls(peft_type=cls.kind(), r=max(1, rank // len(names)), **fields)
 
             return make
 
