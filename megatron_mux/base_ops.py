@@ -21,23 +21,6 @@ COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
 
 
 @dataclass(frozen=True)
-class DefaultTargets:
-    """The modules that a task adapts in a backbone's family when it names none: peft's choice, where peft has one.
-
-    Attributes:
-        lora: For LoRA and methods like it.
-        ia3: For IA3.
-        ia3_feedforward: Those of them whose input IA3 scales.
-        bottleneck: The last projections of attention and MLP (Houlsby et al., 2019).
-    """
-
-    lora: tuple[str, ...] = ("q_proj", "v_proj")
-    ia3: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
-    ia3_feedforward: tuple[str, ...] = ("down_proj",)
-    bottleneck: tuple[str, ...] = ("o_proj", "down_proj")
-
-
-@dataclass(frozen=True)
 class ModuleColumns:
     """The columns of a BaseOp's output on this rank that hold one Hugging Face module.
 
@@ -60,9 +43,7 @@ class BaseOpInfo:
         layer: Global index of the transformer layer, from 0.
         name: Which of the four BaseOps.
         module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`.
-        parallel: How the module is split over tensor ranks.
-        in_features: Full input width.
-        in_start, in_stop: The range of input features this rank holds (all of them when column-parallel).
+        inputs: The input features that this rank holds (all of them when column-parallel).
         parts: Hugging Face path within the layer (`self_attn.q_proj`) to its columns of the output.
         hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
     """
@@ -70,9 +51,11 @@ class BaseOpInfo:
     layer: int
     name: BaseOpName
     module: nn.Module
-    parallel: Literal["column", "row"]
-    in_features: int
-    in_start: int
-    in_stop: int
+    inputs: range
     parts: Mapping[str, ModuleColumns]
     hf_prefix: str
+
+    @property
+    def column_parallel(self) -> bool:
+        """Whether tensor ranks divide its output; else they divide its input."""
+        return self.name in COLUMN_PARALLEL

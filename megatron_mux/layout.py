@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.kernels.segment import Segment
 
 PackedSequence = tuple[str, int, Tensor, Tensor, float]
 """What `pack` takes of a sequence: task, id, tokens `[L]` int64, which are labels `[L]` bool, weight of a label."""

@@ -9,21 +9,20 @@ Shapes: n rows of the task, K and N the BaseOp's input and output width on this 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.adapters.kind import AdapterTensor
-from megatron_mux.kernels.dropout import keep_mask, key_of
+from megatron_mux.adapters.kind import AdapterTensor, tensor_key
+from megatron_mux.kernels.dropout import key_of
 from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.host import Host, Site
+    from megatron_mux.adapters.attach import Host, Site
 
 
 @dataclass(eq=False)
@@ -62,18 +61,6 @@ class AdapterParameter:
         if self.dim is None or self.index is None:
             return full.clone()
         return full.index_select(self.dim, self.index.to(full.device))
-
-    def assemble(self, full: Tensor, local: Tensor) -> None:
-        """Write this rank's part into `full`, in place: the inverse of `slice_of`.
-
-        Args:
-            full: A tensor of `full_shape`.
-            local: A tensor of the local shape.
-        """
-        if self.dim is None or self.index is None:
-            full.copy_(local)
-        else:
-            full.index_copy_(self.dim, self.index.to(full.device), local.to(full))
 
 
 @dataclass(frozen=True)
@@ -165,9 +152,19 @@ class TaskAdapter(ABC):
         self.build()
         self.initial = None
 
-    @abstractmethod
     def build(self) -> None:
         """Make `parameters` and `at`."""
+        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
+            self.at[op] = self.adapt([(site, self._tensors_of(site)) for site in sites])
+
+    @abstractmethod
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> Adapter:
+        """Make the method at a BaseOp.
+
+        Args:
+            modules: The targeted modules inside it, each with its tensors in the order of
+                `AdapterSpec.module_tensors`.
+        """
 
     def penalty(self, step: int) -> Tensor | float:
         """Add the gradients of a regulariser, once per optimizer step, after gradients were summed over ranks.
@@ -194,94 +191,37 @@ class TaskAdapter(ABC):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore `state()` from full tensors, of which this rank takes its part."""
 
-    def parameter(
-        self,
-        key: str,
-        init: Callable[[Tensor, torch.Generator], Any],
-        site: Site,
-        *,
-        partial: bool = False,
-        decay: bool = True,
-    ) -> nn.Parameter:
-        """Make a parameter of a module, divided over tensor ranks as `AdapterSpec.tensors` says.
-
-        Args:
-            key: Name in `adapter_model.safetensors`.
-            init: Fills the full fp32 tensor in place; used without initial tensors. Its generator depends on the
-                task's seed and the key alone.
-            site: The module.
-            partial: Of a parameter that every tensor rank holds: whether its local gradient is a part of the gradient.
-            decay: Whether weight decay applies.
-        """
-        dim = self.tensors[key].dim
-        if dim is None:
-            owner = self.host.first_tensor_rank
-            return self.make(key, init, partial=partial, owner=owner, decay=decay).value
-        index = site.part.features if dim == 0 else site.inputs
-        return self.make(key, init, dim=dim, index=index, decay=decay).value
+    def _tensors_of(self, site: Site) -> list[AdapterParameter]:
+        """Make a module's tensors, divided over tensor ranks as the section says."""
+        made = []
+        for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
+            index = None if tensor.dim is None else site.part.features if tensor.dim == 0 else site.inputs
+            made.append(self.make(tensor_key(site.path, name), tensor.dim, index))
+        return made
 
     def make(
-        self,
-        key: str,
-        init: Callable[[Tensor, torch.Generator], Any],
-        *,
-        dim: int | None = None,
-        index: Tensor | None = None,
-        partial: bool = False,
-        owner: bool = True,
-        decay: bool = True,
+        self, key: str, dim: int | None = None, index: Tensor | None = None, owner: bool = True
     ) -> AdapterParameter:
         """Make the local part of a tensor and note it in `parameters`, or in `fixed` if it is not trained.
 
         Args:
             key: Name in `adapter_model.safetensors`.
-            init: As for `parameter`.
-            dim, index, partial, owner, decay: See `AdapterParameter`.
+            dim, index: See `AdapterParameter`.
+            owner: Whether this stage owns it; of tensor ranks that each hold the same, the first does.
         """
-        tensor = self.tensors[key]
+        tensor, parallel = self.tensors[key], self.host.parallel
+        if tensor.dim is None:
+            owner = owner and parallel.tp_rank == 0
+        partial = tensor.dim is None and (parallel.sequence_parallel or not tensor.on_output)
         value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
-        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, decay)
+        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, tensor.decay)
         if self.initial is None or not tensor.stored:
             full = torch.empty(tensor.shape, dtype=torch.float32)
-            init(full, self.host.generator(self.seed, key))
+            # The same however the backbone is divided.
+            tensor.init(full, torch.Generator().manual_seed(key_of(self.seed, "initial", key) >> 1))
         else:
             full = self.initial[key]
         local = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype)
         record.value = nn.Parameter(local.contiguous(), requires_grad=tensor.trained)
         (self.parameters if tensor.trained else self.fixed).append(record)
         return record
-
-    def input_mask(
-        self, name: str, path: str, features: tuple[int, int], probability: float, batch: MicroBatch
-    ) -> Tensor | None:
-        """Draw the dropout mask of a module's input: `[n, K]` bool of the entries that are kept; None without dropout.
-
-        Args:
-            name: Of the dropout: masks of different names differ.
-            path: The module.
-            features: The range of input features that this rank holds.
-            probability: Of an entry to be dropped.
-            batch: Tells the rows' sequences and tokens, and the task's step.
-        """
-        if not probability or not batch.training:
-            return None
-        start, stop = batch.task_rows[self.name]
-        key = key_of(self.seed, batch.task_steps[self.name], name, path)
-        return keep_mask(
-            key, batch.sequence_ids[start:stop], batch.token_index[start:stop], features, probability
-        )
-
-
-def tensor_key(path: str, suffix: str) -> str:
-    """Return the name that peft gives to an adapter's tensor at the module `path`."""
-    return f"base_model.model.{path}.{suffix}"
-
-
-def zeros(full: Tensor, generator: torch.Generator) -> None:
-    """Initialise with zeros."""
-    full.zero_()
-
-
-def uniform(full: Tensor, generator: torch.Generator) -> None:
-    """Initialise a matrix as `torch.nn.Linear` does."""
-    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)

@@ -74,7 +74,7 @@ class AttachedBaseOp:
         assert not args and not kwargs, (
             f"{self.info.name}: arguments besides the input are not supported with adapters"
         )
-        if self.info.parallel == "column":
+        if self.info.column_parallel:
             return self._column(input_, present, batch)
         return self._row(input_, present, batch)
 

@@ -7,25 +7,57 @@ sequence parallelism (the gradient is partial then).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key, uniform, zeros
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Host, Site
-from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
-from megatron_mux.adapters.modules import Module, Shape, short_names
-from megatron_mux.adapters.peft_config import stored_config, stored_targets
-from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName
+from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
+from megatron_mux.adapters.peft_fields import OUR_FIELDS
+from megatron_mux.adapters.targets import short_names
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
-from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets
+from megatron_mux.section import LARGEST_SIZE, Number, Targets
+from megatron_mux.shape import BackboneShape, Module
 
-_WEIGHTS = ("adapter_down.weight", "adapter_down.bias", "adapter_up.weight", "adapter_up.bias")
+_ENDS: tuple[BaseOpName, ...] = ("linear_proj", "linear_fc2")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class _After(Adapter):
+    """The bottleneck of one task after one BaseOp."""
+
+    stages = frozenset({"after"})
+
+    def __init__(self, spec: BottleneckSpec, weights: list[AdapterParameter]) -> None:
+        self.activation = _ACTIVATIONS[spec.non_linearity]
+        self.scaling: float = spec.scaling
+        self.weights = [record.value for record in weights]
+
+    def after(self, y: Tensor) -> Tensor:
+        """See `Adapter.after`."""
+        down, down_bias, up, up_bias = (p.to(y.dtype) for p in self.weights)
+        hidden = self.activation(F.linear(y, down, down_bias))
+        return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
+
+
+class Bottleneck(TaskAdapter):
+    """Bottleneck adapters of one task."""
+
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _After:
+        """See `TaskAdapter.adapt`: the end of a sublayer is one module."""
+        return _After(self.spec, modules[0][1])
 
 
 class BottleneckSpec(AdapterSpec):
@@ -42,44 +74,44 @@ class BottleneckSpec(AdapterSpec):
     target_modules: Targets = None
     """Modules that get an adapter: ends of an attention or MLP sublayer; None: all of these."""
 
-    in_peft: ClassVar[bool] = False
-    decisive: ClassVar[frozenset[str]] = frozenset({"bottleneck_size", "non_linearity", "scaling"})
-    refused: ClassVar[Mapping[str, Refused]] = COMMON_FIELDS
+    run_time = Bottleneck
+    in_peft = False
+    decisive = frozenset({"bottleneck_size", "non_linearity", "scaling"})
+    refused = OUR_FIELDS
 
-    def default_targets(self, shape: Shape) -> list[str]:
+    def default_targets(self, shape: BackboneShape) -> list[str]:
         """Every sublayer's last projection, as in the paper."""
-        return list(shape.default_targets.bottleneck)
+        return list(shape.names.targets.bottleneck)
 
-    def check_modules(self, modules: Sequence[Module], shape: Shape) -> None:
-        """Refuse targets other than the ends of sublayers.
+    def modules(self, shape: BackboneShape) -> list[Module]:
+        """See `AdapterSpec.modules`: refuses targets other than the ends of sublayers.
 
         A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and
         is a head's query, key or value, where no published method puts one.
-
-        Raises:
-            UserError: Names those targets.
         """
-        wrong = short_names(module.path for module in modules if module.op in COLUMN_PARALLEL)
+        found = super().modules(shape)
+        wrong = short_names(module for module in found if module.column_parallel)
         if wrong:
+            ends = [end.path for op in _ENDS for end in shape.names.ops[op]]
             raise UserError(
                 "target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not "
-                f"{', '.join(wrong)}: choose from {', '.join(shape.sublayer_outputs)}"
+                f"{', '.join(wrong)}: choose from {', '.join(ends)}"
             )
-
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """See `AdapterSpec.tensors`: a bottleneck sees the whole output, so nothing is divided."""
-        found: dict[str, AdapterTensor] = {}
-        for module in self.modules(shape):
-            width, inner = module.out_features, self.bottleneck_size
-            shapes = ((inner, width), (inner,), (width, inner), (width,))
-            for name, size in zip(_WEIGHTS, shapes, strict=True):
-                found[tensor_key(module.path, name)] = AdapterTensor(size, module.layer)
         return found
 
-    def config(self, shape: Shape) -> dict[str, Any]:
-        """See `AdapterSpec.config`."""
-        fields = {name: getattr(self, name) for name in ("bottleneck_size", "non_linearity", "scaling")}
-        return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
+    def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.module_tensors`: a bottleneck sees the whole output, so nothing is divided."""
+        width, inner = module.out_features, self.bottleneck_size
+        tensors = {
+            "adapter_down.weight": ((inner, width), uniform),
+            "adapter_down.bias": ((inner,), constant(0.0)),
+            "adapter_up.weight": ((width, inner), constant(0.0)),
+            "adapter_up.bias": ((width,), constant(0.0)),
+        }
+        return {
+            name: AdapterTensor(size, module.layer, init, decay="bias" not in name, on_output=True)
+            for name, (size, init) in tensors.items()
+        }
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -90,8 +122,7 @@ class BottleneckSpec(AdapterSpec):
                 peft_type="BOTTLENECK", bottleneck_size=size, target_modules=list(names)
             )
 
-        ends: tuple[BaseOpName, ...] = ("linear_proj", "linear_fc2")
-        return [Sample(section(8), ends, pair="linear_proj"), Sample(section(64), ends)]
+        return [Sample(section(8), _ENDS, pair="linear_proj"), Sample(section(64), _ENDS)]
 
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""
@@ -101,67 +132,11 @@ class BottleneckSpec(AdapterSpec):
         """See `AdapterSpec.work`."""
         return Work(4 * self.bottleneck_size * place.out_features, 3 * place.out_features)
 
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
         rows = (Row("bottleneck", "rows", 2 * self.bottleneck_size),)
         matrices = 2 * self.bottleneck_size * place.out_features
         return Kept(output=True, rows=rows, whole=matrices, copied_if_rounded=True)
-
-    def attach(
-        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
-    ) -> TaskAdapter:
-        """See `AdapterSpec.attach`."""
-        return Bottleneck(host, task, total_steps, initial)
-
-
-class Bottleneck(TaskAdapter):
-    """Bottleneck adapters of one task."""
-
-    spec: BottleneckSpec
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
-            self.at[op] = self._after(sites[0])
-
-    def _after(self, site: Site) -> _After:
-        partial = self.host.parallel.sequence_parallel
-        down, down_bias, up, up_bias = (
-            self.parameter(tensor_key(site.path, name), init, site, partial=partial, decay="bias" not in name)
-            for name, init in zip(_WEIGHTS, (uniform, zeros, zeros, zeros), strict=True)
-        )
-        return _After(self.spec, (down, down_bias), (up, up_bias))
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-class _After(Adapter):
-    """The bottleneck of one task after one BaseOp."""
-
-    stages = frozenset({"after"})
-
-    def __init__(
-        self,
-        spec: BottleneckSpec,
-        down: tuple[nn.Parameter, nn.Parameter],
-        up: tuple[nn.Parameter, nn.Parameter],
-    ):
-        self.activation = _ACTIVATIONS[spec.non_linearity]
-        self.scaling: float = spec.scaling
-        self.down = down
-        self.up = up
-
-    def after(self, y: Tensor) -> Tensor:
-        """See `Adapter.after`."""
-        down, down_bias, up, up_bias = (p.to(y.dtype) for p in (*self.down, *self.up))
-        hidden = self.activation(F.linear(y, down, down_bias))
-        return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
 
 
 KIND = BottleneckSpec

@@ -122,26 +122,3 @@ class Kept:
     copied_if_rounded: bool = False
     scratch: float = 0.0
     multiplied: float = 0.0
-
-
-def low_rank_kept(place: Place, rank: int, dropout: bool) -> Kept:
-    """The memory of low-rank terms.
-
-    Args:
-        place: The BaseOp.
-        rank: Of all its modules' terms together.
-        dropout: Whether each module's input has a mask.
-    """
-    rows = [Row("low-rank product", "all", rank)]
-    if dropout:
-        inside: Where = "all" if place.column_parallel else "columns"
-        rows.append(Row("dropout masks", inside, place.in_features * place.modules, 1))
-    inputs, outputs = rank * place.in_features, rank * place.out_features
-    divided, whole = (outputs, inputs) if place.column_parallel else (inputs, outputs)
-    return Kept(input=True, rows=tuple(rows), divided=divided, whole=whole)
-
-
-def low_rank_work(place: Place, rank: int, dropout: bool) -> Work:
-    """The work of low-rank terms; arguments as for `low_rank_kept`."""
-    inputs, outputs = place.in_features, place.out_features
-    return Work(2 * rank * (inputs + outputs), (4 if dropout else 1) * inputs + 2 * outputs)

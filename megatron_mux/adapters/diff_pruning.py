@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter, tensor_key, zeros
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Host, Site
-from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor
-from megatron_mux.adapters.modules import Module, Shape
-from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
+from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.layout import MicroBatch
-from megatron_mux.section import Number, Refused, Targets
+from megatron_mux.section import Number, Targets
+from megatron_mux.shape import BackboneShape, Module
 
 STRETCH = (-1.5, 1.5)
 INITIAL_LOG_ALPHA = 5.0
@@ -75,73 +76,6 @@ def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     return stretched.clamp_(0.0, 1.0), slope
 
 
-class DiffPruningSpec(AdapterSpec):
-    """Diff pruning (Guo et al.): a sparse difference to a module's weight, its mask learned with it."""
-
-    peft_type: Literal["DIFF_PRUNING"]
-    """The method."""
-    sparsity: Number = Field(default=0.995, ge=0, lt=1)
-    """Share of the difference that is zero at the end."""
-    l0_weight: Number = Field(default=1.25e-7, ge=0)
-    """Weight of the expected number of non-zeros in the objective."""
-    target_modules: Targets = None
-    """Modules that get a difference; None: the ones peft would choose for LoRA."""
-
-    in_peft: ClassVar[bool] = False
-    acts_after_steps: ClassVar[bool] = True
-    free_with_weights: ClassVar[frozenset[str]] = frozenset({"l0_weight", "sparsity"})
-    refused: ClassVar[Mapping[str, Refused]] = COMMON_FIELDS
-
-    def default_targets(self, shape: Shape) -> list[str]:
-        """See `AdapterSpec.default_targets`."""
-        return list(shape.default_targets.lora)
-
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """See `AdapterSpec.tensors`: divided as the weight is."""
-        return {
-            tensor_key(module.path, f"diff.{name}"): AdapterTensor(
-                (module.out_features, module.in_features), module.layer, 0 if module.column_parallel else 1
-            )
-            for module in self.modules(shape)
-            for name in ("weight", "log_alpha")
-        }
-
-    def config(self, shape: Shape) -> dict[str, Any]:
-        """See `AdapterSpec.config`."""
-        fields = {"sparsity": self.sparsity, "l0_weight": self.l0_weight}
-        return stored_config(self, {**fields, "target_modules": stored_targets(self, shape)})
-
-    @classmethod
-    def samples(cls) -> Sequence[Sample]:
-        """See `AdapterSpec.samples`."""
-
-        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
-            return cls(peft_type="DIFF_PRUNING", target_modules=list(names))
-
-        return [Sample(section, pair="linear_qkv")]
-
-    def curve(self, modules: int) -> Curve:
-        """See `AdapterSpec.curve`."""
-        return Curve("DIFF_PRUNING")
-
-    def work(self, place: Place) -> Work:
-        """See `AdapterSpec.work`."""
-        inputs, outputs = place.in_features, place.out_features
-        return Work(2 * inputs * outputs, inputs + 2 * outputs, 4 * inputs * outputs)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
-        """See `AdapterSpec.kept`: modules are computed one after the other, of several in a BaseOp the mean counts."""
-        elements = place.in_features * (place.share or place.out_features) / place.modules
-        rows = (Row("product of its own", "columns", place.share),)
-        return Kept(input=True, rows=rows, scratch=_OF_AN_ELEMENT * elements)
-
-    def attach(
-        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
-    ) -> TaskAdapter:
-        """See `AdapterSpec.attach`."""
-        return DiffPruning(host, task, total_steps, initial)
-
-
 class _Difference:
     """The difference of one module."""
 
@@ -151,8 +85,7 @@ class _Difference:
         self.log_alpha = log_alpha
         self.mask: Tensor | None = None  # bool, once frozen
         device = weight.value.device
-        columns = site.columns
-        self.columns = None if columns is None else columns.to(device)
+        self.columns = site.columns(device)
         self.rows = site.part.features.to(device)
         self.inputs = site.inputs.to(device)
 
@@ -216,15 +149,16 @@ def _mask_of(
 class DiffPruning(TaskAdapter):
     """Diff pruning of one task."""
 
-    spec: DiffPruningSpec
-
     def build(self) -> None:
         """See `TaskAdapter.build`."""
         self.differences: list[_Difference] = []
-        for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
-            made = [self._difference(site) for site in sites]
-            self.differences += made
-            self.at[op] = _Differences(self, made)
+        super().build()
+
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Differences:
+        """See `TaskAdapter.adapt`."""
+        made = [_Difference(site, weight, log_alpha) for site, (weight, log_alpha) in modules]
+        self.differences += made
+        return _Differences(self, made)
 
     @torch.no_grad()
     def penalty(self, step: int) -> Tensor | float:
@@ -266,27 +200,79 @@ class DiffPruning(TaskAdapter):
                 mask = difference.weight.slice_of(full)
                 difference.mask = mask.to(device=self.host.device, dtype=torch.bool)
 
-    def _difference(self, site: Site) -> _Difference:
-        self.parameter(tensor_key(site.path, "diff.weight"), zeros, site)
-        self.parameter(tensor_key(site.path, "diff.log_alpha"), _open, site, decay=False)
-        weight, log_alpha = self.parameters[-2:]
-        return _Difference(site, weight, log_alpha)
-
     def _freeze(self, difference: _Difference) -> None:
         """Keep the largest entries of the whole module, over all tensor ranks; of equal ones, the first."""
         record = difference.weight
-        assert record.dim is not None and record.index is not None
         z, _ = gate(difference.log_alpha.value, None)
-        difference.weight.value.mul_(z)
-        size = self.host.gather(difference.weight.value.abs(), record.full_shape, record.dim, record.index)
+        record.value.mul_(z)
+        size = self._gather(record, record.value.abs())
         order = size.flatten().sort(descending=True, stable=True).indices
         kept = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
         kept[order[: kept_entries(size.numel(), self.spec.sparsity)]] = True
         difference.mask = record.slice_of(kept.view(record.full_shape))
 
+    def _gather(self, record: AdapterParameter, local: Tensor) -> Tensor:
+        """Gather a tensor that is divided as a parameter is, on each tensor rank. All of them must call this."""
+        assert record.dim is not None and record.index is not None
+        full = local.new_zeros(record.full_shape)
+        full.index_copy_(record.dim, record.index.to(local.device), local)
+        if self.host.parallel.tp_size > 1:
+            # Each element comes from one rank, the others add zero: exact.
+            dist.all_reduce(full, group=self.host.parallel.tp_group)
+        return full
 
-def _open(full: Tensor, generator: torch.Generator) -> None:
-    full.fill_(INITIAL_LOG_ALPHA)
+
+class DiffPruningSpec(AdapterSpec):
+    """Diff pruning (Guo et al.): a sparse difference to a module's weight, its mask learned with it."""
+
+    peft_type: Literal["DIFF_PRUNING"]
+    """The method."""
+    sparsity: Number = Field(default=0.995, ge=0, lt=1)
+    """Share of the difference that is zero at the end."""
+    l0_weight: Number = Field(default=1.25e-7, ge=0)
+    """Weight of the expected number of non-zeros in the objective."""
+    target_modules: Targets = None
+    """Modules that get a difference; None: the ones peft would choose for LoRA."""
+
+    run_time = DiffPruning
+    in_peft = False
+    acts_after_steps = True
+    free_with_weights = frozenset({"l0_weight", "sparsity"})
+    refused = OUR_FIELDS
+
+    def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.module_tensors`: divided as the weight is."""
+        size, dim = (module.out_features, module.in_features), 0 if module.column_parallel else 1
+        return {
+            "diff.weight": AdapterTensor(size, module.layer, constant(0.0), dim),
+            "diff.log_alpha": AdapterTensor(
+                size, module.layer, constant(INITIAL_LOG_ALPHA), dim, decay=False
+            ),
+        }
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`."""
+
+        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
+            return cls(peft_type="DIFF_PRUNING", target_modules=list(names))
+
+        return [Sample(section, pair="linear_qkv")]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("DIFF_PRUNING")
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        inputs, outputs = place.in_features, place.out_features
+        return Work(2 * inputs * outputs, inputs + 2 * outputs, 4 * inputs * outputs)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
+        """See `AdapterSpec.kept`: modules are computed one after the other, of several in a BaseOp the mean counts."""
+        elements = place.in_features * (place.share or place.out_features) / place.modules
+        rows = (Row("product of its own", "columns", place.share),)
+        return Kept(input=True, rows=rows, scratch=_OF_AN_ELEMENT * elements)
 
 
 KIND = DiffPruningSpec

@@ -16,143 +16,15 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter, tensor_key
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
-from megatron_mux.adapters.host import Host, Site
-from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor
-from megatron_mux.adapters.modules import Module, Shape
-from megatron_mux.adapters.peft_config import stored_config, stored_targets
+from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
+from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.layout import MicroBatch
-from megatron_mux.section import Modules, Refused, Targets, problem
-
-
-class IA3Spec(AdapterSpec):
-    """IA3 (`peft.IA3Config`): learned scales of outputs, or of inputs for feed-forward modules."""
-
-    peft_type: Literal["IA3"]
-    """The method."""
-    target_modules: Targets = None
-    """Modules that get a scale; None: the ones peft would choose for the backbone's family."""
-    feedforward_modules: Modules = None
-    """Those of `target_modules` whose input is scaled rather than their output; may be empty; None: peft's choice."""
-
-    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_ia3_weights": (True, False)}
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **TUNER_FIELDS,
-        "init_ia3_weights": Refused("only true (peft's default) is supported: leave it out", (True,)),
-    }
-
-    @model_validator(mode="after")
-    def _feedforward_modules_are_targets(self) -> IA3Spec:
-        if isinstance(self.target_modules, list) and isinstance(self.feedforward_modules, list):
-            others = [name for name in self.feedforward_modules if name not in self.target_modules]
-            if others:
-                raise problem(f"feedforward_modules must be among target_modules: {', '.join(others)} is not")
-        return self
-
-    def default_targets(self, shape: Shape) -> list[str]:
-        """See `AdapterSpec.default_targets`."""
-        return list(shape.default_targets.ia3)
-
-    def scales_input(self, modules: Sequence[Module], shape: Shape) -> list[Module]:
-        """Those of the targeted modules whose input is scaled: peft asks if a path ends in a name, dot or not."""
-        names = self._feedforward(shape)
-        if isinstance(names, str):
-            return [module for module in modules if re.fullmatch(names, module.path)]
-        return [module for module in modules if any(module.path.endswith(name) for name in names)]
-
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """See `AdapterSpec.tensors`."""
-        modules = self.modules(shape)
-        inputs = set(self.scales_input(modules, shape))
-        return {_key(module.path): _factor(module, module in inputs) for module in modules}
-
-    def config(self, shape: Shape) -> dict[str, Any]:
-        """See `AdapterSpec.config`."""
-        names, feedforward = stored_targets(self, shape), self._feedforward(shape)
-        if isinstance(names, str) or isinstance(feedforward, str) or not set(feedforward) <= set(names):
-            # peft wants the one to be a subset of the other, name by name: full paths always are.
-            modules = self.modules(shape)
-            names = [module.path for module in modules]
-            feedforward = [module.path for module in self.scales_input(modules, shape)]
-        return stored_config(
-            self,
-            {
-                "exclude_modules": None,
-                "fan_in_fan_out": shape.transposed,
-                "feedforward_modules": feedforward,
-                "init_ia3_weights": True,
-                "modules_to_save": None,
-                "target_modules": names,
-            },
-        )
-
-    @classmethod
-    def samples(cls) -> Sequence[Sample]:
-        """See `AdapterSpec.samples`."""
-
-        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
-            inputs = list(names) if op == "linear_fc2" else []
-            return cls(peft_type="IA3", target_modules=list(names), feedforward_modules=inputs)
-
-        return [Sample(section, pair="linear_qkv")]
-
-    def curve(self, modules: int) -> Curve:
-        """See `AdapterSpec.curve`."""
-        return Curve("IA3")
-
-    def work(self, place: Place) -> Work:
-        """See `AdapterSpec.work`."""
-        return Work(place.out_features, 2 * place.out_features)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
-        """See `AdapterSpec.kept`."""
-        if not self.scales_input(modules, shape):
-            return Kept(output=True, multiplied=place.out_features)
-        if not place.column_parallel:
-            return Kept(input=True, replaces_input=True, multiplied=place.in_features)
-        product = Row("product of its own", "columns", place.share)
-        return Kept(input=True, rows=(product,), multiplied=place.in_features)
-
-    def attach(
-        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
-    ) -> TaskAdapter:
-        """See `AdapterSpec.attach`."""
-        return IA3(host, task, total_steps, initial)
-
-    def _feedforward(self, shape: Shape) -> str | list[str]:
-        given = self.feedforward_modules
-        return list(shape.default_targets.ia3_feedforward) if given is None else given
-
-
-def _factor(module: Module, scales_input: bool) -> AdapterTensor:
-    """Divided if tensor ranks divide the side of the module that it scales."""
-    if scales_input:
-        return AdapterTensor((1, module.in_features), module.layer, None if module.column_parallel else 1)
-    return AdapterTensor((module.out_features, 1), module.layer, 0 if module.column_parallel else None)
-
-
-class IA3(TaskAdapter):
-    """IA3 of one task."""
-
-    spec: IA3Spec
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        modules = self.spec.modules(self.host.shape)
-        inputs = {module.path for module in self.spec.scales_input(modules, self.host.shape)}
-        for op, sites in self.host.sites(modules):
-            made = [(site, site.path in inputs, self._factor(site, site.path in inputs)) for site in sites]
-            first, scales_input, factor = made[0]
-            # A row-parallel BaseOp is one module.
-            whole = scales_input and not first.column_parallel
-            self.at[op] = _InputScale(factor) if whole else _OutputScale(made)
-
-    def _factor(self, site: Site, scales_input: bool) -> nn.Parameter:
-        # Every rank scales the reduced output; with sequence parallelism, its own rows of it.
-        partial = scales_input or self.host.parallel.sequence_parallel
-        return self.parameter(_key(site.path), _ones, site, partial=partial)
+from megatron_mux.section import Modules, Targets, problem
+from megatron_mux.shape import BackboneShape, Module
 
 
 class _InputScale(Adapter):
@@ -171,13 +43,13 @@ class _InputScale(Adapter):
 class _OutputScale(Adapter):
     """Factors on outputs of any BaseOp, and on inputs of modules in a column-parallel one."""
 
-    def __init__(self, sites: list[tuple[Site, bool, nn.Parameter]]) -> None:
-        self.module: Any = sites[0][0].info.module
+    def __init__(self, factors: list[tuple[Site, bool, nn.Parameter]]) -> None:
+        self.module: Any = factors[0][0].info.module
         self.outputs: list[tuple[Tensor, nn.Parameter]] = []
         self.inputs: list[tuple[Tensor, nn.Parameter]] = []
-        for site, feedforward, factor in sites:
+        for site, scales_input, factor in factors:
             columns = site.part.columns.to(factor.device)
-            (self.inputs if feedforward else self.outputs).append((columns, factor))
+            (self.inputs if scales_input else self.outputs).append((columns, factor))
         self.stages = frozenset({"product"} if self.inputs else set()) | frozenset(
             {"after"} if self.outputs else set()
         )
@@ -199,12 +71,114 @@ class _OutputScale(Adapter):
         return (y * factors).to(y.dtype)
 
 
-def _key(path: str) -> str:
-    return tensor_key(path, "ia3_l")
+class IA3(TaskAdapter):
+    """IA3 of one task."""
+
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> Adapter:
+        """See `TaskAdapter.adapt`."""
+        shape = self.host.shape
+        made = [
+            (site, bool(self.spec.scales_input([site.module], shape)), factor.value)
+            for site, (factor,) in modules
+        ]
+        first, scales_input, factor = made[0]
+        # A row-parallel BaseOp is one module.
+        whole = scales_input and not first.info.column_parallel
+        return _InputScale(factor) if whole else _OutputScale(made)
 
 
-def _ones(full: Tensor, generator: torch.Generator) -> None:
-    full.fill_(1.0)
+class IA3Spec(AdapterSpec):
+    """IA3 (`peft.IA3Config`): learned scales of outputs, or of inputs for feed-forward modules."""
+
+    peft_type: Literal["IA3"]
+    """The method."""
+    target_modules: Targets = None
+    """Modules that get a scale; None: the ones peft would choose for the backbone's family."""
+    feedforward_modules: Modules = None
+    """Those of `target_modules` whose input is scaled rather than their output; may be empty; None: peft's choice."""
+
+    run_time = IA3
+    refused: ClassVar[Mapping[str, PeftField]] = {
+        **TUNER_FIELDS,
+        **not_yet(None, "exclude_modules", neutral=(None, [])),
+        "init_ia3_weights": PeftField(
+            "only true (peft's default) is supported: leave it out",
+            (True,),
+            default=True,
+            of_weights=(True, False),
+        ),
+    }
+
+    @model_validator(mode="after")
+    def _feedforward_modules_are_targets(self) -> IA3Spec:
+        if isinstance(self.target_modules, list) and isinstance(self.feedforward_modules, list):
+            others = [name for name in self.feedforward_modules if name not in self.target_modules]
+            if others:
+                raise problem(f"feedforward_modules must be among target_modules: {', '.join(others)} is not")
+        return self
+
+    def default_targets(self, shape: BackboneShape) -> list[str]:
+        """See `AdapterSpec.default_targets`."""
+        return list(shape.names.targets.ia3)
+
+    def scales_input(self, modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
+        """Those of the targeted modules whose input is scaled: peft asks if a path ends in a name, dot or not."""
+        names = self._feedforward(shape)
+        if isinstance(names, str):
+            return [module for module in modules if re.fullmatch(names, module.path)]
+        return [module for module in modules if any(module.path.endswith(name) for name in names)]
+
+    def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.module_tensors`: divided if tensor ranks divide the side of the module that it scales."""
+        column, ones = module.column_parallel, constant(1.0)
+        if self.scales_input([module], shape):
+            return {
+                "ia3_l": AdapterTensor((1, module.in_features), module.layer, ones, None if column else 1)
+            }
+        size = (module.out_features, 1)
+        return {"ia3_l": AdapterTensor(size, module.layer, ones, 0 if column else None, on_output=True)}
+
+    def config(self, shape: BackboneShape) -> dict[str, Any]:
+        """See `AdapterSpec.config`."""
+        config, feedforward = super().config(shape), self._feedforward(shape)
+        names = config["target_modules"]
+        if isinstance(names, str) or isinstance(feedforward, str) or not set(feedforward) <= set(names):
+            # peft wants the one to be a subset of the other, name by name: full paths always are.
+            modules = self.modules(shape)
+            config["target_modules"] = [module.path for module in modules]
+            feedforward = [module.path for module in self.scales_input(modules, shape)]
+        return {**config, "feedforward_modules": feedforward}
+
+    @classmethod
+    def samples(cls) -> Sequence[Sample]:
+        """See `AdapterSpec.samples`."""
+
+        def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
+            inputs = list(names) if op == "linear_fc2" else []
+            return cls(peft_type="IA3", target_modules=list(names), feedforward_modules=inputs)
+
+        return [Sample(section, pair="linear_qkv")]
+
+    def curve(self, modules: int) -> Curve:
+        """See `AdapterSpec.curve`."""
+        return Curve("IA3")
+
+    def work(self, place: Place) -> Work:
+        """See `AdapterSpec.work`."""
+        return Work(place.out_features, 2 * place.out_features)
+
+    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
+        """See `AdapterSpec.kept`."""
+        if not self.scales_input(modules, shape):
+            return Kept(output=True, multiplied=place.out_features)
+        if not place.column_parallel:
+            return Kept(input=True, replaces_input=True, multiplied=place.in_features)
+        product = Row("product of its own", "columns", place.share)
+        return Kept(input=True, rows=(product,), multiplied=place.in_features)
+
+    def _feedforward(self, shape: BackboneShape) -> str | list[str]:
+        given = self.feedforward_modules
+        return list(shape.names.targets.ia3_feedforward) if given is None else given
 
 
 KIND = IA3Spec

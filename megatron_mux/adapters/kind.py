@@ -6,20 +6,28 @@ without weights, and the `TaskAdapter` that `attach` makes of it. `registry` lis
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+from torch import Tensor, nn
 
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
-from megatron_mux.adapters.modules import Module, Shape, Targets, match_targets, modules_of
-from megatron_mux.section import FilePath, Refused, Section
+from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField
+from megatron_mux.adapters.targets import ALL_LINEAR, Targets, match_targets, short_names
+from megatron_mux.section import FilePath, Section
+from megatron_mux.shape import BackboneShape, Module
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
     from megatron_mux.adapters.adapter import TaskAdapter
-    from megatron_mux.adapters.host import Host
+    from megatron_mux.adapters.attach import Host
+
+Init = Callable[[Tensor, "torch.Generator"], Any]
+"""Fills a full fp32 tensor in place. The generator depends on the task's seed and the tensor's key alone."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +37,33 @@ class AdapterTensor:
     Attributes:
         shape: Of the whole tensor.
         layer: The layer that it belongs to; None: all layers share it.
+        init: Its initial value.
         dim: The dimension that tensor ranks divide; None: each of them holds everything.
         trained: Whether it is trained; else it is fixed, and each stage that has a part of the adapter holds it.
         stored: Whether it is stored with the adapter; else it can be made again.
+        decay: Whether weight decay applies (not to biases and masks).
+        on_output: Whether it meets a BaseOp's finished output: then a tensor rank that holds everything has the whole
+            gradient, except with sequence parallelism; else it has a part that must be summed.
     """
 
     shape: tuple[int, ...]
     layer: int | None
+    init: Init
     dim: int | None = None
     trained: bool = True
     stored: bool = True
+    decay: bool = True
+    on_output: bool = False
+
+
+def constant(value: float) -> Init:
+    """Initialise with one value."""
+    return lambda full, _: full.fill_(value)
+
+
+def uniform(full: Tensor, generator: torch.Generator) -> None:
+    """Initialise a matrix as `torch.nn.Linear` does."""
+    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
 
 
 class AdapterSpec(Section, ABC):
@@ -53,6 +78,12 @@ class AdapterSpec(Section, ABC):
     """Directory of a PEFT adapter to start from (`adapter_config.json`, `adapter_model.safetensors`); its fields are
     taken over, those given in the task must agree. None starts a fresh adapter."""
 
+    refused: ClassVar[Mapping[str, PeftField]]
+    """The other fields of peft's config class."""
+
+    run_time: ClassVar[type[TaskAdapter]]
+    """The class of the adapters that `attach` makes."""
+
     in_peft: ClassVar[bool] = True
     """Whether peft has this kind."""
 
@@ -65,11 +96,11 @@ class AdapterSpec(Section, ABC):
     decisive: ClassVar[frozenset[str]] = frozenset()
     """Fields that decide what stored tensors mean: a task must agree in them with the adapter that it starts from."""
 
-    from_weights: ClassVar[frozenset[str]] = frozenset()
-    """Fields of a stored config that its weights or the backbone settle: not taken over."""
-
-    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields of a stored config that say how fresh weights were drawn, with the values that left the backbone alone."""
+    @classmethod
+    def kind(cls) -> str:
+        """The one value that `peft_type` takes."""
+        (name,) = get_args(cls.model_fields["peft_type"].annotation)
+        return str(name)
 
     @property
     def virtual_tokens(self) -> int:
@@ -78,37 +109,53 @@ class AdapterSpec(Section, ABC):
 
     # -- which modules
 
-    def targets(self, shape: Shape) -> Targets:
+    def targets(self, shape: BackboneShape) -> Targets:
         """`target_modules`, or the default where the section names none."""
         given: Targets | None = getattr(self, "target_modules", None)
         return self.default_targets(shape) if given is None else given
 
-    @abstractmethod
-    def default_targets(self, shape: Shape) -> list[str]:
+    def default_targets(self, shape: BackboneShape) -> list[str]:
         """Names of the modules that it targets where the section names none: peft's choice if peft has the kind."""
+        return list(shape.names.targets.lora)
 
-    def modules(self, shape: Shape) -> list[Module]:
+    def modules(self, shape: BackboneShape) -> list[Module]:
         """The modules that it targets, layer by layer.
 
         Raises:
             UserError: A target is not a module of the backbone, or not one that the kind can have.
         """
-        found = match_targets(self.targets(shape), modules_of(shape))
-        self.check_modules(found, shape)
-        return found
-
-    def check_modules(self, modules: Sequence[Module], shape: Shape) -> None:
-        """Raise `UserError` if the kind cannot have one of these modules."""
+        return match_targets(self.targets(shape), shape.modules)
 
     # -- its tensors, and their files
 
-    @abstractmethod
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """Every tensor of the whole adapter, by its key in `adapter_model.safetensors`."""
+    def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """The tensors that are not one module's, by their key in `adapter_model.safetensors`."""
+        return {}
 
-    @abstractmethod
-    def config(self, shape: Shape) -> dict[str, Any]:
-        """The content of `adapter_config.json`."""
+    def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """The tensors of a module, by the end of their key, which begins with the module's path."""
+        return {}
+
+    def tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """Every tensor of the whole adapter, by its key in `adapter_model.safetensors`."""
+        return self.shared_tensors(shape) | {
+            tensor_key(module.path, name): tensor
+            for module in self.modules(shape)
+            for name, tensor in self.module_tensors(module, shape).items()
+        }
+
+    def config(self, shape: BackboneShape) -> dict[str, Any]:
+        """The content of `adapter_config.json`, keys in order: `all-linear` is spelled out."""
+        found = {name: f.default for name, f in self.refused.items() if f.default is not NOT_STORED}
+        found |= {name: getattr(self, name) for name in type(self).model_fields}
+        del found["adapter_name_or_path"]
+        if "fan_in_fan_out" in found:
+            found["fan_in_fan_out"] = shape.names.transposed
+        if "target_modules" in found:
+            targets = self.targets(shape)
+            every = isinstance(targets, str) and targets.lower() == ALL_LINEAR
+            found["target_modules"] = short_names(shape.modules) if every else targets
+        return dict(sorted(found.items()))
 
     # -- its cost
 
@@ -133,7 +180,7 @@ class AdapterSpec(Section, ABC):
         """The work of this adapter at a BaseOp, for profiles that are not measured."""
 
     @abstractmethod
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """The memory of this adapter at a BaseOp.
 
         Args:
@@ -144,7 +191,6 @@ class AdapterSpec(Section, ABC):
 
     # -- at run time
 
-    @abstractmethod
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
     ) -> TaskAdapter:
@@ -157,34 +203,9 @@ class AdapterSpec(Section, ABC):
             initial: Full tensors to start from, by key, already checked to be those of `tensors`; None makes a fresh
                 adapter from the task's seed.
         """
+        return self.run_time(host, task, total_steps, initial)
 
 
-# -- fields of peft that are not fields of ours
-
-_NOT_YET = "is a peft field that megatron-mux does not support yet: leave it out"
-
-
-def not_yet(*names: str, neutral: tuple[Any, ...] = (None, False)) -> dict[str, Refused]:
-    """Fields of peft that are refused unless they have one of the `neutral` values."""
-    return {name: Refused(_NOT_YET, neutral) for name in names}
-
-
-def bookkeeping(*names: str) -> dict[str, Refused]:
-    """Fields of peft that are accepted and ignored."""
-    return {name: Refused("", always=True) for name in names}
-
-
-COMMON_FIELDS: Mapping[str, Refused] = {
-    **bookkeeping("peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
-    **not_yet("modules_to_save", neutral=(None, [])),
-    "task_type": Refused("only CAUSAL_LM is supported: leave it out", (None, "CAUSAL_LM")),
-}
-"""Fields of all of peft's config classes."""
-
-TUNER_FIELDS: Mapping[str, Refused] = {
-    **COMMON_FIELDS,
-    **not_yet("exclude_modules", neutral=(None, [])),
-    # How the backbone stores its weights: peft corrects a wrong value, we know it from the backbone.
-    **bookkeeping("fan_in_fan_out"),
-}
-"""Fields of all of peft's config classes of kinds that target modules."""
+def tensor_key(path: str, suffix: str) -> str:
+    """Return the name that peft gives to an adapter's tensor at the module `path`."""
+    return f"base_model.model.{path}.{suffix}"

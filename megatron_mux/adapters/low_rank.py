@@ -6,8 +6,6 @@ MuxTune sections 3.2 and 3.4.3: the BaseOp is computed once for all tasks, their
 made besides those two, and `x` is kept once for all terms. A task's terms on one BaseOp (q and v, say) are computed
 together: their A lie on top of each other, their B in the columns that each of them owns.
 
-`reference_low_rank_linear` is the same with plain autograd, one term at a time: the oracle of tests.
-
 Shapes: T rows, K and N the product's input and output width, R rank.
 """
 
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -218,20 +215,3 @@ def _spread_up(group: _Group, parameters: Sequence[Tensor], y: Tensor) -> Tensor
             place.index_copy_(0, columns, up.to(y.dtype))
         at += rank
     return spread
-
-
-def reference_low_rank_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tasks: Sequence[TaskTerms]
-) -> Tensor:
-    """Compute `low_rank_linear` with plain autograd, task by task and term by term: the oracle of tests."""
-    y = F.linear(x, weight, bias)
-    for (start, stop), terms in tasks:
-        for term in terms:
-            own = x[start:stop]
-            if term.keep is not None:
-                own = own * term.keep * term.keep_scale
-            delta = F.linear(F.linear(own, term.down.to(x.dtype)), term.up.to(x.dtype)) * term.scale
-            columns = torch.arange(y.shape[1], device=y.device) if term.columns is None else term.columns
-            piece = y[start:stop].index_add(1, columns, delta)
-            y = torch.cat((y[:start], piece, y[stop:]))
-    return y

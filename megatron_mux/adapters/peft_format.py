@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_mux.adapters.kind import AdapterSpec
-from megatron_mux.adapters.modules import Shape
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def read_adapter(directory: Path | str, spec: AdapterSpec, shape: Shape) -> dict[str, Tensor]:
+def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape) -> dict[str, Tensor]:
     """Read the tensors of the adapter that a task starts from, as fp32 on the CPU.
 
     Args:
@@ -78,7 +78,7 @@ def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]
     return content, {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
 
 
-def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Shape) -> list[str]:
+def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: BackboneShape) -> list[str]:
     """Compare `tensors` with those of a task's adapter on a backbone.
 
     Args:

@@ -12,19 +12,68 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Kept, Place, Sample, Work
-from megatron_mux.adapters.host import Host
-from megatron_mux.adapters.kind import COMMON_FIELDS, AdapterSpec, AdapterTensor, not_yet
-from megatron_mux.adapters.modules import Module, Shape
-from megatron_mux.adapters.peft_config import stored_config
+from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
+from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
 from megatron_mux.layout import MicroBatch
-from megatron_mux.section import LARGEST_SIZE, Refused
+from megatron_mux.section import LARGEST_SIZE
+from megatron_mux.shape import BackboneShape, Module
 
 _KEY = "prompt_embeddings"
-_FROM_THE_BACKBONE = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
+
+
+class _Prefix(Adapter):
+    """The prefix of one task in one layer."""
+
+    stages = frozenset({"extend"})
+
+    def __init__(self, owner: PrefixTuning, layer: int) -> None:
+        self.owner = owner
+        self.layer = layer
+        self.place = owner.places[layer]
+
+    def extend(self, batch: MicroBatch) -> None:
+        """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
+        owner = self.owner
+        shape = owner.host.shape
+        table = owner.table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
+        first, stop = owner.heads
+        pair = table[:, self.place, :, first:stop].to(owner.host.dtype)  # [P, 2, heads, D]
+        batch.prefix.setdefault(self.layer, {})[owner.name] = (pair[:, 0], pair[:, 1])
+
+
+class PrefixTuning(TaskAdapter):
+    """Prefix tuning of one task."""
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`: a stage has the columns of its layers."""
+        parallel, shape = self.host.parallel, self.host.shape
+        self.heads = _heads_of_rank(shape.kv_heads, parallel.tp_rank, parallel.tp_size)
+        self.places = {layer: i for i, layer in enumerate(self.host.layers)}
+        width = 2 * _width(shape)
+        index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in self.places])
+        self.table = self.make(_KEY, dim=1, index=index).value
+        super().build()
+
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Prefix:
+        """See `TaskAdapter.adapt`."""
+        return _Prefix(self, modules[0][0].info.layer)
+
+
+def _heads_of_rank(heads: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the range of key-value heads that core attention sees on a tensor rank."""
+    if heads >= size:
+        return rank * (heads // size), (rank + 1) * (heads // size)
+    head = rank // (size // heads)
+    return head, head + 1
+
+
+def _width(shape: BackboneShape) -> int:
+    """Return the width of a layer's keys."""
+    return shape.kv_heads * shape.head_dim
 
 
 class PrefixTuningSpec(AdapterSpec):
@@ -35,16 +84,18 @@ class PrefixTuningSpec(AdapterSpec):
     num_virtual_tokens: int = Field(ge=1, le=LARGEST_SIZE)
     """Length of the prefix."""
 
-    decisive: ClassVar[frozenset[str]] = frozenset({"num_virtual_tokens"})
-    from_weights: ClassVar[frozenset[str]] = frozenset({*_FROM_THE_BACKBONE, "encoder_hidden_size"})
-    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_weights": (None, "zero")}
-    refused: ClassVar[Mapping[str, Refused]] = {
+    run_time = PrefixTuning
+    decisive = frozenset({"num_virtual_tokens"})
+    refused: ClassVar[Mapping[str, PeftField]] = {
         **COMMON_FIELDS,
-        **not_yet("prefix_projection"),
-        **not_yet("init_weights", neutral=(None,)),
-        **{name: Refused("follows from the backbone: leave it out", (None,)) for name in _FROM_THE_BACKBONE},
-        "encoder_hidden_size": Refused(
-            "belongs to prefix_projection, which is not supported: leave it out", (None,)
+        **not_yet(False, "prefix_projection"),
+        "init_weights": PeftField(NOT_YET, (None,), default=None, of_weights=("zero",)),
+        **{
+            name: PeftField("follows from the backbone: leave it out", (None,), from_backbone=True)
+            for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
+        },
+        "encoder_hidden_size": PeftField(
+            "belongs to prefix_projection, which is not supported: leave it out", (None,), from_backbone=True
         ),
     }
 
@@ -53,31 +104,26 @@ class PrefixTuningSpec(AdapterSpec):
         """See `AdapterSpec.virtual_tokens`."""
         return self.num_virtual_tokens
 
-    def default_targets(self, shape: Shape) -> list[str]:
+    def default_targets(self, shape: BackboneShape) -> list[str]:
         """The modules that make queries, keys and values."""
-        return list(shape.layer_modules["linear_qkv"])
+        return [linear.path for linear in shape.names.ops["linear_qkv"]]
 
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """See `AdapterSpec.tensors`."""
-        return {_KEY: AdapterTensor((self.num_virtual_tokens, shape.layers * 2 * _width(shape)), None)}
+    def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.shared_tensors`."""
+        size = (self.num_virtual_tokens, shape.layers * 2 * _width(shape))
+        return {_KEY: AdapterTensor(size, None, lambda full, generator: full.normal_(generator=generator))}
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: BackboneShape) -> dict[str, Any]:
         """See `AdapterSpec.config`; peft counts key-value heads where it says attention heads."""
         width = _width(shape)
-        return stored_config(
-            self,
-            {
-                "encoder_hidden_size": width,
-                "init_weights": None,
-                "modules_to_save": None,
-                "num_attention_heads": shape.kv_heads,
-                "num_layers": shape.layers,
-                "num_transformer_submodules": 1,
-                "num_virtual_tokens": self.num_virtual_tokens,
-                "prefix_projection": False,
-                "token_dim": width,
-            },
-        )
+        found = {
+            "encoder_hidden_size": width,
+            "num_attention_heads": shape.kv_heads,
+            "num_layers": shape.layers,
+            "num_transformer_submodules": 1,
+            "token_dim": width,
+        }
+        return dict(sorted((super().config(shape) | found).items()))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -91,74 +137,9 @@ class PrefixTuningSpec(AdapterSpec):
         """See `AdapterSpec.work`."""
         return Work(0.0, 0.0)
 
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
+    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`: keys and values of its `virtual_tokens` are counted with attention's."""
         return Kept()
-
-    def attach(
-        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
-    ) -> TaskAdapter:
-        """See `AdapterSpec.attach`."""
-        return PrefixTuning(host, task, total_steps, initial)
-
-
-def _width(shape: Shape) -> int:
-    """Return the width of a layer's keys."""
-    return shape.kv_heads * shape.head_dim
-
-
-class PrefixTuning(TaskAdapter):
-    """Prefix tuning of one task."""
-
-    spec: PrefixTuningSpec
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        host, shape = self.host, self.host.shape
-        self.heads = _heads_of_rank(shape.kv_heads, host.parallel.tp_rank, host.parallel.tp_size)
-        layers = host.layers
-        width = 2 * _width(shape)
-        index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in layers])
-        owner = host.first_tensor_rank
-        self.table: nn.Parameter = self.make(
-            _KEY, _normal, dim=1, index=index, partial=True, owner=owner
-        ).value
-        place = {layer: i for i, layer in enumerate(layers)}
-        for op, info in enumerate(host.base_ops):
-            if info.name == "linear_qkv":
-                self.at[op] = _Prefix(self, info.layer, place[info.layer])
-
-
-class _Prefix(Adapter):
-    """The prefix of one task in one layer."""
-
-    stages = frozenset({"extend"})
-
-    def __init__(self, owner: PrefixTuning, layer: int, place: int) -> None:
-        self.owner = owner
-        self.layer = layer
-        self.place = place
-
-    def extend(self, batch: MicroBatch) -> None:
-        """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
-        owner = self.owner
-        shape = owner.host.shape
-        table = owner.table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
-        first, stop = owner.heads
-        pair = table[:, self.place, :, first:stop].to(owner.host.dtype)  # [P, 2, heads, D]
-        batch.prefix.setdefault(self.layer, {})[owner.name] = (pair[:, 0], pair[:, 1])
-
-
-def _heads_of_rank(heads: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of key-value heads that core attention sees on a tensor rank."""
-    if heads >= size:
-        return rank * (heads // size), (rank + 1) * (heads // size)
-    head = rank // (size // heads)
-    return head, head + 1
-
-
-def _normal(full: Tensor, generator: torch.Generator) -> None:
-    full.normal_(generator=generator)
 
 
 KIND = PrefixTuningSpec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import get_args
 
 from megatron_mux.adapters.kind import AdapterSpec
 
@@ -27,7 +26,7 @@ def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:
     """
     found: dict[str, type[AdapterSpec]] = {}
     for kind in kinds:
-        (name,) = get_args(kind.model_fields["peft_type"].annotation)
+        name = kind.kind()
         if name in found:
             raise ValueError(f"two adapter kinds are called {name}: {found[name]} and {kind}")
         found[name] = kind

@@ -9,27 +9,52 @@ row-parallel one A is divided as the input is. What is whole has a partial gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, LowRankTerm, TaskAdapter, tensor_key, zeros
-from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work, low_rank_kept, low_rank_work
-from megatron_mux.adapters.host import Host, Site
-from megatron_mux.adapters.kind import TUNER_FIELDS, AdapterSpec, AdapterTensor, not_yet
-from megatron_mux.adapters.modules import Module, Shape
-from megatron_mux.adapters.peft_config import stored_config, stored_targets
-from megatron_mux.base_ops import BaseOpName
-from megatron_mux.layout import MicroBatch
-from megatron_mux.section import LARGEST_SIZE, Number, Refused, Targets
+from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.attach import Site
+from megatron_mux.adapters.costs import Place, Work
+from megatron_mux.adapters.kind import AdapterTensor, constant
+from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Term
+from megatron_mux.adapters.peft_fields import PeftField
+from megatron_mux.section import LARGEST_SIZE, Number, Targets
+from megatron_mux.shape import BackboneShape, Module
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 
 
-class VeraSpec(AdapterSpec):
+class Vera(TaskAdapter):
+    """VeRA of one task."""
+
+    def build(self) -> None:
+        """See `TaskAdapter.build`."""
+        modules = self.spec.modules(self.host.shape)
+        if list(self.host.sites(modules)):
+            # Several stages have them, one saves them.
+            owner = modules[0].layer in self.host.layers
+            self.a, self.b = (self.make(key, owner=owner).value for key in (_A, _B))
+        self._parts: dict[tuple[str, str], Tensor] = {}  # rows of B by BaseOp and module: layers share them
+        super().build()
+
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> LowRankTerms:
+        """See `TaskAdapter.adapt`."""
+        return LowRankTerms(self, [self._term(site, b.value, d.value) for site, (b, d) in modules])
+
+    def _term(self, site: Site, b: Tensor, d: Tensor) -> Term:
+        info, part = site.info, site.part
+        name = (info.name, site.path.removeprefix(info.hf_prefix))
+        if name not in self._parts:
+            rows = part.features if info.column_parallel else torch.arange(part.out_features)
+            self._parts[name] = _rows_of(self.b, rows)
+        return Term(site, self.a[:, info.inputs.start : info.inputs.stop], self._parts[name], d, b)
+
+
+class VeraSpec(LowRankSpec):
     """VeRA (`peft.VeraConfig`)."""
 
     peft_type: Literal["VERA"]
@@ -47,179 +72,51 @@ class VeraSpec(AdapterSpec):
     target_modules: Targets = None
     """Modules that get an adapter; None: the ones peft would choose for the backbone's family."""
 
-    free_with_weights: ClassVar[frozenset[str]] = frozenset({"vera_dropout", "d_initial"})
-    decisive: ClassVar[frozenset[str]] = frozenset({"r", "projection_prng_key", "save_projection"})
-    initial_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"init_weights": (True, False)}
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **TUNER_FIELDS,
-        **not_yet("layers_to_transform"),
-        **not_yet("layers_pattern", neutral=(None, [])),
-        "bias": Refused("only none is supported: the backbone is frozen, its biases too", ("none",)),
-        "init_weights": Refused("only true (peft's default) is supported: leave it out", (True,)),
+    run_time = Vera
+    dropout_field = "vera_dropout"
+    sample_ranks = (32, 256)
+    free_with_weights = frozenset({"vera_dropout", "d_initial"})
+    decisive = frozenset({"r", "projection_prng_key", "save_projection"})
+    refused: ClassVar[Mapping[str, PeftField]] = {
+        **LOW_RANK_FIELDS,
+        "init_weights": PeftField(
+            "only true (peft's default) is supported: leave it out",
+            (True,),
+            default=True,
+            of_weights=(True, False),
+        ),
     }
 
-    def default_targets(self, shape: Shape) -> list[str]:
-        """See `AdapterSpec.default_targets`."""
-        return list(shape.default_targets.lora)
-
-    def tensors(self, shape: Shape) -> dict[str, AdapterTensor]:
-        """See `AdapterSpec.tensors`."""
+    def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.shared_tensors`: A and B, as wide as the widest input and output of all modules."""
         modules = self.modules(shape)
-        found = {
-            key: AdapterTensor(size, None, trained=False, stored=self.save_projection)
-            for key, size in zip((_A, _B), self._projections(modules), strict=True)
+        inputs, outputs = (max(getattr(m, side) for m in modules) for side in ("in_features", "out_features"))
+        a, b = (self.r, inputs), (outputs, self.r)
+        stored = self.save_projection
+        return {
+            _A: AdapterTensor(a, None, lambda full, _: self._draw(full), trained=False, stored=stored),
+            _B: AdapterTensor(b, None, lambda full, _: self._draw(full, a), trained=False, stored=stored),
         }
-        for module in modules:
-            dim = 0 if module.column_parallel else None
-            found[_lambda_b(module.path)] = AdapterTensor((module.out_features,), module.layer, dim)
-            found[_lambda_d(module.path)] = AdapterTensor((self.r,), module.layer)
-        return found
 
-    def config(self, shape: Shape) -> dict[str, Any]:
-        """See `AdapterSpec.config`."""
-        own = ("r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial")
-        return stored_config(
-            self,
-            {
-                **{name: getattr(self, name) for name in own},
-                "bias": "none",
-                "fan_in_fan_out": shape.transposed,
-                "init_weights": True,
-                "layers_pattern": None,
-                "layers_to_transform": None,
-                "modules_to_save": None,
-                "target_modules": stored_targets(self, shape),
-            },
-        )
-
-    @classmethod
-    def samples(cls) -> Sequence[Sample]:
-        """See `AdapterSpec.samples`: the rank is shared out among the modules of a BaseOp."""
-
-        def section(rank: int, dropout: float) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
-            return lambda op, names: cls(
-                peft_type="VERA",
-                r=max(1, rank // len(names)),
-                vera_dropout=dropout,
-                target_modules=list(names),
-            )
-
-        return [
-            Sample(section(rank, dropout), pair="linear_qkv" if rank == 32 else None)
-            for dropout in (0.0, 0.1)
-            for rank in (32, 256)
-        ]
-
-    def curve(self, modules: int) -> Curve:
-        """See `AdapterSpec.curve`."""
-        return Curve("VERA_DROPOUT" if self.vera_dropout else "VERA", self.r * modules)
+    def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
+        """See `AdapterSpec.module_tensors`."""
+        dim = 0 if module.column_parallel else None
+        return {
+            "vera_lambda_b": AdapterTensor((module.out_features,), module.layer, constant(0.0), dim),
+            "vera_lambda_d": AdapterTensor((self.r,), module.layer, constant(self.d_initial)),
+        }
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`: that of low-rank terms, and the scaling of the matrices."""
-        rank = self.r * place.modules
-        flops, moved, _ = low_rank_work(place, rank, bool(self.vera_dropout))
-        return Work(flops, moved, 3 * rank * (place.in_features + place.out_features))
+        matrices = self.r * place.modules * (place.in_features + place.out_features)
+        return super().work(place)._replace(weights=3 * matrices)
 
-    def kept(self, place: Place, modules: Sequence[Module], shape: Shape) -> Kept:
-        """See `AdapterSpec.kept`: that of low-rank terms, whose matrices are made for each micro-batch."""
-        return low_rank_kept(place, self.r * place.modules, bool(self.vera_dropout))
-
-    def attach(
-        self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
-    ) -> TaskAdapter:
-        """See `AdapterSpec.attach`."""
-        return Vera(host, task, total_steps, initial)
-
-    def _projections(self, modules: list[Module]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of A and B: as wide as the widest input and output of all modules."""
-        inputs, outputs = (max(getattr(m, side) for m in modules) for side in ("in_features", "out_features"))
-        return (self.r, inputs), (outputs, self.r)
-
-
-class Vera(TaskAdapter):
-    """VeRA of one task."""
-
-    spec: VeraSpec
-
-    def build(self) -> None:
-        """See `TaskAdapter.build`."""
-        modules = self.spec.modules(self.host.shape)
-        found = list(self.host.sites(modules))
-        if not found:
-            return
-        a, b = self._draw()
-        # Several stages have them, one saves them.
-        owner = self.host.first_tensor_rank and modules[0].layer in self.host.layers
-        self.a = self.make(_A, lambda full, _: full.copy_(a), owner=owner).value
-        self.b = self.make(_B, lambda full, _: full.copy_(b), owner=owner).value
-        self._parts: dict[tuple[str, str], Tensor] = {}  # rows of B by BaseOp and module: layers share them
-        for op, sites in found:
-            self.at[op] = _VeraTerms(self, [self._term(site) for site in sites])
-
-    def _draw(self) -> tuple[Tensor, Tensor]:
-        """A and B exactly as peft draws them: one after the other from one generator, Kaiming uniform."""
-        generator = torch.Generator().manual_seed(self.spec.projection_prng_key)
-        a, b = (torch.empty(self.tensors[key].shape, dtype=torch.float32) for key in (_A, _B))
-        for full in (a, b):
-            bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(full.shape[1]))
-            full.uniform_(-bound, bound, generator=generator)
-        return a, b
-
-    def _term(self, site: Site) -> _Term:
-        b = self.parameter(_lambda_b(site.path), zeros, site, partial=True)
-        d = self.parameter(_lambda_d(site.path), self._fill, site, partial=True)
-        name = (site.info.name, site.path.removeprefix(site.info.hf_prefix))
-        if name not in self._parts:
-            rows = site.part.features if site.column_parallel else torch.arange(site.part.out_features)
-            self._parts[name] = _rows_of(self.b, rows)
-        return _Term(site, self.a[:, site.info.in_start : site.info.in_stop], self._parts[name], d, b)
-
-    def _fill(self, full: Tensor, generator: torch.Generator) -> None:
-        full.fill_(self.spec.d_initial)
-
-
-class _Term:
-    """The vectors of one module, and what they scale.
-
-    Args:
-        site: The module.
-        down: `[R, K]` A on this rank.
-        up: `[n, R]` B on this rank.
-        d: `[R]` scales the rows of A.
-        b: `[n]` scales the rows of B.
-    """
-
-    def __init__(self, site: Site, down: Tensor, up: Tensor, d: nn.Parameter, b: nn.Parameter) -> None:
-        self.path = site.path
-        self.features = (site.info.in_start, site.info.in_stop)
-        columns = site.columns
-        self.columns = None if columns is None else columns.to(d.device)
-        self.down, self.up, self.d, self.b = down, up, d, b
-
-
-class _VeraTerms(Adapter):
-    """The VeRA terms of one task at one BaseOp."""
-
-    stages = frozenset({"low_rank"})
-
-    def __init__(self, owner: Vera, terms: list[_Term]) -> None:
-        self.owner = owner
-        self.terms = terms
-
-    def low_rank(self, batch: MicroBatch, rows: tuple[int, int]) -> list[LowRankTerm]:
-        """See `Adapter.low_rank`."""
-        owner, probability = self.owner, self.owner.spec.vera_dropout
-        return [
-            LowRankTerm(
-                t.d[:, None] * t.down,
-                t.b[:, None] * t.up,
-                t.columns,
-                1.0,
-                owner.input_mask("vera_dropout", t.path, t.features, probability, batch),
-                1.0 / (1.0 - probability),
-            )
-            for t in self.terms
-        ]
+    def _draw(self, full: Tensor, *before: tuple[int, int]) -> None:
+        """Fill a matrix exactly as peft draws it: after those `before`, from one generator, Kaiming uniform."""
+        generator = torch.Generator().manual_seed(self.projection_prng_key)
+        for matrix in (*(full.new_empty(shape) for shape in before), full):
+            bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(matrix.shape[1]))
+            matrix.uniform_(-bound, bound, generator=generator)
 
 
 def _rows_of(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -227,14 +124,6 @@ def _rows_of(matrix: Tensor, rows: Tensor) -> Tensor:
     if rows.numel() and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + rows.numel())):
         return matrix[int(rows[0]) : int(rows[0]) + rows.numel()]
     return matrix[rows.to(matrix.device)]
-
-
-def _lambda_b(path: str) -> str:
-    return tensor_key(path, "vera_lambda_b")
-
-
-def _lambda_d(path: str) -> str:
-    return tensor_key(path, "vera_lambda_d")
 
 
 KIND = VeraSpec

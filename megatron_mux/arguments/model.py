@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_mux.backbone.residence import Kind
-    from megatron_mux.backbone.shape import BackboneShape
+    from megatron_mux.shape import BackboneShape
 
 
 _COUNT: Mapping[str, Any] = {"type": at_least(1), "metavar": "N"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_mux.backbone.shape import BackboneShape
+    from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def _positions(shape: BackboneShape) -> str:
 
 def _rotary_base(shape: BackboneShape) -> float | None:
     """The base of all layers; None if they have none, or several."""
-    bases = {rope.theta if rope else None for rope in shape.ropes}
+    bases = {rope.rope_theta if rope else None for rope in shape.ropes}
     return bases.pop() if len(bases) == 1 else None
 
 

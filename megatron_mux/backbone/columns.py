@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.names import Module
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName, ModuleColumns
+from megatron_mux.shape import BackboneShape, Linear
 
 
 def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
@@ -48,7 +47,7 @@ def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, ModuleColumns]
     return found
 
 
-def _joined(module: Module, found: dict[str, ModuleColumns]) -> ModuleColumns:
+def _joined(module: Linear, found: dict[str, ModuleColumns]) -> ModuleColumns:
     """The columns of a whole Hugging Face module, whose output may hold several roles one after the other."""
     columns, features, offset = [], [], 0
     for role in module.roles:
@@ -65,12 +64,12 @@ def parts(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[st
     return {module.path: _joined(module, found) for module in shape.names.ops[op]}
 
 
-def in_range(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> tuple[int, int]:
-    """The range of input features that a rank holds: all of them for column-parallel BaseOps."""
+def inputs(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> range:
+    """The input features that a rank holds: all of them for column-parallel BaseOps."""
     full = shape.in_features(op)
     if op in COLUMN_PARALLEL:
-        return 0, full
-    return rank * (full // size), (rank + 1) * (full // size)
+        return range(full)
+    return range(rank * (full // size), (rank + 1) * (full // size))
 
 
 def runs(columns: Tensor, features: Tensor) -> list[tuple[int, int, int]]:

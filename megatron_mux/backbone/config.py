@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_mux.backbone.family import Family
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.pointwise import ACTIVATIONS
+from megatron_mux.shape import BackboneShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of Hugging Face checkpoints: one file in `families/` each, which says all that is particular to it.
+
+    Attributes:
+        shape: Reads the config (defaults filled in); raises `UserError` by `refuse`.
+        used: Fields that `shape` reads. A field named nowhere is refused unless it is empty.
+        ignored: Fields without effect on what we compute (dropout of the backbone, caching, other heads).
+        fixed: Fields that must have one of the values given.
+    """
+
+    shape: Callable[[Mapping[str, Any]], BackboneShape]
+    used: frozenset[str]
+    ignored: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
 
 _IGNORED = frozenset(
     # How the checkpoint was made, options of sampling and of other heads.
@@ -79,13 +98,14 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
     """
     from transformers import CONFIG_MAPPING
 
+    kind = raw["model_type"]
     try:
-        config = CONFIG_MAPPING[family.model_type].from_dict(dict(raw))
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
         full: dict[str, Any] = config.to_dict()
         # Some names are stored under another one (GPT-2's n_embd); both may be asked for.
         full |= {name: getattr(config, name) for name in config.attribute_map}
     except Exception as error:  # transformers lets its validators raise anything
-        raise UserError(f"{path} is not a valid {family.model_type} config: {error}.") from None
+        raise UserError(f"{path} is not a valid {kind} config: {error}.") from None
     problems = _problems(family, {**raw, **full}, raw)
     if problems:
         raise UserError(*problems)
@@ -93,20 +113,20 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
 
 
 def _problems(family: Family, full: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
-    fields, problems = family.fields, []
-    for name, allowed in {**_FIXED, **fields.fixed}.items():
+    problems = []
+    for name, allowed in {**_FIXED, **family.fixed}.items():
         if name in full and full[name] not in allowed:
             problems.append(problem(name, full[name], " or ".join(json.dumps(v) for v in allowed)))
     for name in _SIZES & full.keys():
-        required = name in fields.used - _SIZES_OR_NULL
+        required = name in family.used - _SIZES_OR_NULL
         if (required or full[name] is not None) and not _is_size(full[name]):
             problems.append(problem(name, full[name], "a positive whole number"))
-    known = _IGNORED | fields.used | fields.ignored | set(fields.fixed) | set(_FIXED)
+    known = _IGNORED | family.used | family.ignored | set(family.fixed) | set(_FIXED)
     for name, value in raw.items():
         if name not in known and value not in (None, False, "", [], {}):
             problems.append(
                 f"The backbone's config.json has {name} = {json.dumps(value, default=str)}, which is not known for "
-                f"model_type {family.model_type}: if it changes nothing that is computed, remove it."
+                f"model_type {raw['model_type']}: if it changes nothing that is computed, remove it."
             )
     return problems
 
@@ -137,21 +157,6 @@ def divisible_heads(heads: int, kv_heads: int) -> None:
         refuse("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """The value of `eos_token_id` as a tuple: the config has one, several or none."""
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
-
-
-def window(full: Mapping[str, Any]) -> int | None:
-    """How many of the latest positions a token sees, itself included; None for all."""
-    value = full.get("sliding_window")
-    if value is not None and not _is_size(value):
-        refuse("sliding_window", value, "a positive whole number or null")
-    return value
-
-
 def layer_types(full: Mapping[str, Any], layers: int) -> list[str]:
     """`layer_types`: which layers attend to everything and which within a window; everything if it is empty."""
     types = list(full.get("layer_types") or ["full_attention"] * layers)
@@ -160,14 +165,18 @@ def layer_types(full: Mapping[str, Any], layers: int) -> list[str]:
     return types
 
 
-def windows_by_layer_type(full: Mapping[str, Any], layers: int, size: int | None) -> tuple[int | None, ...]:
-    """Windows of configs with `layer_types` (Gemma 3, Qwen2, Qwen3).
+def windows(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """For each layer, how many of the latest positions a token sees, itself included; None for all.
 
     Args:
-        full: The config.
+        full: The config. Some say apart whether the window is used (Qwen2, Qwen3), some which layers have one.
         layers: How many there are.
-        size: Of the window; None without one.
     """
+    size = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+    if size is not None and not _is_size(size):
+        refuse("sliding_window", size, "a positive whole number or null")
+    if not full.get("layer_types"):
+        return (size,) * layers
     types = layer_types(full, layers)
     if size is None and "sliding_attention" in types:
         refuse("layer_types", types, "sliding_attention only with a sliding_window that is used")

@@ -9,28 +9,26 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone import columns
+from megatron_mux.backbone import columns, spec, weights
+from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.layer import compute_layer
-from megatron_mux.backbone.loading import load_model
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.backbone.split import Split, even_split, stage_layers
-from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpInfo
+from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
-from megatron.core.tensor_parallel.mappings import (  # isort: skip  after loading, which silences its remarks
+from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
     gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 
@@ -55,23 +53,25 @@ class Backbone:
     def __init__(
         self,
         info: BackboneInfo,
-        shape: BackboneShape,
         parallel: Parallel,
         layers: range,
-        model: nn.Module,
+        dtype: torch.dtype,
         recompute: Recompute,
-        residence: Residence,
+        residence: Kind,
+        source: Checkpoint | NoWeights,
     ) -> None:
         self.info = info
-        self.shape = shape
+        padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
+        self.shape = shape = dataclasses.replace(info.shape, padded_vocab=padded)
         self.parallel = parallel
-        self.model = model
+        self.dtype = dtype
         self.recompute = recompute
-        self.residence = residence
         self.device = parallel.device
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
-        self.dtype = next(model.parameters()).dtype
+        self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
+        self.residence = Residence(residence, parallel)
+        weights.load(self.model, shape, layers, source, info.stored, self.residence)
         self._embedding_scale: Tensor | None = None
         if shape.embedding_scale != 1.0:
             # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
@@ -112,15 +112,11 @@ class Backbone:
         """
         info = info_without_weights(path) if config_only else read_backbone_info(path)
         info.check_parallel(parallel.tp_size, parallel.pp_size)
-        padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
-        shape = dataclasses.replace(info.shape, padded_vocab=padded)
-        layers = stage_layers(split or even_split(shape.layers, parallel.pp_size))[
+        layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
         ]
-        model, home = load_model(
-            info, shape, parallel, dtype, layers, recompute == "selective", residence, config_only
-        )
-        return cls(info, shape, parallel, layers, model, recompute, home)
+        source = NoWeights() if config_only else Checkpoint(info.path)
+        return cls(info, parallel, layers, dtype, recompute, residence, source)
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
@@ -192,17 +188,6 @@ class Backbone:
             nll, tokens = predict(self._rows(hidden, batch), batch.labels, self._output_layer(share=False))
         return nll.float(), tokens
 
-    def logits(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """`[T, V]` logits of every row, gathered over tensor ranks, without gradients; last stage only.
-
-        For checks: training never computes them all at once.
-        """
-        with torch.no_grad(), self.residence.using("head"):
-            local = torch.mm(self._all_rows(hidden), self._output_weight().t())
-            if self.parallel.tp_size > 1:
-                local = gather_from_tensor_model_parallel_region(local, group=self.parallel.tp_group)
-            return local[:, : self.shape.vocab]
-
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the hidden states that stages send each other."""
         divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
@@ -213,21 +198,17 @@ class Backbone:
     def base_ops(self) -> list[BaseOpInfo]:
         """The operators of this stage's layers that adapters can attach to."""
         found = []
-        decoder: Any = self.model.decoder
+        decoder = self.model.decoder
         rank, size = self.parallel.tp_rank, self.parallel.tp_size
         for index, layer in zip(self.layers, decoder.layers, strict=True):
             for op in BASE_OPS:
-                start, stop = columns.in_range(self.shape, op, rank, size)
                 owner = layer.self_attention if op in ("linear_qkv", "linear_proj") else layer.mlp
                 found.append(
                     BaseOpInfo(
                         layer=index,
                         name=op,
                         module=getattr(owner, op),
-                        parallel="column" if op in COLUMN_PARALLEL else "row",
-                        in_features=self.shape.in_features(op),
-                        in_start=start,
-                        in_stop=stop,
+                        inputs=columns.inputs(self.shape, op, rank, size),
                         parts=columns.parts(self.shape, op, rank, size),
                         hf_prefix=self.shape.names.layer.format(index),
                     )
@@ -238,7 +219,7 @@ class Backbone:
 
     def _embed(self, batch: MicroBatch) -> Tensor:
         """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
-        embedding: Any = self.model.embedding
+        embedding = self.model.embedding
         with torch.no_grad(), self.residence.using("embedding", 0):
             if not batch.rows:
                 return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
@@ -259,7 +240,7 @@ class Backbone:
     @property
     def _trained_from(self) -> int:
         """Index within the stage of the first layer in which some task has an adapter."""
-        decoder: Any = self.model.decoder
+        decoder = self.model.decoder
         for i, layer in enumerate(decoder.layers):
             # Attaching replaces `forward` on the instance, on every rank of the stage alike.
             if any("forward" in vars(module) for module in layer.modules()):
@@ -272,7 +253,7 @@ class Backbone:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not batch.rows:
             return hidden
-        decoder: Any = self.model.decoder
+        decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1
         trimmed = labelled_only and is_last
         hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
@@ -294,13 +275,8 @@ class Backbone:
         rows = self._all_rows(hidden)
         return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
 
-    def _output_weight(self) -> Tensor:
-        output: Any = self.model.output_layer
-        weight: Tensor = output.weight
-        return weight
-
     def _output_layer(self, share: bool) -> OutputLayer:
-        weight = self._output_weight()
+        weight: Tensor = self.model.output_layer.weight
         return OutputLayer(
             weight=weight,
             start=self.parallel.tp_rank * weight.shape[0],

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megatron_mux.backbone import config, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
-from megatron_mux.backbone.family import Family
-from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.backbone.config import Family
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.shape import BackboneShape
 
 FAMILIES = (
     "gemma3_text",

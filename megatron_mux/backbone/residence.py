@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_mux.kernels.side_stream import SideStream
 from megatron_mux.runtime import Parallel
 
 Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
@@ -46,6 +45,34 @@ def unit_of(parameter: str, layers: int) -> Key:
     return int(rest[1]) if rest[0] == "layers" else layers - 1
 
 
+class _SideStream:
+    """Runs work beside computation: on a stream of its own on a GPU, at once on a CPU.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        there = device.type == "cuda" and torch.cuda.is_available()  # a dry run has none
+        self._stream = torch.cuda.Stream(device) if there else None
+
+    @contextmanager
+    def after_what_came_before(self) -> Iterator[None]:
+        """Run what is enqueued inside on the side stream, after everything enqueued before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let computation enqueued from now on wait for the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
 class Unit:
     """The frozen parameters of a unit: fetched before use, dropped after.
 
@@ -63,7 +90,7 @@ class Unit:
         parallel: Parallel,
         shares: int,
         offloaded: bool,
-        side: SideStream,
+        side: _SideStream,
     ) -> None:
         self._side = side
         self._coming: list[dist.Work] = []
@@ -146,7 +173,7 @@ class Residence:
         self.parallel = parallel
         self.shares = parallel.dp_size if kind.startswith("sharded") else 1
         self._offloaded = kind.endswith("offloaded")
-        self._side = SideStream(parallel.device)
+        self._side = _SideStream(parallel.device)
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.units: dict[Key, Unit] = {}
 

@@ -7,10 +7,9 @@ import re
 import torch
 
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.names import Names
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape, Names
 
 _CHUNK_BYTES = 1 << 20
 
@@ -20,10 +19,7 @@ def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
     names, norm = shape.names, shape.norm_leaves
     found: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (shape.vocab, shape.hidden)}
     if names.positions is not None:
-        found[f"{names.positions}.weight"] = (
-            (shape.position_limit or 0) + shape.position_offset,
-            shape.hidden,
-        )
+        found[f"{names.positions}.weight"] = (shape.learned_positions, shape.hidden)
     found |= {f"{names.final_norm}.{leaf}": (shape.hidden,) for leaf in norm}
     if not shape.tied:
         found[f"{names.head}.weight"] = (shape.vocab, shape.hidden)

@@ -1,18 +1,106 @@
-"""Rotary embedding by each token's position. Shapes: T tokens, D rotated features of a head."""
+"""Rotary embedding by each token's position: its settings in a config.json, and the angles.
+
+Shapes: T tokens, D rotated features of a head.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.shape import Rope
-from megatron_mux.kernels.segment import Segment
+from megatron_mux.backbone.config import layer_types, refuse
+from megatron_mux.kernels.attention import Segment
+from megatron_mux.shape import Rope
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine `[T, 1, D / 2]` of each token's angles."""
+
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {"longrope": ("factor", "attention_factor")}
+_COMMON = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings")
+_LISTS = frozenset({"short_factor", "long_factor"})
+
+
+def ropes_by_layer(full: Mapping[str, Any], head_dim: int, layers: int, partial: bool) -> tuple[Rope, ...]:
+    """The rotary embedding of each layer, from `rope_parameters`: one for all, or one for each of `layer_types`.
+
+    Args:
+        full: The config.
+        head_dim: Width of a head.
+        layers: How many there are.
+        partial: Whether the family can rotate a part of a head's features only.
+    """
+    found = full.get("rope_parameters") or {}
+    if "full_attention" not in found:
+        return (_rope(found, full, head_dim, partial),) * layers
+    types = layer_types(full, layers)
+    ropes = {kind: _rope(found.get(kind) or {}, full, head_dim, partial) for kind in set(types)}
+    return tuple(ropes[kind] for kind in types)
+
+
+def _rope(found: Mapping[str, Any], full: Mapping[str, Any], head_dim: int, partial: bool) -> Rope:
+    field, kind = "rope_parameters", found.get("rope_type", found.get("type", "default"))
+    share = found.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
+    width = _rotated_width(share, head_dim, partial)
+    keys = _KEYS.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        refuse(field, found, "rope_type default, linear, llama3 or longrope")
+    optional = [name for name in _OPTIONAL.get(kind, ()) if found.get(name) is not None]
+    extra = sorted(
+        name for name in found if name not in {*_COMMON, *keys, *optional} and found[name] is not None
+    )
+    missing = [name for name in keys if found.get(name) is None]
+    if extra or missing:
+        said = f"{', '.join(extra)} unknown" if extra else f"{', '.join(missing)} missing"
+        refuse(field, found, f"for rope_type {kind}: {', '.join(keys) or 'rope_theta alone'} ({said})")
+    values = {
+        "rope_theta": found.get("rope_theta", 10000.0),
+        **{name: found[name] for name in (*keys, *optional)},
+    }
+    wrong = [name for name, value in values.items() if not _is_valid(name, value, width // 2)]
+    if wrong:
+        several = f", {width // 2} of them for " if _LISTS & set(wrong) else " for "
+        refuse(field, found, f"a positive number{several}{', '.join(values)}")
+    values |= {name: tuple(map(float, values[name])) for name in _LISTS & values.keys()}
+    if kind == "longrope":
+        values = _with_attention_factor(values, full)
+    theta = float(values.pop("rope_theta"))
+    return Rope(theta, kind, partial_rotary_factor=float(share), **values)
+
+
+def _rotated_width(share: Any, head_dim: int, partial: bool) -> int:
+    """How many features of a head are rotated, an even number."""
+    if not partial and share != 1.0:
+        refuse("partial_rotary_factor", share, "1.0")
+    if type(share) not in (int, float) or not 0 < share <= 1 or int(head_dim * share) % 2:
+        refuse("partial_rotary_factor", share, f"a part of head_dim {head_dim} that is an even number")
+    return int(head_dim * share)
+
+
+def _is_valid(name: str, value: Any, count: int) -> bool:
+    numbers = value if name in _LISTS else [value]
+    if not isinstance(numbers, (list, tuple)) or (name in _LISTS and len(numbers) != count):
+        return False
+    return all(type(number) in (int, float) and number > 0 for number in numbers)
+
+
+def _with_attention_factor(values: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+    """LongRoPE's factor on cosines and sines, by how much longer sequences have become, where none is given."""
+    original = values["original_max_position_embeddings"]
+    times = values.get("factor", full["max_position_embeddings"] / original)
+    default = math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
+    found = {name: value for name, value in values.items() if name != "factor"}
+    return {"attention_factor": default, **found}
 
 
 class Rotary:
@@ -28,7 +116,9 @@ class Rotary:
         self.rope = rope
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._long = (
-            inverse_frequencies(rope, head_dim, long=True).to(device) if rope.kind == "longrope" else None
+            inverse_frequencies(rope, head_dim, long=True).to(device)
+            if rope.rope_type == "longrope"
+            else None
         )
 
     def angles(self, positions: Tensor, segments: Sequence[Segment], dtype: torch.dtype) -> Angles:
@@ -49,7 +139,7 @@ class Rotary:
         """Frequencies that broadcast against `[T, D / 2]`."""
         if self._long is None:
             return self._frequencies
-        is_long = [segment.positions > self.rope.original_max_positions for segment in segments]
+        is_long = [segment.positions > self.rope.original_max_position_embeddings for segment in segments]
         if not any(is_long):
             return self._frequencies
         if all(is_long):
@@ -70,15 +160,15 @@ def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor
         head_dim: Width of a head.
         long: For `longrope`: of sequences beyond the original positions.
     """
-    width = int(head_dim * rope.rotated_share)
+    width = int(head_dim * rope.partial_rotary_factor)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
-    if rope.kind == "longrope":
-        factors = torch.tensor(rope.long_factors if long else rope.short_factors, dtype=torch.float32)
-        return 1.0 / (factors * rope.theta**exponents)
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
+    if rope.rope_type == "longrope":
+        factors = torch.tensor(rope.long_factor if long else rope.short_factor, dtype=torch.float32)
+        return 1.0 / (factors * rope.rope_theta**exponents)
+    frequencies = 1.0 / (rope.rope_theta**exponents)
+    if rope.rope_type == "linear":
         return frequencies / rope.factor
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         return _llama3(rope, frequencies)
     return frequencies
 
@@ -86,10 +176,10 @@ def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     """Stretch long wavelengths, keep short ones, interpolate between (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
-    longest = rope.original_max_positions / rope.low_freq_factor
-    shortest = rope.original_max_positions / rope.high_freq_factor
+    longest = rope.original_max_position_embeddings / rope.low_freq_factor
+    shortest = rope.original_max_position_embeddings / rope.high_freq_factor
     stretched = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
-    share = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+    share = (rope.original_max_position_embeddings / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
     between = (1 - share) * stretched / rope.factor + share * stretched

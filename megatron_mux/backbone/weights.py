@@ -1,21 +1,26 @@
 """Filling a rank's parameters from the checkpoint, by a plan of which part of which stored tensor goes where.
 
-The plan consists of names and ranges. Filling reads exactly what the plan says, a MiB at a time: a rank never holds
-more than its own shard and one chunk.
+The plan consists of names and ranges. Filling reads exactly what the plan says, unit by unit, a MiB at a time: a rank
+never holds more than its own shard and one chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron_mux.backbone import columns
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
-from megatron_mux.backbone.shape import BackboneShape
+from megatron_mux.backbone.residence import Key, Residence, unit_of
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.shape import BackboneShape
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 _CHUNK_BYTES = 1 << 20
 _MODULE_PATHS: dict[BaseOpName, str] = {
@@ -44,7 +49,7 @@ class Piece:
     source: str
     start: int
     length: int
-    inputs: tuple[int, int] | None = None
+    inputs: range | None = None
     transposed: bool = False
     offset: float = 0.0
 
@@ -52,50 +57,38 @@ class Piece:
 Plan = dict[str, list[Piece]]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which layers and which tensor rank's share of them a process holds."""
+def plan(shape: BackboneShape, layers: range, rank: int, size: int) -> Plan:
+    """The pieces of each parameter of a stage's model, whose layers count from 0.
 
-    layers: range
-    first: bool
-    last: bool
-    tp_rank: int
-    tp_size: int
-
-
-def plan(shape: BackboneShape, shard: Shard) -> Plan:
-    """The pieces of each parameter of Megatron's model on one rank, whose layers count from 0."""
+    Args:
+        shape: The backbone's, `padded_vocab` as divided here.
+        layers: Global indices of the stage's layers.
+        rank, size: This tensor rank, and how many there are.
+    """
     names = shape.names
+    first, last = layers.start == 0, layers.stop == shape.layers
     filled: Plan = {}
-    vocabulary = _Vocabulary(shape, shard)
-    if shard.first:
-        filled["embedding.word_embeddings.weight"] = vocabulary(f"{names.embedding}.weight")
+    if first:
+        filled["embedding.word_embeddings.weight"] = _vocabulary(shape, names.embedding, rank, size)
         if names.positions is not None:
-            rows = (shape.position_limit or 0) + shape.position_offset
             filled["embedding.position_embeddings.weight"] = [
-                Piece(0, f"{names.positions}.weight", 0, rows, (0, shape.hidden))
+                Piece(0, f"{names.positions}.weight", 0, shape.learned_positions, range(shape.hidden))
             ]
-    for here, layer in enumerate(shard.layers):
-        filled |= dict(_layer(shape, shard, f"decoder.layers.{here}", names.layer.format(layer)))
-    if shard.last:
+    for here, layer in enumerate(layers):
+        filled |= dict(_layer(shape, rank, size, f"decoder.layers.{here}", names.layer.format(layer)))
+    if last:
         filled |= _norm(shape, "decoder.final_layernorm", names.final_norm)
-        if not (shape.tied and shard.first):  # else the output layer is the embedding itself
+        if not (shape.tied and first):  # else the output layer is the embedding itself
             source = names.embedding if shape.tied else names.head
-            filled["output_layer.weight"] = vocabulary(f"{source}.weight")
+            filled["output_layer.weight"] = _vocabulary(shape, source, rank, size)
     return filled
 
 
-class _Vocabulary:
+def _vocabulary(shape: BackboneShape, source: str, rank: int, size: int) -> list[Piece]:
     """The rows of the vocabulary on a rank; padding rows have no source and stay zero."""
-
-    def __init__(self, shape: BackboneShape, shard: Shard) -> None:
-        size = shape.padded_vocab // shard.tp_size
-        self.start = shard.tp_rank * size
-        self.rows = max(0, min(size, shape.vocab - self.start))
-        self.hidden = shape.hidden
-
-    def __call__(self, source: str) -> list[Piece]:
-        return [Piece(0, source, self.start, self.rows, (0, self.hidden))] if self.rows else []
+    part = shape.padded_vocab // size
+    rows = max(0, min(part, shape.vocab - rank * part))
+    return [Piece(0, f"{source}.weight", rank * part, rows, range(shape.hidden))] if rows else []
 
 
 def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
@@ -107,7 +100,9 @@ def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
     }
 
 
-def _layer(shape: BackboneShape, shard: Shard, target: str, source: str) -> Iterator[tuple[str, list[Piece]]]:
+def _layer(
+    shape: BackboneShape, rank: int, size: int, target: str, source: str
+) -> Iterator[tuple[str, list[Piece]]]:
     names = shape.names
     for module, path in names.layer_norms.items():
         yield from _norm(shape, f"{target}.{module}", f"{source}.{path}").items()
@@ -115,9 +110,9 @@ def _layer(shape: BackboneShape, shard: Shard, target: str, source: str) -> Iter
         stored = Piece(0, f"{source}.{path}.weight", 0, shape.head_dim, offset=shape.norm_offset)
         yield f"{target}.{module}.weight", [stored]
     for op in BASE_OPS:
-        inputs = columns.in_range(shape, op, shard.tp_rank, shard.tp_size)
+        inputs = columns.inputs(shape, op, rank, size)
         weight, bias = [], []
-        for path, place in columns.parts(shape, op, shard.tp_rank, shard.tp_size).items():
+        for path, place in columns.parts(shape, op, rank, size).items():
             for row, start, length in columns.runs(place.columns, place.features):
                 weight.append(Piece(row, f"{source}.{path}.weight", start, length, inputs, names.transposed))
                 bias.append(Piece(row, f"{source}.{path}.bias", start, length))
@@ -126,49 +121,75 @@ def _layer(shape: BackboneShape, shard: Shard, target: str, source: str) -> Iter
             yield f"{target}.{_MODULE_PATHS[op]}.bias", bias
 
 
-def check_complete(model: nn.Module, filled: Plan) -> None:
-    """Check that a plan fills all parameters of the model and no others.
+@dataclass(frozen=True)
+class Reading:
+    """What a process tells its heartbeat while it reads a layer, or what is outside layers (None)."""
 
-    Raises:
-        RuntimeError: It does not.
-    """
-    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if wanted != filled.keys():
-        raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")
+    layer: int | None
+
+    def __str__(self) -> str:
+        part = "" if self.layer is None else f"'s layer {self.layer}"
+        return f"reading the backbone{part}"
 
 
-def fill(
-    model: nn.Module,
-    filled: Plan,
+def load(
+    model: GPTModel,
+    shape: BackboneShape,
+    layers: range,
+    source: Checkpoint | NoWeights,
     stored: dict[str, str],
-    checkpoint: Checkpoint | NoWeights,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[nn.Parameter]:
-    """Replace parameters on the meta device by frozen ones with the checkpoint's values.
+    home: Residence,
+) -> None:
+    """Fill a stage's tensor shard and settle it where it lives between uses.
 
     Args:
-        model: The model.
-        filled: The plan, or a part of it.
+        model: Of the stage, on the meta device.
+        shape: The backbone's, `padded_vocab` as divided here.
+        layers: Global indices of the stage's layers.
+        source: To read from.
         stored: Stored name of each tensor, from `resolve`.
-        checkpoint: To read from.
-        dtype: Of the parameters.
-        device: Of the parameters.
-
-    Returns:
-        The parameters.
+        home: Where the parameters live.
 
     Raises:
         UserError: A file cannot be read.
+        RuntimeError: The plan does not fill all parameters of the model, or others.
     """
+    parallel = home.parallel
+    tied_here = shape.tied and len(layers) == shape.layers
+    if tied_here:
+        model.output_layer.register_parameter("weight", None)
+    filled = plan(shape, layers, parallel.tp_rank, parallel.tp_size)
+    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if wanted != filled.keys():
+        raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")
+    units: dict[Key, Plan] = {}
+    for name, pieces in filled.items():
+        units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
+    with source:
+        for key, own in units.items():
+            parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
+            home.settle(key, _fill(model, own, stored, source, parallel.device))
+    if tied_here:
+        model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
+        home.tie("head", "embedding")
+
+
+def _fill(
+    model: GPTModel,
+    filled: Plan,
+    stored: dict[str, str],
+    source: Checkpoint | NoWeights,
+    device: torch.device,
+) -> list[nn.Parameter]:
+    """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those."""
     made = []
     for name, pieces in filled.items():
         shape = model.get_parameter(name).shape
         covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
-        value = make(shape, dtype=dtype, device=device)
+        value = make(shape, dtype=model.config.params_dtype, device=device)
         for piece in pieces:
-            _copy(value, piece, stored[piece.source], checkpoint)
+            _copy(value, piece, stored[piece.source], source)
         owner, _, leaf = name.rpartition(".")
         made.append(nn.Parameter(value, requires_grad=False))
         model.get_submodule(owner).register_parameter(leaf, made[-1])
@@ -187,7 +208,7 @@ def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint | NoWei
             else stored
         )
         return
-    inputs = slice(*piece.inputs)
+    inputs = slice(piece.inputs.start, piece.inputs.stop)
     if piece.transposed:
         target, features, inputs = target.t(), inputs, features
     for done, chunk in checkpoint.read_chunks(name, features, inputs, _CHUNK_BYTES):

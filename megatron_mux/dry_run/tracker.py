@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter
-from megatron_mux.adapters.host import Host, Site
-from megatron_mux.adapters.modules import Module
-from megatron_mux.backbone.loading import Reading
+from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
+from megatron_mux.backbone.weights import Reading
 from megatron_mux.dry_run.run_spec import Mark
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Heartbeat
@@ -19,6 +18,7 @@ from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, LOAD, OPTIMIZE
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.pipeline.action import Action
+from megatron_mux.shape import Module
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 

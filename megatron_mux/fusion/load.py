@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.adapters.modules import Shape
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.backbones import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
 
@@ -51,7 +50,7 @@ class TaskLoad:
         spec: TaskSpec,
         lengths: npt.NDArray[np.int32],
         label_counts: npt.NDArray[np.int32],
-        shape: Shape,
+        shape: BackboneShape,
     ) -> TaskLoad:
         """Of a validated task.
 

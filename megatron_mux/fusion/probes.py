@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout, megatron_core
+from megatron_mux.adapters.attach import Host
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.costs import Sample
-from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.fusion.profile import grid_up_to
-from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.pointwise import rotate
-from megatron_mux.kernels.segment import Segment
 from megatron_mux.layout import MicroBatch
 from megatron_mux.tasks import TaskSpec
 
@@ -77,7 +76,7 @@ class Probes:
         self.backbone = backbone
         self.most_tokens = most_tokens
         self.device, self.dtype = backbone.device, backbone.dtype
-        self.layers: Any = backbone.model.decoder.layers  # type: ignore[union-attr]
+        self.layers: Any = backbone.model.decoder.layers
         self.ops = {info.name: info for info in backbone.base_ops() if info.layer == backbone.layers.start}
         self.rows = grid_up_to(most_tokens)
         self.coarse = [n for n in (32, 128, 512, 2048, 8192) if n <= most_tokens]
@@ -143,7 +142,7 @@ class Probes:
 
     def _width(self, op: str) -> int:
         info = self.ops[op]  # type: ignore[index]
-        return info.in_features if info.parallel == "column" else info.in_stop - info.in_start
+        return len(info.inputs)
 
     def _angles(self, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         return self.backbone.angles(batch)[0]
@@ -223,7 +222,7 @@ class Probes:
         found = [self._entry(rows) for rows in self.coarse] if backbone.first else []
         if not backbone.last:
             return found
-        norm: Any = backbone.model.decoder.final_layernorm  # type: ignore[union-attr]
+        norm: Any = backbone.model.decoder.final_layernorm
         for labels in [n for n in (1, 4, *self.rows) if n <= max(self.most_tokens // 2, 16)]:
 
             def make(labels: int = labels) -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.kernels.segment import Segment
+from megatron_mux.kernels.attention import Segment
 
 _Key = tuple[int, str, int]  # layer, task, sequence
 

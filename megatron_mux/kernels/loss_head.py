@@ -47,13 +47,9 @@ class OutputLayer:
         """How many of this rank's rows are tokens."""
         return max(0, min(self.weight.shape[0], self.vocab - self.start))
 
-    def chunk_rows(self) -> int:
-        """Rows to take at a time."""
-        return max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
-
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their `logits`, `chunk_rows` at a time; each chunk's logits overwrite those of the last."""
-        size = self.chunk_rows()
+        """Rows and their `logits`, some at a time; each chunk's logits overwrite those of the last."""
+        size = max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
         place = hidden.new_empty(min(size, hidden.shape[0]), self.weight.shape[0])
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)

@@ -66,13 +66,11 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
 
 def _can_be_left(key: str, value: Any, model: type[AdapterSpec]) -> bool:
     """Whether a stored field that our section lacks can be ignored."""
-    if key == "adapter_name_or_path" or key in model.from_weights:
+    if key == "adapter_name_or_path":
         return True
-    if key in model.initial_values:
-        return value in model.initial_values[key]
-    refused = model.refused.get(key)
+    field = model.refused.get(key)
     # Unknown ones are of a newer peft: without consequence as long as they are off.
-    return value in _NOTHING if refused is None else refused.asks_for_nothing(value)
+    return value in _NOTHING if field is None else field.can_be_left(value)
 
 
 def _same(mine: Any, its: Any) -> bool:

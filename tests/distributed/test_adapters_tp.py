@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.runtime import Parallel
-from tests.unit.adapters.toy import Toy, adapter_tensors, make_batch, mixture, noise, sizes
+from tests.unit.adapters.toy import Toy, adapter_tensors, assemble, make_batch, mixture, noise, sizes
 
 CASES = [(2, 1, False), (2, 2, False), (2, 2, True), (4, 2, False), (4, 4, True), (4, 1, True)]
 Divide = Callable[..., Parallel]
@@ -62,8 +62,8 @@ def full(parallel: Any, parameter: Any, local: Tensor) -> Tensor:
     """Assembled from owners alone; their number must be one for every element."""
     whole, count = torch.zeros(parameter.full_shape, dtype=local.dtype), torch.zeros(parameter.full_shape)
     if parameter.owner:
-        parameter.assemble(whole, local)
-        parameter.assemble(count, torch.ones_like(local))
+        assemble(parameter, whole, local)
+        assemble(parameter, count, torch.ones_like(local))
     if parallel.tp_size > 1:
         dist.all_reduce(whole, group=parallel.tp_group)
         dist.all_reduce(count, group=parallel.tp_group)

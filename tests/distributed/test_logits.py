@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import memory_probe, tiny_models
+from tests.logits import all_logits
 
 pytestmark = pytest.mark.versions
 
@@ -121,7 +122,7 @@ def test_family_agrees_with_transformers(
     assert hidden.shape == backbone.hidden_shape(batch)
     ours = nll = None
     if parallel.is_last_stage:
-        found = backbone.logits(hidden, batch)
+        found = all_logits(backbone, batch, hidden)
         assert found.shape == (batch.rows, backbone.shape.vocab)
         assert (found[:used] - logits).abs().max() <= TOLERANCE
         ours, nll = backbone.loss(hidden, batch)

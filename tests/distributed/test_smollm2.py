@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
+from tests.logits import all_logits
 
 pytestmark = pytest.mark.versions
 
@@ -39,7 +40,7 @@ def test_smollm2_agrees_with_transformers(
     with torch.no_grad():
         hidden = stages(backbone, batch).forward()
         if parallel.is_last_stage:
-            ours = backbone.logits(hidden, batch)
+            ours = all_logits(backbone, batch, hidden)
             del backbone, hidden
             model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
             wanted = torch.cat([model(t.unsqueeze(0)).logits[0] for t in tokens])

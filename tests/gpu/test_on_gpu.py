@@ -15,9 +15,8 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Planning
 from megatron_mux.fusion.measure import Measuring, measure
 from megatron_mux.fusion.profile_store import about_run
-from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.grouped import LoopProducts, StackedProducts
-from megatron_mux.kernels.segment import Segment
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
 

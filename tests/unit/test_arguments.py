@@ -238,7 +238,7 @@ def test_what_load_may_be_given(place: Path) -> None:
 
 SHAPE = SimpleNamespace(
     layers=4, hidden=32, ffn=56, heads=4, kv_heads=2, head_dim=8, max_positions=128, vocab=97, norm="RMSNorm",
-    norm_eps=1e-5, ropes=(SimpleNamespace(theta=500.0),), gated=True, activation="silu", qk_norm=False, tied=True,
+    norm_eps=1e-5, ropes=(SimpleNamespace(rope_theta=500.0),), gated=True, activation="silu", qk_norm=False, tied=True,
     biases={"linear_qkv": True, "linear_proj": False, "linear_fc1": False, "linear_fc2": False},
 )  # fmt: skip
 

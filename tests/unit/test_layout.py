@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux import layout
+from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.kernels.segment import Segment
 
 lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(2, 9)), min_size=1, max_size=8)
 

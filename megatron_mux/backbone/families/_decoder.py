@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron_mux.backbone import config as read
-from megatron_mux.backbone.names import Module, Names
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.shape import BackboneShape, Linear, Names
 
 USED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"})
 """Fields that `shape` reads for every family; configs with other names (GPT-2's n_embd) have these as aliases."""
 
 
-def separate_qkv(attention: str) -> tuple[Module, ...]:
+def separate_qkv(attention: str) -> tuple[Linear, ...]:
     """Separate modules for q, k and v under the path of the attention within a layer."""
-    return tuple(Module(f"{attention}.{role}_proj", (role,)) for role in ("q", "k", "v"))
+    return tuple(Linear(f"{attention}.{role}_proj", (role,)) for role in ("q", "k", "v"))
 
 
 def biases(*, qkv: bool, proj: bool, mlp: bool) -> dict[BaseOpName, bool]:
@@ -80,8 +79,5 @@ def shape(
         ropes=(None,) * layers,
         windows=(None,) * layers,
         scales=(size**-0.5,) * layers,
-        eos_ids=read.token_ids(full.get("eos_token_id")),
-        bos_id=full.get("bos_token_id"),
-        pad_id=full.get("pad_token_id"),
         config=full,
     )

@@ -8,10 +8,8 @@ from typing import Any
 
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.names import Module, Names
-from megatron_mux.backbone.rope_config import ropes_by_layer
-from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import DefaultTargets
+from megatron_mux.backbone.rotary import ropes_by_layer
+from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
 
 NAMES = Names(
     base="model.",
@@ -22,9 +20,9 @@ NAMES = Names(
     mlp_norm="post_attention_layernorm",
     ops={
         "linear_qkv": decoder.separate_qkv("self_attn"),
-        "linear_proj": (Module("self_attn.o_proj", ("out",)),),
-        "linear_fc1": (Module("mlp.gate_proj", ("gate",)), Module("mlp.up_proj", ("up",))),
-        "linear_fc2": (Module("mlp.down_proj", ("out",)),),
+        "linear_proj": (Linear("self_attn.o_proj", ("out",)),),
+        "linear_fc1": (Linear("mlp.gate_proj", ("gate",)), Linear("mlp.up_proj", ("up",))),
+        "linear_fc2": (Linear("mlp.down_proj", ("out",)),),
     },
     ignorable=(r".*rotary_emb\.inv_freq",),
     targets=DefaultTargets(ia3=("k_proj", "v_proj", "down_proj")),
@@ -37,15 +35,10 @@ USED = decoder.USED | frozenset(
     """.split()
 )
 
-WINDOWS_USED = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-"""What `config.windows_by_layer_type` reads, or transformers to fill in `layer_types`."""
+LAYER_WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+"""What `config.windows` reads, or transformers to fill in `layer_types`."""
 
 IGNORED = frozenset({"attention_dropout"})
-
-
-def used_window(full: Mapping[str, Any]) -> int | None:
-    """The window of configs that say apart whether it is used (Qwen2, Qwen3)."""
-    return read.window(full) if full.get("use_sliding_window") else None
 
 
 def shape(
@@ -53,18 +46,21 @@ def shape(
     names: Names = NAMES,
     activation_field: str = "hidden_act",
     partial_rotary: bool = False,
+    qkv_bias: bool = False,
 ) -> BackboneShape:
-    """The shape that these families share, without biases; each file replaces what differs.
+    """The shape that these families share; a field that a family lacks has been refused before.
 
     Args:
         full: The config, defaults filled in.
         names: Where the family keeps its tensors.
         activation_field: The field that names the MLP's activation function.
         partial_rotary: Whether a config may ask to rotate a part of a head's features only.
+        qkv_bias: Whether q, k and v have a bias whatever the config says.
 
     Raises:
         UserError: A field asks for something unsupported.
     """
+    attention, mlp = bool(full.get("attention_bias")), bool(full.get("mlp_bias"))
     shape = decoder.shape(
         full,
         names,
@@ -72,7 +68,12 @@ def shape(
         activation_field=activation_field,
         norm="RMSNorm",
         norm_eps=full["rms_norm_eps"],
-        biases=decoder.biases(qkv=False, proj=False, mlp=False),
+        biases=decoder.biases(qkv=qkv_bias or attention, proj=attention, mlp=mlp),
     )
-    ropes = ropes_by_layer(full, shape.head_dim, shape.layers, partial_rotary)
-    return replace(shape, gated=True, position_limit=None, ropes=ropes)
+    return replace(
+        shape,
+        gated=True,
+        position_limit=None,
+        ropes=ropes_by_layer(full, shape.head_dim, shape.layers, partial_rotary),
+        windows=read.windows(full, shape.layers),
+    )

@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_mux.backbone import config as read
-from megatron_mux.backbone.families import _decoder as decoder
+from megatron_mux.backbone.config import Family, refuse
 from megatron_mux.backbone.families import _llama_like as like
-from megatron_mux.backbone.family import Family, Fields
-from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import DefaultTargets
+from megatron_mux.shape import BackboneShape, DefaultTargets
 
 _NAMES = replace(
     like.NAMES,
@@ -29,35 +26,30 @@ _NAMES = replace(
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
     shape = like.shape(full, _NAMES, activation_field="hidden_activation")
-    attention, scale = bool(full.get("attention_bias")), full["query_pre_attn_scalar"]
+    scale = full["query_pre_attn_scalar"]
     if not scale > 0:
-        read.refuse("query_pre_attn_scalar", scale, "a positive number")
+        refuse("query_pre_attn_scalar", scale, "a positive number")
     return replace(
         shape,
-        biases=decoder.biases(qkv=attention, proj=attention, mlp=False),
         norm_offset=1.0,
         embedding_scale=shape.hidden**0.5,
         scales=(scale**-0.5,) * shape.layers,
-        windows=read.windows_by_layer_type(full, shape.layers, read.window(full)),
     )
 
 
 FAMILY = Family(
-    model_type="gemma3_text",
-    fields=Fields(
-        used=(like.USED - {"hidden_act", "partial_rotary_factor"})
-        | frozenset(
-            """
-            attention_bias hidden_activation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window
-            sliding_window_pattern _sliding_window_pattern
-            """.split()
-        ),
-        ignored=like.IGNORED | {"cache_implementation"},
-        fixed={
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-        },
-    ),
     shape=_shape,
+    used=(like.USED - {"hidden_act", "partial_rotary_factor"})
+    | frozenset(
+        """
+        attention_bias hidden_activation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window
+        sliding_window_pattern _sliding_window_pattern
+        """.split()
+    ),
+    ignored=like.IGNORED | {"cache_implementation"},
+    fixed={
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
 )

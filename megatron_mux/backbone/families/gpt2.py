@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_mux.backbone.config import Family
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.family import Family, Fields
-from megatron_mux.backbone.names import Module, Names
-from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import DefaultTargets
+from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
 
 NAMES = Names(
     base="transformer.",
@@ -21,10 +19,10 @@ NAMES = Names(
     input_norm="ln_1",
     mlp_norm="ln_2",
     ops={
-        "linear_qkv": (Module("attn.c_attn", ("q", "k", "v")),),
-        "linear_proj": (Module("attn.c_proj", ("out",)),),
-        "linear_fc1": (Module("mlp.c_fc", ("fc",)),),
-        "linear_fc2": (Module("mlp.c_proj", ("out",)),),
+        "linear_qkv": (Linear("attn.c_attn", ("q", "k", "v")),),
+        "linear_proj": (Linear("attn.c_proj", ("out",)),),
+        "linear_fc1": (Linear("mlp.c_fc", ("fc",)),),
+        "linear_fc2": (Linear("mlp.c_proj", ("out",)),),
     },
     transposed=True,
     # Causal masks that old checkpoints carry.
@@ -58,22 +56,19 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="gpt2",
-    fields=Fields(
-        used=decoder.USED
-        | frozenset(
-            """
-            n_embd n_head n_layer n_inner n_positions layer_norm_epsilon activation_function scale_attn_weights
-            scale_attn_by_inverse_layer_idx
-            """.split()
-        ),
-        # Upcasting the scores changes no result but rounding: attention keeps them in fp32 always.
-        # The last two stand in old checkpoints, of a double-headed model and of a cache.
-        ignored=frozenset(
-            """
-            n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn predict_special_tokens output_past
-            """.split()
-        ),
-    ),
     shape=_shape,
+    used=decoder.USED
+    | frozenset(
+        """
+        n_embd n_head n_layer n_inner n_positions layer_norm_epsilon activation_function scale_attn_weights
+        scale_attn_by_inverse_layer_idx
+        """.split()
+    ),
+    # Upcasting the scores changes no result but rounding: attention keeps them in fp32 always.
+    # The last two stand in old checkpoints, of a double-headed model and of a cache.
+    ignored=frozenset(
+        """
+        n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn predict_special_tokens output_past
+        """.split()
+    ),
 )

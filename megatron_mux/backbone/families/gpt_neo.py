@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_mux.backbone import config as read
+from megatron_mux.backbone.config import Family, refuse
 from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import gpt2
-from megatron_mux.backbone.family import Family, Fields
-from megatron_mux.backbone.names import Module
-from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import DefaultTargets
+from megatron_mux.shape import BackboneShape, DefaultTargets, Linear
 
 _NAMES = replace(
     gpt2.NAMES,
     ops={
         **gpt2.NAMES.ops,
         "linear_qkv": decoder.separate_qkv("attn.attention"),
-        "linear_proj": (Module("attn.attention.out_proj", ("out",)),),
+        "linear_proj": (Linear("attn.attention.out_proj", ("out",)),),
     },
     transposed=False,
     # Causal masks that old checkpoints carry.
@@ -37,12 +34,10 @@ def _windows(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
-        read.refuse("attention_types", full.get("attention_types"), f"global and local for {layers} layers")
+        refuse("attention_types", full.get("attention_types"), f"global and local for {layers} layers")
     # Checkpoints carry the list counted out as well, and transformers computes by it where the two differ.
     if full["attention_layers"] != kinds:
-        read.refuse(
-            "attention_layers", full["attention_layers"], f"what attention_types says: {', '.join(kinds)}"
-        )
+        refuse("attention_layers", full["attention_layers"], f"what attention_types says: {', '.join(kinds)}")
     return tuple(int(full["window_size"]) if kind == "local" else None for kind in kinds)
 
 
@@ -60,16 +55,13 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
 
 
 FAMILY = Family(
-    model_type="gpt_neo",
-    fields=Fields(
-        used=decoder.USED
-        | frozenset(
-            """
-            num_layers num_heads intermediate_size layer_norm_epsilon window_size activation_function attention_types
-            attention_layers
-            """.split()
-        ),
-        ignored=frozenset({"resid_dropout", "embed_dropout", "attention_dropout"}),
-    ),
     shape=_shape,
+    used=decoder.USED
+    | frozenset(
+        """
+        num_layers num_heads intermediate_size layer_norm_epsilon window_size activation_function attention_types
+        attention_layers
+        """.split()
+    ),
+    ignored=frozenset({"resid_dropout", "embed_dropout", "attention_dropout"}),
 )

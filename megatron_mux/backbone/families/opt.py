@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_mux.backbone import config as read
+from megatron_mux.backbone.config import Family, refuse
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.backbone.family import Family, Fields
-from megatron_mux.backbone.names import Module, Names
-from megatron_mux.backbone.shape import BackboneShape
-from megatron_mux.base_ops import DefaultTargets
+from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
 
 _NAMES = Names(
     base="model.",
@@ -23,9 +20,9 @@ _NAMES = Names(
     mlp_norm="final_layer_norm",
     ops={
         "linear_qkv": decoder.separate_qkv("self_attn"),
-        "linear_proj": (Module("self_attn.out_proj", ("out",)),),
-        "linear_fc1": (Module("fc1", ("fc",)),),
-        "linear_fc2": (Module("fc2", ("out",)),),
+        "linear_proj": (Linear("self_attn.out_proj", ("out",)),),
+        "linear_fc1": (Linear("fc1", ("fc",)),),
+        "linear_fc2": (Linear("fc2", ("out",)),),
     },
     targets=DefaultTargets(
         ia3=("q_proj", "k_proj", "fc2"), ia3_feedforward=("fc2",), bottleneck=("out_proj", "fc2")
@@ -46,20 +43,17 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
     )
     width = full["word_embed_proj_dim"]
     if width != shape.hidden:
-        read.refuse("word_embed_proj_dim", width, f"hidden_size {shape.hidden} (no projections)")
+        refuse("word_embed_proj_dim", width, f"hidden_size {shape.hidden} (no projections)")
     return replace(shape, position_offset=2)
 
 
 FAMILY = Family(
-    model_type="opt",
-    fields=Fields(
-        used=decoder.USED | {"ffn_dim", "activation_function", "word_embed_proj_dim", "enable_bias"},
-        ignored=frozenset({"dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std"}),
-        fixed={
-            "do_layer_norm_before": (True,),
-            "_remove_final_layer_norm": (False,),
-            "layer_norm_elementwise_affine": (True,),
-        },
-    ),
     shape=_shape,
+    used=decoder.USED | {"ffn_dim", "activation_function", "word_embed_proj_dim", "enable_bias"},
+    ignored=frozenset({"dropout", "attention_dropout", "activation_dropout", "layerdrop", "init_std"}),
+    fixed={
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+    },
 )

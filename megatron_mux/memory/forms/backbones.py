@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL
 from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.shape import BackboneShape
 
 
 def architecture_of(shape: BackboneShape) -> Architecture:
     """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
     vocabulary = shape.vocab * shape.hidden
-    positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
     return Architecture(
         model_type=shape.family,
         hidden=shape.hidden,
@@ -27,7 +26,7 @@ def architecture_of(shape: BackboneShape) -> Architecture:
         vocabulary=shape.vocab,
         tied=shape.tied,
         layers=(_layer(shape),) * shape.layers,
-        embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
+        embedding=Unit(divided=vocabulary, copied=shape.learned_positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=_norm(shape)),
         qk_norm=shape.qk_norm,

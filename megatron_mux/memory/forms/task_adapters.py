@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
-from megatron_mux.adapters.modules import Module, Shape
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.memory.forms.engine_layer import FIRSTS, First
+from megatron_mux.shape import BackboneShape, Module
 from megatron_mux.tasks import TaskSpec
 
 
@@ -35,7 +35,7 @@ class AdaptedOp:
         return "core_attention" if self.op == "linear_qkv" and self.kept == Kept() else self.op
 
 
-def adapted_ops(adapter: AdapterSpec, shape: Shape) -> tuple[AdaptedOp, ...]:
+def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, ...]:
     """Where an adapter acts, by layer.
 
     Args:
@@ -47,7 +47,7 @@ def adapted_ops(adapter: AdapterSpec, shape: Shape) -> tuple[AdaptedOp, ...]:
         at.setdefault((module.layer, module.op), []).append(module)
     found: list[AdaptedOp] = []
     for (layer, op), own in at.items():
-        several = len(shape.layer_modules[op]) > 1
+        several = len(shape.names.ops[op]) > 1
         share = sum(module.out_features for module in own) if several else 0
         place = Place(op, shape.in_features(op), shape.out_features(op), len(own), share)
         found.append(AdaptedOp(layer, op, adapter.curve(len(own)), adapter.kept(place, own, shape)))
@@ -77,7 +77,7 @@ class TaskAdapters:
     fixed: float = 0.0
 
     @classmethod
-    def of(cls, spec: TaskSpec, shape: Shape) -> TaskAdapters:
+    def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
         """Of a validated task on a backbone.
 
         Raises:

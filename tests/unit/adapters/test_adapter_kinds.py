@@ -17,6 +17,7 @@ from tests.unit.adapters.toy import (
     Reference,
     Toy,
     adapter_tensors,
+    assemble,
     lora,
     make_batch,
     mixture,
@@ -70,7 +71,7 @@ def gradients(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
     full = {}
     for p in adapters.tasks[name].parameters:
         full[p.key] = torch.zeros(p.full_shape, dtype=p.value.dtype)
-        p.assemble(full[p.key], torch.zeros_like(p.value) if p.value.grad is None else p.value.grad)
+        assemble(p, full[p.key], torch.zeros_like(p.value) if p.value.grad is None else p.value.grad)
     return full
 
 

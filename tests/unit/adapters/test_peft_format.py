@@ -22,8 +22,9 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
+from tests.logits import all_logits
 from tests.tiny_models import make
-from tests.unit.adapters.toy import ia3, lora, noise, task
+from tests.unit.adapters.toy import assemble, ia3, lora, noise, task
 
 pytestmark = pytest.mark.versions
 
@@ -72,7 +73,7 @@ def export(directory: Path, adapters: AdapterSet, name: str) -> Path:
     full = {}
     for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
         full[p.key] = torch.full(p.full_shape, float("nan"))
-        p.assemble(full[p.key], p.value.detach())
+        assemble(p, full[p.key], p.value.detach())
     save_file(full, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps(adapter.spec.config(adapter.host.shape)))
     return directory
@@ -93,7 +94,7 @@ def logits(backbone: Backbone, tokens: Tensor, virtual: int) -> Tensor:
         training=False,
     )
     with torch.no_grad(), layout.activate(batch):
-        return backbone.logits(backbone.forward(batch), batch)
+        return all_logits(backbone, batch)
 
 
 @pytest.mark.parametrize(("model", "kind", "spec"), CASES, ids=IDS)

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
+from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.registry import KINDS
-from megatron_mux.backbone.columns import in_range, parts
+from megatron_mux.backbone.columns import inputs, parts
 from megatron_mux.backbone.registry import family
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
 from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
@@ -50,6 +51,14 @@ def sizes(
 def noise(name: str, *shape: int) -> Tensor:
     """Fixed random numbers of a name, fp64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(key_of(name) >> 1), dtype=torch.float64)
+
+
+def assemble(parameter: AdapterParameter, full: Tensor, local: Tensor) -> None:
+    """Write a rank's part of a parameter, or of what is divided alike, into the whole: the inverse of `slice_of`."""
+    if parameter.dim is None or parameter.index is None:
+        full.copy_(local)
+    else:
+        full.index_copy_(parameter.dim, parameter.index, local.to(full))
 
 
 class Weights:
@@ -123,7 +132,7 @@ class Toy:
     def _base_op(self, config: Any, layer: int, op: Any, bias: bool) -> BaseOpInfo:
         rank, size = self.parallel.tp_rank, self.parallel.tp_size
         module = self._linear(config, op, bias).requires_grad_(False)
-        start, stop = in_range(self.shape, op, rank, size)
+        held = inputs(self.shape, op, rank, size)
         found = parts(self.shape, op, rank, size)
         prefix = f"model.layers.{layer}"
         for name, part in found.items():
@@ -131,12 +140,10 @@ class Toy:
                 self.weights.matrices[f"{prefix}.{name}"],
                 self.weights.biases[f"{prefix}.{name}"],
             )
-            module.weight.data[part.columns] = full[part.features][:, start:stop].to(self.dtype)
+            module.weight.data[part.columns] = full[part.features][:, held.start : held.stop].to(self.dtype)
             if full_bias is not None:
                 module.bias.data[part.columns] = full_bias[part.features].to(self.dtype)
-        parallel = "column" if op in ("linear_qkv", "linear_fc1") else "row"
-        full_in = self.shape.in_features(op)
-        return BaseOpInfo(layer, op, module, parallel, full_in, start, stop, found, prefix)  # type: ignore[arg-type]
+        return BaseOpInfo(layer, op, module, held, found, prefix)
 
     def _mixer(self, config: Any, layer: int) -> Any:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear

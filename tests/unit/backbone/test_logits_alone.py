@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux import layout
-from megatron_mux.backbone import Backbone
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
+from tests.logits import all_logits
 
 pytestmark = pytest.mark.versions
 
@@ -80,7 +81,7 @@ def test_agrees_with_transformers(
         loss, nll = backbone.loss(hidden, batch)
         loss.backward()
         assert not backbone.forward(batch).requires_grad
-    assert (backbone.logits(hidden, batch) - logits).abs().max() <= tolerance
+    assert (all_logits(backbone, batch, hidden) - logits).abs().max() <= tolerance
     wanted = F.cross_entropy(logits[batch.label_rows], batch.labels, reduction="none")
     assert (nll - wanted).abs().max() <= max(tolerance, 1e-5)
     assert embedded.grad is not None
@@ -118,7 +119,7 @@ def test_everything_is_frozen_and_nothing_is_random(checkpoints: Made, parallel:
 
 def test_a_tied_output_layer_takes_no_memory_of_its_own(checkpoints: Made, parallel: Parallel) -> None:
     model = Backbone.load(checkpoints("llama-tied"), parallel).model
-    assert model.output_layer.weight is model.embedding.word_embeddings.weight  # type: ignore[union-attr]
+    assert model.output_layer.weight is model.embedding.word_embeddings.weight
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
@@ -152,7 +153,7 @@ def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made
     ]
     batch.prefix.update({i: {"second": pair} for i, pair in enumerate(pairs)})  # type: ignore[dict-item]
     with layout.activate(batch), torch.no_grad():
-        ours = backbone.logits(backbone.forward(batch), batch)
+        ours = all_logits(backbone, batch)
     for segment in batch.segments:
         rows = slice(segment.start, segment.start + segment.length)
         cache = None

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.backbone import read_backbone_info, weights
+from megatron_mux.backbone import weights
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.registry import FAMILIES
+from megatron_mux.backbone.registry import FAMILIES, read_backbone_info
 
 Made = Callable[..., Path]
 
@@ -24,7 +24,7 @@ def test_a_rank_reads_its_own_bytes_only(
 ) -> None:
     path = checkpoints(name)
     info = read_backbone_info(path)
-    plan = weights.plan(info.shape, weights.Shard(range(1, 3), False, False, rank, 2))
+    plan = weights.plan(info.shape, range(1, 3), rank, 2)
     wanted, read, preadv = 0, [], os.preadv
 
     def counted(file: int, buffers: Any, start: int) -> int:
@@ -35,7 +35,7 @@ def test_a_rank_reads_its_own_bytes_only(
     with Checkpoint(path) as source:
         for pieces in plan.values():
             rows = max(piece.row + piece.length for piece in pieces)
-            width = pieces[0].inputs[1] - pieces[0].inputs[0] if pieces[0].inputs else 0
+            width = len(pieces[0].inputs or ())
             value = torch.zeros((rows, width) if width else (rows,))
             for piece in pieces:
                 weights._copy(value, piece, info.stored[piece.source], source)

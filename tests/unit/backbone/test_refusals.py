@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_mux.backbone import read_backbone_info, read_shape
-from megatron_mux.backbone.registry import FAMILIES
+from megatron_mux.backbone.registry import FAMILIES, read_backbone_info, read_shape
+from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.errors import UserError
 
 Made = Callable[..., Path]
@@ -124,14 +124,14 @@ def test_rope_of_older_configs_means_the_same(copied: Made) -> None:
     )
     old = {"type" if k == "rope_type" else k: v for k, v in rope.items()}
     assert read_shape(change(path, rope_scaling=old)).ropes[0] == new
-    assert new is not None and new.kind == "llama3" and new.theta == 500.0
+    assert new is not None and new.rope_type == "llama3" and new.rope_theta == 500.0
 
 
 def test_gemmas_of_older_configs_mean_the_same(copied: Made) -> None:
     """What the checkpoints on the Hub say: one pattern of layers, two thetas, scaling of the global one."""
     path = copied("gemma3_text-linear-rope")
     new = read_shape(path)
-    assert {rope.theta for rope in new.ropes if rope} == {50.0, 1000.0}
+    assert {rope.rope_theta for rope in new.ropes if rope} == {50.0, 1000.0}
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = {
         "rope_theta": 1000.0,
@@ -148,7 +148,7 @@ def test_gemmas_of_older_configs_mean_the_same(copied: Made) -> None:
 def test_phis_of_older_configs_mean_the_same(copied: Made) -> None:
     path = copied("phi3-longrope")
     new = read_shape(path).ropes[0]
-    assert new is not None and new.kind == "longrope" and new.original_max_positions == 10
+    assert new is not None and new.rope_type == "longrope" and new.original_max_position_embeddings == 10
     assert new.attention_factor == pytest.approx((1 + math.log(12.8) / math.log(10)) ** 0.5)
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
@@ -307,8 +307,9 @@ def test_fingerprint_sees_config_and_data(copied: Made) -> None:
 
 def test_info_lists_modules_by_their_hugging_face_names(checkpoints: Made) -> None:
     info = read_backbone_info(checkpoints("gpt2"))
-    assert info.shape.module_paths[:4] == tuple(
+    modules = info.shape.modules
+    assert [module.path for module in modules[:4]] == [
         f"transformer.h.0.{m}" for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    )
-    assert info.shape.layer_modules["linear_qkv"] == ("attn.c_attn",)
-    assert len(info.shape.module_paths) == 16
+    ]
+    assert [module.op for module in modules[:4]] == list(BASE_OPS)
+    assert len(modules) == 16

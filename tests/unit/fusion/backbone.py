@@ -13,11 +13,11 @@ from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.backbone.registry import BackboneInfo, family
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.shape import BackboneShape
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.kernels import attention
-from megatron_mux.kernels.attention import segment_attention
-from megatron_mux.kernels.segment import Segment
+from megatron_mux.kernels.attention import Segment, segment_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 4
 LENGTHS = (5, 5, 3, 8, 8, 1)

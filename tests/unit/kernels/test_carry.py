@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.kernels.segment import Segment
 
 HEADS, SIZE = 4, 8
 LAYERS = (0, 3)

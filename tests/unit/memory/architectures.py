@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_mux.adapters.costs import Place, low_rank_kept
+from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
@@ -50,7 +50,8 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
     """LoRA on queries and values of every layer."""
     a, count = architecture, len(architecture.layers)
     spec = LoraSpec(peft_type="LORA", r=rank)
-    kept = low_rank_kept(Place("linear_qkv", a.hidden, a.queries + 2 * a.keys, 2), 2 * rank, dropout=False)
+    shape: Any = None  # what LoRA keeps does not depend on it
+    kept = spec.kept(Place("linear_qkv", a.hidden, a.queries + 2 * a.keys, 2), (), shape)
     return TaskAdapters(
         name,
         "adamw",

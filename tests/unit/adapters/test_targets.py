@@ -15,11 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from megatron_mux.adapters.bottleneck import BottleneckSpec
 from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.lora import LoraSpec
-from megatron_mux.adapters.modules import Module, match_targets, modules_of
 from megatron_mux.adapters.registry import by_type
+from megatron_mux.adapters.targets import match_targets
 from megatron_mux.backbone.registry import FAMILIES, read_shape
-from megatron_mux.backbone.shape import BackboneShape
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape, Module
 from tests.tiny_models import build, config
 
 LLAMA = [
@@ -116,7 +116,7 @@ def test_bottlenecks_follow_sublayers(shape_of: ShapeOf) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_module_widths_are_those_of_transformers(family: str, shape_of: ShapeOf) -> None:
     shape, seen = shape_of(family), dict(build(family).named_modules())
-    for module in modules_of(shape):
+    for module in shape.modules:
         weight = seen[module.path].weight
         rows, columns = reversed(weight.shape) if isinstance(seen[module.path], Conv1D) else weight.shape
         assert (module.out_features, module.in_features) == (rows, columns), module.path

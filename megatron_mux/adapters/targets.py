@@ -1,0 +1,64 @@
+"""Which linear modules of a backbone a task's `target_modules` names, by the rules of peft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from megatron_mux.errors import UserError
+from megatron_mux.shape import Module
+
+ALL_LINEAR = "all-linear"
+
+Targets = str | Sequence[str]
+"""`target_modules`: names, `all-linear` or a regular expression."""
+
+
+def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
+    """The modules that `targets` names.
+
+    Args:
+        targets: Names, each matching the modules whose path is it or ends in it after a dot; or `all-linear`; or
+            any other string: a regular expression that must match a whole path.
+        modules: All modules of the backbone.
+
+    Returns:
+        Matching modules, in the order of `modules`.
+
+    Raises:
+        UserError: A name (or the expression) matches nothing; lists what there is.
+    """
+    if isinstance(targets, str):
+        return _match_text(targets, modules)
+    unknown = [t for t in targets if not any(_matches(t, module.path) for module in modules)]
+    if unknown:
+        listed = ", ".join(repr(name) for name in unknown)
+        verb = "is no module" if len(unknown) == 1 else "are no modules"
+        raise UserError(f"target_modules: {listed} {verb} of this backbone: choose from {_choices(modules)}")
+    return [module for module in modules if any(_matches(t, module.path) for t in targets)]
+
+
+def _match_text(text: str, modules: Sequence[Module]) -> list[Module]:
+    if text.lower() == ALL_LINEAR:
+        return list(modules)
+    try:
+        expression = re.compile(text)
+    except re.error as error:
+        raise UserError(f"target_modules: {text!r} is not a regular expression: {error}") from None
+    found = [module for module in modules if expression.fullmatch(module.path)]
+    if not found:
+        raise UserError(f"target_modules: no module matches {text!r}: choose from {_choices(modules)}")
+    return found
+
+
+def short_names(modules: Iterable[Module]) -> list[str]:
+    """The distinct last parts of modules' paths, in order; as targets they match all modules of the same names."""
+    return list(dict.fromkeys(module.path.rpartition(".")[2] for module in modules))
+
+
+def _matches(target: str, path: str) -> bool:
+    return path == target or path.endswith(f".{target}")
+
+
+def _choices(modules: Sequence[Module]) -> str:
+    return ", ".join(short_names(modules)) + f", or {ALL_LINEAR!r}"

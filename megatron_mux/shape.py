@@ -1,0 +1,284 @@
+"""The structure of a backbone as data: read from config.json, before any weight.
+
+Shared by the rooms that build it, adapt it and plan with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+
+
+@dataclass(frozen=True)
+class DefaultTargets:
+    """The modules that a task adapts in a backbone's family when it names none: peft's choice, where peft has one.
+
+    Attributes:
+        lora: For LoRA and methods like it.
+        ia3: For IA3.
+        ia3_feedforward: Those of them whose input IA3 scales.
+        bottleneck: The last projections of attention and MLP (Houlsby et al., 2019).
+    """
+
+    lora: tuple[str, ...] = ("q_proj", "v_proj")
+    ia3: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+    ia3_feedforward: tuple[str, ...] = ("down_proj",)
+    bottleneck: tuple[str, ...] = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear module that each layer of a family has within a BaseOp.
+
+    Attributes:
+        path: Within the layer: `self_attn.q_proj`.
+        roles: What its output holds, in order: `q`, `k`, `v`; `gate`, `up`; `fc`; `out`.
+    """
+
+    path: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a family keeps its tensors. Paths within a layer are relative to it.
+
+    Attributes:
+        base: Prefix that checkpoints of the bare model lack (`model.`).
+        layer: Path of a layer, with `{}` for its index.
+        embedding, final_norm, head: Modules of the embedding, the last norm and the output layer.
+        positions: Module of the learned positions, if any.
+        input_norm, mlp_norm: Norms before attention and before the MLP.
+        attention_output_norm, mlp_output_norm: Norms of what attention and the MLP add to the hidden states, if any.
+        q_norm, k_norm: Norms of queries and keys, if any.
+        ops: The modules of each BaseOp.
+        transposed: Weights are stored `[in, out]` (GPT-2's Conv1D).
+        ignorable: Regular expressions of stored tensors that hold nothing learned.
+        targets: The modules that tasks adapt by default.
+    """
+
+    base: str
+    layer: str
+    embedding: str
+    final_norm: str
+    input_norm: str
+    mlp_norm: str
+    ops: Mapping[BaseOpName, tuple[Linear, ...]]
+    head: str = "lm_head"
+    positions: str | None = None
+    attention_output_norm: str | None = None
+    mlp_output_norm: str | None = None
+    q_norm: str | None = None
+    k_norm: str | None = None
+    transposed: bool = False
+    ignorable: tuple[str, ...] = ()
+    targets: DefaultTargets = field(default=DefaultTargets())
+
+    @property
+    def layer_norms(self) -> dict[str, str]:
+        """The norms of hidden states in a layer: Megatron's module to the family's, both relative to the layer."""
+        found = {
+            "input_layernorm": self.input_norm,
+            "pre_mlp_layernorm": self.mlp_norm,
+            "self_attn_bda.norm": self.attention_output_norm,
+            "mlp_bda.norm": self.mlp_output_norm,
+        }
+        return {module: path for module, path in found.items() if path is not None}
+
+    @property
+    def head_norms(self) -> dict[str, str]:
+        """The norms of queries and keys, likewise."""
+        found = {"self_attention.q_layernorm": self.q_norm, "self_attention.k_layernorm": self.k_norm}
+        return {module: path for module, path in found.items() if path is not None}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear module of the Hugging Face model that lies within a BaseOp.
+
+    Attributes:
+        path: Full Hugging Face path.
+        layer: Index of its layer.
+        op: The BaseOp that holds it.
+        out_features, in_features: Its full widths.
+    """
+
+    path: str
+    layer: int
+    op: BaseOpName
+    out_features: int
+    in_features: int
+
+    @property
+    def column_parallel(self) -> bool:
+        """Whether tensor ranks divide its output; else they divide its input."""
+        return self.op in COLUMN_PARALLEL
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, its fields called as in a config's `rope_parameters`.
+
+    Attributes:
+        rope_theta: Base of the wavelengths.
+        rope_type: How wavelengths are stretched: not, all alike, as Llama 3 does, or one by one (LongRoPE).
+        factor: By how much (`linear`, `llama3`).
+        low_freq_factor, high_freq_factor: Which wavelengths `llama3` stretches.
+        original_max_position_embeddings: Longest sequence before the stretching (`llama3`, `longrope`).
+        short_factor, long_factor: By how much `longrope` stretches each wavelength, in sequences up to the original
+            length and in longer ones.
+        attention_factor: What cosines and sines are multiplied by (`longrope`).
+        partial_rotary_factor: The part of a head's features that is rotated, its first ones.
+    """
+
+    rope_theta: float
+    rope_type: Literal["default", "linear", "llama3", "longrope"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class BackboneShape:
+    """The structure of a backbone: its sizes, and everything in which one family differs from another.
+
+    Attributes:
+        family: `model_type` of the Hugging Face config.
+        names: Where the family keeps its tensors, and which norms and linear modules a layer has.
+        hidden, layers, heads, kv_heads, head_dim, ffn: Sizes; `ffn` is the inner width of the MLP.
+        vocab: Tokens.
+        padded_vocab: Rows of the vocabulary matrices once divided among tensor ranks; rows beyond `vocab` are no token.
+        max_positions: Longest sequence of the pre-training.
+        position_limit: Positions that exist at all (learned ones); None for rotary.
+        position_offset: What is added to a position before it is looked up (OPT: 2).
+        norm, norm_eps: Kind of the norms and what they add to the variance.
+        activation: Hugging Face's name of the MLP's activation function.
+        gated: Whether the MLP multiplies an activated half with a plain half.
+        tied: Whether the output layer is the embedding.
+        biases: Which BaseOps have a bias.
+        ropes: For each layer, its rotary embedding; None for learned positions.
+        windows: For each layer, how many of the latest positions a token sees; None for all.
+        scales: For each layer, what attention scores are multiplied by.
+        config: The whole Hugging Face config, defaults included.
+        norm_offset: What is added to the stored weights of norms (Gemma: 1).
+        embedding_scale: What the token embedding's output is multiplied by.
+    """
+
+    family: str
+    names: Names
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    padded_vocab: int
+    max_positions: int
+    position_limit: int | None
+    position_offset: int
+    norm: Literal["RMSNorm", "LayerNorm"]
+    norm_eps: float
+    activation: str
+    gated: bool
+    tied: bool
+    biases: Mapping[BaseOpName, bool]
+    ropes: tuple[Rope | None, ...]
+    windows: tuple[int | None, ...]
+    scales: tuple[float, ...]
+    config: Mapping[str, Any]
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+
+    @property
+    def norm_leaves(self) -> tuple[str, ...]:
+        """Names of the tensors of a norm."""
+        return ("weight", "bias") if self.norm == "LayerNorm" else ("weight",)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised head by head."""
+        return self.names.q_norm is not None
+
+    @property
+    def output_norms(self) -> bool:
+        """Whether what attention and the MLP add to the hidden states is normalised first."""
+        return self.names.attention_output_norm is not None
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of the table of learned positions; 0 for rotary."""
+        return 0 if self.position_limit is None else self.position_limit + self.position_offset
+
+    @cached_property
+    def modules(self) -> tuple[Module, ...]:
+        """All modules inside BaseOps, layer by layer."""
+        linears = [(op, linear) for op in BASE_OPS for linear in self.names.ops[op]]
+        return tuple(
+            Module(
+                f"{self.names.layer.format(layer)}.{linear.path}",
+                layer,
+                op,
+                sum(map(self.role_width, linear.roles)),
+                self.in_features(op),
+            )
+            for layer in range(self.layers)
+            for op, linear in linears
+        )
+
+    def role_width(self, role: str) -> int:
+        """Full output width of a role: see `Linear`."""
+        kv = self.kv_heads * self.head_dim
+        widths = {"q": self.heads * self.head_dim, "k": kv, "v": kv, "out": self.hidden}
+        return widths.get(role, self.ffn)
+
+    def out_features(self, op: BaseOpName) -> int:
+        """Full output width of a BaseOp as Megatron fuses it."""
+        return {
+            "linear_qkv": (self.heads + 2 * self.kv_heads) * self.head_dim,
+            "linear_proj": self.hidden,
+            "linear_fc1": self.ffn * (2 if self.gated else 1),
+            "linear_fc2": self.hidden,
+        }[op]
+
+    def in_features(self, op: BaseOpName) -> int:
+        """Full input width of a BaseOp."""
+        return {
+            "linear_qkv": self.hidden,
+            "linear_proj": self.heads * self.head_dim,
+            "linear_fc1": self.hidden,
+            "linear_fc2": self.ffn,
+        }[op]
+
+    def kv_heads_on_rank(self, tensor_parallel: int) -> int:
+        """Key-value heads that core attention sees on one tensor rank."""
+        return max(1, self.kv_heads // tensor_parallel)
+
+    def parallel_problems(self, tensor_parallel: int, pipeline_parallel: int) -> list[str]:
+        """What keeps this backbone from being divided so; empty where nothing does."""
+        tp, problems = tensor_parallel, []
+        if self.heads % tp:
+            problems.append(f"tensor parallel size {tp} does not divide its {self.heads} attention heads")
+        elif self.kv_heads % tp and tp % self.kv_heads:
+            problems.append(
+                f"tensor parallel size {tp} neither divides its {self.kv_heads} key-value heads "
+                "nor is a multiple of them"
+            )
+        elif self.out_features("linear_qkv") % tp:
+            problems.append(
+                f"tensor parallel size {tp} does not divide the {self.out_features('linear_qkv')} q, k, v rows"
+            )
+        if self.ffn % tp:
+            problems.append(f"tensor parallel size {tp} does not divide its MLP width {self.ffn}")
+        if self.layers < pipeline_parallel:
+            problems.append(f"its {self.layers} layers cannot fill {pipeline_parallel} pipeline stages")
+        return problems

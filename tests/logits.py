@@ -1,0 +1,29 @@
+"""All logits of a micro-batch, which training never computes at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.layout import MicroBatch
+
+
+def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+    """`[T, V]` logits of every row, gathered over tensor ranks, without gradients.
+
+    Args:
+        backbone: The last stage.
+        batch: The micro-batch.
+        hidden: What the stage's `forward` returned; None: from the tokens, with one stage and `batch` active.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    if hidden is None:
+        hidden = backbone.forward(batch)
+    parallel = backbone.parallel
+    with torch.no_grad(), backbone.residence.using("head"):
+        local = torch.mm(backbone._all_rows(hidden), backbone.model.output_layer.weight.t())
+        if parallel.tp_size > 1:
+            local = gather_from_tensor_model_parallel_region(local, group=parallel.tp_group)
+        return local[:, : backbone.shape.vocab]
