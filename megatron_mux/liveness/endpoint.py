@@ -53,10 +53,6 @@ class Link:
         self.closed = False
         self.heard = time.monotonic()
 
-    def fileno(self) -> int:
-        """For `wait`."""
-        return self.connection.fileno()
-
     def send(self, message: object) -> None:
         """Send a message; that the other end is gone shows in receiving, after what it has sent last."""
         with suppress(OSError):
@@ -110,9 +106,9 @@ class Endpoint(ABC):
             link.send(beat)
         now = time.monotonic()
         while now < until and not state.end:
-            found = wait([self._bell, *self._open()], until - now)
+            found = wait([self._bell, *(link.connection for link in self._open())], until - now)
             for rank, link in self.links.items():
-                if link in found and (message := link.receive()) is not None:
+                if link.connection in found and (message := link.receive()) is not None:
                     self._take(rank, message)
             # The time before it received: had this thread been held up since, messages could be waiting.
             verdict = self._judge(now)
@@ -204,8 +200,10 @@ class Hub(Endpoint):
         # Closing with unread input would reset the connection and lose what was sent: wait until the others close.
         until = time.monotonic() + _SECONDS_TO_LEAVE
         while (waiting := self._open()) and time.monotonic() < until:
-            for link in wait(waiting, until - time.monotonic()):
-                link.receive()
+            found = wait([link.connection for link in waiting], until - time.monotonic())
+            for link in waiting:
+                if link.connection in found:
+                    link.receive()
         super().leave(verdict)
 
     def _beat(self, state: State) -> object:

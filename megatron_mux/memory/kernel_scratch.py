@@ -94,7 +94,8 @@ def _cudnn(args: Sequence[Any]) -> list[Scratch]:
 
 
 def _efficient(args: Sequence[Any]) -> list[Scratch]:
-    return efficient(*args[1].shape, args[1].element_size())
+    batch, heads, queries, head = args[1].shape
+    return efficient(batch, heads, queries, head, args[1].element_size())
 
 
 def _embedding(args: Sequence[Any]) -> list[Scratch]:

@@ -139,6 +139,7 @@ def serve() -> None:
             function, arguments, named = calls.recv()
         except EOFError:
             return
+        answer: tuple[Any, Exception | None]
         try:
             answer = function(*arguments, **named), None
         except UserError as error:

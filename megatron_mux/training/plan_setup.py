@@ -137,7 +137,9 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     found = None
     if parallel.rank == 0:
         found = find_profile(info.shape, parallel.device.type, arguments.dtype, parallel.tp_size, say=say)
-    return from_first(found, parallel)
+    shared = from_first(found, parallel)
+    assert shared is not None  # the first rank's
+    return shared
 
 
 def _known_plan(arguments: MuxArguments, manifest: Manifest | None, say: Progress) -> Plan | None:
