@@ -10,8 +10,7 @@ import numpy as np
 
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.question import Question
-from megatron_mux.memory.step_profile import BACKWARD, EMBEDDING, LOSS, Samples, StepProfile
-from megatron_mux.memory.step_profiles import StepProfiles
+from megatron_mux.memory.step_profile import BACKWARD, EMBEDDING, LOSS, Samples, StepProfile, StepProfiles
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace import depth
