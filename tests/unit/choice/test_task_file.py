@@ -13,6 +13,7 @@ from megatron_mux.choice.flags import flags
 from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.task_file import Content, FileStep
 from megatron_mux.fusion.device import device_of
+from megatron_mux.gpus import known
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
@@ -94,7 +95,9 @@ def test_the_fewest_micro_batches_that_fit(
         division = step.divided(data, count)
         own = replace(method, parts=count)
         return max(
-            step_memory(ARCHITECTURE, step.mix(content, recipe), own).peak(step.rows(content))
+            step_memory(ARCHITECTURE, step.mix(content, recipe), own, gpu=known("A100").gpu).peak(
+                step.rows(content)
+            )
             for content in division.heaviest
         )
 

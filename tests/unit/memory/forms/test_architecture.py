@@ -12,7 +12,7 @@ import pytest
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.errors import UserError
 from megatron_mux.memory.forms.architecture import Unit, architecture_of
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import Method, impossible
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
 from megatron_mux.memory.tensors import Skeleton
@@ -73,9 +73,9 @@ def test_every_parameter_is_somewhere_once() -> None:
 
 
 def test_what_keeps_tensor_ranks_from_sharing_a_layer() -> None:
-    assert llama().tensor_problem(4) is None and llama(kv_heads=2).tensor_problem(8) is None
-    assert "8 attention heads" in str(llama().tensor_problem(3))
-    assert "MLP of width 700" in str(llama(ffn=700).tensor_problem(8))
+    assert "4TP" not in impossible(4, llama()) and "8TP" not in impossible(8, llama(kv_heads=2))
+    assert "8 attention heads" in impossible(3, llama())["3TP"]
+    assert "MLP of width 700" in impossible(8, llama(ffn=700))["8TP"]
 
 
 NAMES = ("llama", "llama-tied", "llama-biases", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")

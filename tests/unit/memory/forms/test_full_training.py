@@ -124,7 +124,7 @@ def test_peaks_with_autocast(name: str, recompute: Recompute, tmp_path: Path) ->
 def test_buckets_of_gradients(tmp_path: Path) -> None:
     """On two GPUs, each with the whole model, as torch's `DistributedDataParallel` has it."""
     options = Options(optimizer="rmsprop")
-    found = memory(WIDE_LLAMA, tmp_path, 128, options, Method(data=2))
+    found = memory(WIDE_LLAMA, tmp_path, 128, options, Method(data=2), bare=False)
     skeleton = Skeleton(tmp_path)
     for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
         case = options.case(skeleton.raw, skeleton.tensors, 128, batch)
