@@ -29,8 +29,9 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.choice.ranking import Ranked, Ranking
-    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.choice.fit import Fit
+    from megatron_mux.choice.ranking import Ranking
+    from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.fusion.device import Device
     from megatron_mux.memory.forms.architecture import Architecture
     from megatron_mux.memory.forms.recipe import Recipe
@@ -97,16 +98,13 @@ def _make(directory: Path, layers: int, sequences: int) -> None:
 
 
 def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.memory.forms.recipe import Recipe
-    from megatron_mux.memory.forms.skeleton import read_architecture
-    from megatron_mux.memory.tensors import Skeleton
 
-    architecture = read_architecture(Skeleton(directory))
     file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
-    recipe = Recipe(LENGTH, "fp32", adapters=file.adapters)
+    architecture, recipe = file.architecture, Recipe(LENGTH, "fp32", adapters=file.adapters)
     device = measured_device(architecture)
-    ranked = _ranking(architecture, recipe, file, device, arguments.plain)
+    ranked = _ranking(architecture, recipe, device, arguments.plain)
     budget = _middle([entry.peak_allocated for entry in ranked(1).entries])
     ranking = ranked(int(budget / RESERVE))
     rows = [_row(entry, directory, file, budget, arguments.steps) for entry in ranking.entries]
@@ -125,22 +123,22 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ranking(
-    architecture: Architecture, recipe: Recipe, file: TaskFile, device: Device, plain: bool
+    architecture: Architecture, recipe: Recipe, device: Device, plain: bool
 ) -> Callable[[int], Ranking]:
     """The methods that run here, ranked for a memory; host memory, which all processes share, is no way out."""
-    from megatron_mux.choice.ranking import Ranking, rank
+    from megatron_mux.choice.ranking import rank
 
     def ranked(memory: int) -> Ranking:
-        found = rank(architecture, recipe, RANKS, memory, device, step=file.step, kind="cpu")
-        return Ranking([entry for entry in found.entries if _wanted(entry, plain)])
+        found = rank(architecture, recipe, RANKS, memory, device, kind="cpu")
+        return replace(found, entries=[entry for entry in found.entries if _wanted(entry, plain)])
 
     return ranked
 
 
-def _wanted(entry: Ranked, plain: bool) -> bool:
+def _wanted(entry: Fit, plain: bool) -> bool:
     method = entry.method
     fancy = method.recompute != "none" or method.sequence_parallel
-    return not (method.offload or entry.elsewhere or (plain and fancy))
+    return not (method.offload or entry.command.elsewhere or (plain and fancy))
 
 
 def _middle(peaks: Sequence[int]) -> int:
@@ -252,9 +250,12 @@ def _limits(hidden: int, ffn: int) -> dict[str, float]:
     }
 
 
-def _row(entry: Ranked, directory: Path, file: TaskFile, budget: int, steps: int) -> dict[str, Any]:
+def _row(entry: Fit, directory: Path, file: TaskFile, budget: int, steps: int) -> dict[str, Any]:
     """A method as predicted and as it runs."""
-    found = together(_train, entry.method, directory, file.step, budget, steps)
+    from megatron_mux.choice.task_file import FileStep
+
+    step = FileStep(file.adapters)
+    found = together(_train, entry.method, directory, step, budget, steps)
     ranks = [one for one in found if one is not None]
     failed = len(ranks) < RANKS or any(one["error"] for one in ranks)
     return {
@@ -262,7 +263,7 @@ def _row(entry: Ranked, directory: Path, file: TaskFile, budget: int, steps: int
         "micro_batches": entry.method.micro_batches,
         "fits": entry.fits,
         "predicted_bytes": entry.peak_allocated,
-        "predicted_seconds": entry.speed.seconds,
+        "predicted_seconds": entry.seconds,
         "runs": not failed,
         "peak_bytes": max((one["peak"] for one in ranks), default=None),
         "seconds": None if failed else max(one["seconds"] for one in ranks),

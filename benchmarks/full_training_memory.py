@@ -104,7 +104,6 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
     """
     from megatron_mux.memory.forms.full_training import FullTrainingMemory
     from megatron_mux.memory.forms.method import Method
-    from megatron_mux.memory.forms.process_overhead import ProcessOverhead
     from megatron_mux.memory.forms.recipe import Recipe
     from megatron_mux.memory.forms.skeleton import read_architecture
     from megatron_mux.memory.question import Question
@@ -127,7 +126,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
         recipe,
         Method(recompute="full" if options.recompute else "none"),
         profiles(options.recompute),
-        overhead=ProcessOverhead.none(),
+        bare=True,
     )
     for batch in BATCHES:
         peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size

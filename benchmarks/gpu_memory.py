@@ -212,9 +212,9 @@ def megatron_report(case: Any, skeleton: Any) -> float:
     from megatron_mux.memory.forms.skeleton import read_architecture
 
     a = read_architecture(skeleton)
-    gated = a.inner > a.ffn
+    gated, rms_norm = a.inner > a.ffn, any("RMSNorm" in name for name in skeleton.tensors.kinds)
     arguments = argparse.Namespace(
-        add_bias_linear=not a.rms_norm,
+        add_bias_linear=not rms_norm,
         data_parallel_size=1,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
@@ -227,7 +227,7 @@ def megatron_report(case: Any, skeleton: Any) -> float:
         moe_layer_freq=1,
         mtp_num_layers=None,
         multi_latent_attention=False,
-        normalization="RMSNorm" if a.rms_norm else "LayerNorm",
+        normalization="RMSNorm" if rms_norm else "LayerNorm",
         num_attention_heads=a.heads,
         num_experts=None,
         num_layers=len(a.layers),

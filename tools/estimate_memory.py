@@ -41,7 +41,7 @@ from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.store import SavedOutput
     from megatron_mux.memory.tensors import Skeleton
@@ -258,7 +258,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
         length = longest
     else:
         file = _task_file(arguments, skeleton)
-        length = file.step.longest
+        length = max(task.length for task in file.adapters)
     settings = Settings.of_environment()
     return Question(
         skeleton, arguments.gpus, arguments.gpu_memory, length, batch, options, settings, tracer
@@ -267,7 +267,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
 
 def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
     """The tasks that train together; they say all that a step computes."""
-    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.choice.task_file import TaskFile
 
     file = TaskFile.read(skeleton.path, arguments.tasks)
     file.check(skeleton.tensors.positions, arguments.sequence_length)

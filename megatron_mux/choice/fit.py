@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from megatron_mux.choice.speed import Work
-from megatron_mux.choice.step import Content, FileStep
-from megatron_mux.gpus import Gpu
+from megatron_mux.choice.flags import Command, command
+from megatron_mux.choice.speed import step_seconds
+from megatron_mux.choice.task_file import FileStep
+from megatron_mux.fusion.device import Device
+from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.phases import StepMemory
+from megatron_mux.memory.forms.phases import Phase, StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import Profiles, step_memory
 from megatron_mux.memory.largest_batch import largest_batch
@@ -22,121 +27,218 @@ many with every method, by further micro-batches where one's largest batch is le
 
 @dataclass(frozen=True)
 class Fit:
-    """A method with its micro-batches.
+    """A method with its micro-batches, and what is predicted of it.
 
     Attributes:
-        method: With its number of micro-batches.
+        device: What computes.
         memory: Of a step, for the heaviest micro-batch.
         rows: Tokens of that.
         sequences: Of it.
         largest: Sequences that it could have, of the same tasks in the same proportion; 0 if not even one fits.
-        work: What a step computes.
+        mean_rows: Tokens of a micro-batch, in the mean.
+        micro_batches: On each pipeline.
+        tokens: Of the whole step on all pipelines.
     """
 
-    method: Method
+    device: Device
     memory: StepMemory
     rows: int
     sequences: int
     largest: int
-    work: Work
+    mean_rows: float
+    micro_batches: int
+    tokens: int
+
+    @property
+    def method(self) -> Method:
+        """The method, with its number of micro-batches."""
+        return self.memory.method
 
     @property
     def fits(self) -> bool:
-        """Whether its memory suffices."""
+        """Whether a task file trains; else the batch asked for, or one sequence if none was."""
         return self.sequences <= self.largest
 
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return step_seconds(self.memory, self.mean_rows, self.micro_batches, self.device)
 
-def as_many_as_fit(
-    architecture: Architecture,
-    recipe: Recipe,
-    method: Method,
-    memory: int,
-    batch: int | None = None,
-    device: str = "cuda",
-    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
-    profiles: Profiles | None = None,
-) -> Fit:
-    """Micro-batches of a given number of sequences, as few as the method needs; or of as many as fit, for `SEQUENCES`.
+    @cached_property
+    def command(self) -> Command:
+        """What runs it."""
+        memory = self.memory
+        return command(self.method, memory.recipe, memory.architecture.model_type, self.sequences)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @cached_property
+    def worst(self) -> Phase:
+        """When and on which stage memory is at its highest."""
+        return self.memory.worst(self.rows)
+
+    @cached_property
+    def breakdown(self) -> Mapping[str, int]:
+        """Bytes of that rank then, by part."""
+        return self.worst.breakdown
+
+    @property
+    def phases(self) -> Mapping[str, Mapping[str, int]]:
+        """The same in every phase of its step, in order, by the phase's name."""
+        found = self.memory.phases(self.rows)
+        return {phase.name: phase.breakdown for phase in found if phase.stage == self.worst.stage}
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The least and the most bytes of that rank's process, by what is not known."""
+        return self.memory.interval(self.rows)
+
+    @property
+    def peak_process(self) -> int:
+        """All bytes that the worst rank's process takes of its GPU."""
+        return sum(self.breakdown.values())
+
+    @property
+    def peak_reserved(self) -> int:
+        """Bytes that its allocator holds."""
+        return self.peak_process - self.breakdown["context"]
+
+    @property
+    def peak_allocated(self) -> int:
+        """Bytes of live tensors."""
+        return self.peak_reserved - self.breakdown["fragmentation"]
+
+    def to_json(self) -> dict[str, Any]:
+        """As programs read it."""
+        method = self.method
+        # Megatron numbers ranks tensor first, then data, then pipeline: the first rank of the worst stage.
+        rank = self.worst.stage * method.tensor * method.data
+        return {
+            "estimator": "ours",
+            "name": method.name,
+            "details": method.details,
+            "data_parallel": method.data,
+            "tensor_parallel": method.tensor,
+            "pipeline_parallel": method.pipeline,
+            "expert_parallel": method.expert,
+            "sequence_parallel": method.sequence_parallel,
+            "zero": method.zero,
+            "recompute": method.recompute,
+            "offload": method.offload,
+            "micro_batches": method.micro_batches,
+            "fits": self.fits,
+            "batch_size": self.sequences,
+            "largest_batch": self.largest,
+            "peak_process_bytes": self.peak_process,
+            "peak_process_interval_bytes": list(self.interval),
+            "host_bytes": self.memory.host,
+            "peak_reserved_bytes": self.peak_reserved,
+            "peak_allocated_bytes": self.peak_allocated,
+            "breakdown": dict(self.breakdown),
+            "worst_rank": {"stage": self.worst.stage, "rank": rank, "at": self.worst.name},
+            "throughput_tokens_per_s": self.throughput,
+            "step_s": self.seconds,
+            "flags": list(self.command.flags),
+            "flags_of": self.command.program,
+            "remarks": list(self.command.remarks),
+            "not_by_this_engine": self.command.elsewhere,
+        }
+
+
+class Fitting:
+    """Finds the micro-batches of methods on GPUs.
 
     Args:
-        architecture, recipe, method: What is trained, and how.
+        architecture: The model.
+        recipe: What is trained and how.
         memory: Bytes of a GPU.
-        batch: Sequences; None for as many as fit, or one if none does.
-        device: `cuda` or `cpu`.
-        gpu: Which one.
-        profiles: Profiles of full fine-tuning.
-    """
-    step = step_memory(architecture, recipe, method, profiles, device=device, gpu=gpu)
-    largest = largest_batch(lambda count: step.peak(count * recipe.length) <= memory)
-    shown = batch or max(largest, 1)
-    rows = shown * recipe.length
-    if batch is None:
-        together = method.data * method.micro_batches * shown
-        count = method.micro_batches * -(-SEQUENCES // together)
-        accumulated = replace(method, parts=count)
-        with_sums = step_memory(architecture, recipe, accumulated, profiles, device=device, gpu=gpu)
-        # Else gradients have to be gone before the next micro-batch.
-        if with_sums.peak(rows) <= memory or shown > largest:
-            method, step = accumulated, with_sums
-    count = method.micro_batches
-    return Fit(method, step, rows, shown, largest, Work(rows, count, method.data * count * rows))
-
-
-def of_file(
-    architecture: Architecture,
-    recipe: Recipe,
-    method: Method,
-    memory: int,
-    step: FileStep,
-    device: str = "cuda",
-    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
-) -> Fit:
-    """A file's step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there can be.
-
-    Args:
-        architecture, recipe, method: What is trained, and how.
-        memory: Bytes of a GPU.
-        step: The file's.
-        device: `cuda` or `cpu`.
-        gpu: Which one.
+        device: What it is.
+        kind: `cuda`, or `cpu` for processes that compute there.
+        profiles: Profiles of full fine-tuning; None where only adapters are trained.
     """
 
-    def fit(count: int) -> Fit:
-        own = replace(method, parts=count)
-        division = step.divided(method.data, count)
-        found, content = max(
-            (
-                (step_memory(architecture, step.mix(content, recipe), own, device=device, gpu=gpu), content)
-                for content in division.heaviest
-            ),
-            key=lambda pair: pair[0].peak(pair[1].total),
-        )
-        work = Work(division.rows / division.micro_batches, division.micro_batches, step.tokens)
-        return Fit(own, found, content.total, content.count, _largest(found, content, memory), work)
+    def __init__(
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        memory: int,
+        device: Device,
+        kind: str = "cuda",
+        profiles: Profiles | None = None,
+    ) -> None:
+        self._architecture, self._recipe, self._memory, self._device = architecture, recipe, memory, device
+        self._kind, self._profiles = kind, profiles
+        table = find(device.name)
+        self._gpu = table.gpu if table is not None else Gpu()
+        self._tasks = FileStep(recipe.adapters)
 
-    most = step.most(method.data)
-    low = min(method.micro_batches, most)
-    found = fit(low)
-    if found.fits or low == most:
-        return found
-    last = fit(most)
-    if not last.fits:
+    def __call__(self, method: Method, batch: int | None = None) -> Fit:
+        """A method with its micro-batches.
+
+        Args:
+            method: How the step is divided.
+            batch: Sequences of a micro-batch; None for as many as fit. Tasks say so themselves.
+        """
+        return self._of_tasks(method) if self._recipe.frozen else self._as_many_as_fit(method, batch)
+
+    def _as_many_as_fit(self, method: Method, batch: int | None) -> Fit:
+        """Micro-batches of a given number of sequences, as few as the method needs; or of as many as fit (one if none
+        does), for `SEQUENCES`.
+        """
+        step, length = self._step(method, self._recipe), self._recipe.length
+        largest = largest_batch(lambda count: step.peak(count * length) <= self._memory)
+        shown = batch or max(largest, 1)
+        rows = shown * length
+        if batch is None:
+            together = method.data * method.micro_batches * shown
+            accumulated = replace(method, parts=method.micro_batches * -(-SEQUENCES // together))
+            with_sums = self._step(accumulated, self._recipe)
+            # Else gradients have to be gone before the next micro-batch.
+            if with_sums.peak(rows) <= self._memory or shown > largest:
+                step = with_sums
+        count = step.method.micro_batches
+        return Fit(self._device, step, rows, shown, largest, rows, count, method.data * count * rows)
+
+    def _of_tasks(self, method: Method) -> Fit:
+        """The tasks' step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there
+        can be.
+        """
+        most = self._tasks.most(method.data)
+        low = min(method.micro_batches, most)
+        found = self._in_parts(method, low)
+        if found.fits or low == most:
+            return found
+        last = self._in_parts(method, most)
+        if not last.fits:
+            return last
+        high = most
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._in_parts(method, middle)
+            if tried.fits:
+                high, last = middle, tried
+            else:
+                low = middle
         return last
-    high = most
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried = fit(middle)
-        if tried.fits:
-            high, last = middle, tried
-        else:
-            low = middle
-    return last
 
+    def _in_parts(self, method: Method, count: int) -> Fit:
+        """The tasks' step in so many micro-batches."""
+        step, own = self._tasks, replace(method, parts=count)
+        division = step.divided(method.data, count)
+        heaviest = (
+            (self._step(own, step.mix(content, self._recipe)), content) for content in division.heaviest
+        )
+        found, content = max(heaviest, key=lambda pair: pair[0].peak(step.rows(pair[1])))
+        rows, sequences = step.rows(content), content.total()
+        # Of more sequences in the same proportion.
+        largest = largest_batch(lambda more: found.peak(math.ceil(more * rows / sequences)) <= self._memory)
+        mean = division.rows / division.micro_batches
+        return Fit(self._device, found, rows, sequences, largest, mean, division.micro_batches, step.tokens)
 
-def _largest(step: StepMemory, content: Content, memory: int) -> int:
-    return largest_batch(lambda count: step.peak(_rows(content, count)) <= memory)
-
-
-def _rows(content: Content, sequences: int) -> int:
-    """Of so many sequences in the same proportion."""
-    return math.ceil(sequences * content.total / content.count)
+    def _step(self, method: Method, recipe: Recipe) -> StepMemory:
+        return step_memory(
+            self._architecture, recipe, method, self._profiles, device=self._kind, gpu=self._gpu
+        )

@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 
 TRAINER = "TrainingArguments"
+
+
+class Command(NamedTuple):
+    """What runs a method.
+
+    Attributes:
+        flags: That run the method.
+        program: What takes them.
+        elsewhere: Why our engine cannot run it; None if it can.
+        remarks: What is to be known of a run elsewhere.
+    """
+
+    flags: Sequence[str]
+    program: str
+    elsewhere: str | None = None
+    remarks: Sequence[str] = ()
+
+
+def command(method: Method, recipe: Recipe, model_type: str, batch: int) -> Command:
+    """The command that runs a method.
+
+    Args:
+        method: How the step is divided.
+        recipe: What is trained and how.
+        model_type: Of the model.
+        batch: Sequences of a micro-batch.
+    """
+    elsewhere = not_by_this_engine(method, recipe, model_type)
+    if not elsewhere:
+        return Command(flags(method, recipe), "pretrain_mux.py")
+    if recipe.frozen or recipe.keeps.megatron:
+        return Command(megatron_flags(method, recipe, batch), "Megatron-LM", elsewhere, remarks(recipe))
+    return Command(trainer_flags(method, recipe, batch), TRAINER, elsewhere, remarks(recipe))
 
 
 def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:
@@ -46,18 +80,6 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
         words += ["--mux-backbone-weights", residence]
     # All tasks in each micro-batch, and as many of these as were predicted.
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
-
-
-def whose(recipe: Recipe, here: bool) -> str:
-    """What takes the flags that run a method.
-
-    Args:
-        recipe: What is trained and how.
-        here: Whether our engine runs it.
-    """
-    if here:
-        return "pretrain_mux.py"
-    return "Megatron-LM" if recipe.frozen or recipe.keeps.megatron else TRAINER
 
 
 def remarks(recipe: Recipe) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,18 @@ from megatron_mux.memory.traced_estimate import TracedEstimate, traced_estimate
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_mux.choice.answer import Choice
-    from megatron_mux.choice.recipes import TaskFile
+    from megatron_mux.choice.fit import Fit
+    from megatron_mux.choice.ranking import Ranking
+    from megatron_mux.choice.task_file import TaskFile
 
 _DRAWN = 6
 """Methods in a picture."""
+_SHOWN = 12
+"""Methods in a table; programs get all of them."""
+_CAPTION = (
+    "here: whether this engine runs it; parts: micro-batches of a step on each pipeline; batch: sequences of one; "
+    "GiB: of the worst rank; worst: its stage"
+)
 
 
 @dataclass
@@ -28,13 +36,13 @@ class MemoryAnswer:
 
     Attributes:
         question: What was asked.
-        choice: All methods, ranked by closed forms; None if not asked for or refused.
+        ranking: All methods, ranked by closed forms; None if not asked for or refused.
         trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
         refusals: Why a method refused, where another one answers.
     """
 
     question: Question
-    choice: Choice | None = None
+    ranking: Ranking | None = None
     trace: TracedEstimate | None = None
     refusals: list[str] = field(default_factory=list)
 
@@ -53,10 +61,12 @@ class MemoryAnswer:
         question.check()
         answer = cls(question)
         if arguments.method in ("ours", "all"):
-            from megatron_mux.choice.answer import Choice  # imports torch, which a saved trace does without
+            from megatron_mux.choice.ranking import (
+                answer as ranked,  # imports torch, which a saved trace does without
+            )
 
             try:
-                answer.choice = Choice.of(question, arguments, file)
+                answer.ranking = ranked(question, arguments, file)
             except UserError as error:
                 if arguments.method == "ours" or file is not None:
                     raise
@@ -66,13 +76,13 @@ class MemoryAnswer:
                 answer.trace = traced_estimate(question)
             except UserError as error:
                 answer.refusals += error.problems
-        if answer.choice is None and answer.trace is None:
+        if answer.ranking is None and answer.trace is None:
             raise UserError(*answer.refusals)
         return answer
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
-        ranked = self.choice.to_json() if self.choice is not None else {}
+        ranked = self.ranking.to_json() if self.ranking is not None else {}
         return {
             "selected": self._selected_by_trace,
             "selected_kind": "replicated" if self.trace and self.trace.fits else None,
@@ -100,13 +110,12 @@ class MemoryAnswer:
         """
         if self.trace is not None:
             self._print_trace(console, self.trace)
-        if self.choice is None:
+        if self.ranking is None:
             return
         from megatron_mux.choice.fit import SEQUENCES
-        from megatron_mux.choice.tables import show
 
-        show(console, self.choice.ranking, self.choice.impossible, command)
-        if self.question.batch is None and self.choice.file is None:
+        _show(console, self.ranking, command)
+        if self.question.batch is None and not self.ranking.tasks:
             console.print(
                 f"these steps have at least {SEQUENCES} sequences, in as many micro-batches (parts), whose gradients "
                 "add up: with --batch-size there are no more of them than a pipeline needs",
@@ -129,7 +138,7 @@ class MemoryAnswer:
             f"trace: {show_size(prediction.peak_reserved_expandable)} reserved with expandable segments",
             f"trace: {question.options.describe()}; {prediction.settings.describe()}",
         ]
-        if self.choice is None:
+        if self.ranking is None:
             lines.append(
                 f"selected: {self._selected_by_trace or 'nothing: a model does not fit on each GPU'}"
             )
@@ -149,9 +158,9 @@ class MemoryAnswer:
         if self.trace is not None:
             title = f"{self.trace.name}, batch {self.trace.batch}: a traced step"
             panels.append(traced(self.trace.prediction, title))
-        for ranked in self.choice.ranking.entries[:_DRAWN] if self.choice is not None else ():
+        for ranked in self.ranking.entries[:_DRAWN] if self.ranking is not None else ():
             name = " ".join((ranked.method.name, ranked.method.details)).strip()
-            panels.append(closed(f"{name}\nbatch {ranked.batch}: ours", ranked.phases))
+            panels.append(closed(f"{name}\nbatch {ranked.sequences}: ours", ranked.phases))
         question = self.question
         title = f"{question.skeleton.tensors.model_type}, {question.length} tokens, {question.gpus} GPU(s)"
         draw(panels, title, question.gpu_memory, file)
@@ -166,3 +175,64 @@ def about(question: Question) -> dict[str, Any]:
         "gpu_memory_bytes": question.gpu_memory,
         "sequence_length": question.length,
     }
+
+
+def _show(console: Console, ranking: Ranking, command: str) -> None:
+    """Print a ranking; `command` begins the command line that runs a method of ours."""
+    from rich.table import Table
+
+    count = len(ranking.entries)
+    which = f"the first {_SHOWN} of {count} methods" if count > _SHOWN else f"{count} method(s)"
+    table = Table(title=f"by closed forms of ours: {which}", caption=_CAPTION)
+    table.add_column("method", no_wrap=True)
+    table.add_column("")
+    for column in ("fits", "here", "parts", "batch", "GiB", "worst", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in ranking.entries[:_SHOWN]:
+        table.add_row(*_row(entry))
+    console.print(table)
+    for name, why in ranking.impossible.items():
+        console.print(f"{name}: {why}", highlight=False)
+    _show_choice(console, ranking, command)
+
+
+def _row(entry: Fit) -> list[str]:
+    return [
+        entry.method.name,
+        entry.method.details,
+        "yes" if entry.fits else "no",
+        "no" if entry.command.elsewhere else "yes",
+        str(entry.method.micro_batches),
+        str(entry.sequences),
+        f"{entry.peak_process / GIB:.1f}",
+        f"{entry.worst.stage + 1}/{entry.method.pipeline}",
+        f"{entry.throughput:,.0f}",
+    ]
+
+
+def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
+    best = ranking.chosen
+    if best is None:
+        nearest = f"; {ranking.entries[0].method.name} needs the least" if ranking.entries else ""
+        console.print(f"selected: nothing: no method fits{nearest}", highlight=False)
+        return
+    parts = ", ".join(f"{part} {show_size(size)}" for part, size in best.breakdown.items() if size)
+    offloaded = f"{OFFLOAD}: " if best.method.offload else ""
+    details = f" ({best.method.details})" if best.method.details else ""
+    many = "at most " if best.method.parts else ""
+    batches = f"{many}{best.sequences} sequence(s) in each of {best.method.micro_batches} micro-batch(es)"
+    lines = [
+        f"selected: {offloaded}{best.method.name}{details}, {batches}",
+        f"its peak, at {best.worst.name}: {parts}",
+        f"{' to '.join(map(show_size, best.interval))} by what is not known of context, NCCL and allocator",
+    ]
+    host, runs = best.memory.host, best.command
+    if host:
+        lines.append(f"host memory: {show_size(host)} for each GPU")
+    words = shlex.join(runs.flags)
+    if runs.elsewhere:
+        lines += [f"not by this engine ({runs.elsewhere}); flags of {runs.program}: {words}", *runs.remarks]
+    else:
+        lines += [f"run it with: {command} {words}"]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

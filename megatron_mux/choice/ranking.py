@@ -2,132 +2,43 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_mux.choice.fit import Fit, as_many_as_fit, of_file
-from megatron_mux.choice.flags import (
-    TRAINER,
-    flags,
-    megatron_flags,
-    not_by_this_engine,
-    remarks,
-    trainer_flags,
-    whose,
-)
-from megatron_mux.choice.speed import Speed, speed
-from megatron_mux.choice.step import FileStep
-from megatron_mux.fusion.device import Device
-from megatron_mux.gpus import Gpu, find
+from megatron_mux.choice.fit import Fit, Fitting
+from megatron_mux.choice.task_file import TaskFile
+from megatron_mux.fusion.device import Device, device_of
+from megatron_mux.gpus import known
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import methods
-from megatron_mux.memory.forms.phases import Phase
+from megatron_mux.memory.forms.method import impossible, methods
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.step_memory import Profiles
-from megatron_mux.memory.question import OFFLOAD
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """What is predicted of a method.
-
-    Attributes:
-        method: The method, with its number of micro-batches.
-        fits: Whether a task file trains; else the batch asked for, or one sequence if none was.
-        batch: Sequences of the heaviest micro-batch, for which the rest is given.
-        largest_batch: The most that fit, of the same tasks in the same proportion; 0 if not even one does.
-        worst: When and on which stage memory is at its highest.
-        breakdown: Bytes of that rank then, by part.
-        phases: The same in every phase of its step, in order, by the phase's name.
-        interval: The least and the most bytes of that rank's process, by what is not known.
-        host: Bytes of host memory for what a rank keeps there.
-        speed: Of a step.
-        flags: That run the method.
-        program: What takes them.
-        elsewhere: Why our engine cannot run it; None if it can.
-        remarks: What is to be known of these flags.
-    """
-
-    method: Method
-    fits: bool
-    batch: int
-    largest_batch: int
-    worst: Phase
-    breakdown: Mapping[str, int]
-    phases: Mapping[str, Mapping[str, int]]
-    interval: tuple[int, int]
-    host: int
-    speed: Speed
-    flags: tuple[str, ...]
-    program: str
-    elsewhere: str | None
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def peak_process(self) -> int:
-        """All bytes that the worst rank's process takes of its GPU."""
-        return sum(self.breakdown.values())
-
-    @property
-    def peak_reserved(self) -> int:
-        """Bytes that its allocator holds."""
-        return self.peak_process - self.breakdown["context"]
-
-    @property
-    def peak_allocated(self) -> int:
-        """Bytes of live tensors."""
-        return self.peak_reserved - self.breakdown["fragmentation"]
-
-    def to_json(self) -> dict[str, Any]:
-        """As programs read it."""
-        method = self.method
-        return {
-            "estimator": "ours",
-            "name": method.name,
-            "details": method.details,
-            "data_parallel": method.data,
-            "tensor_parallel": method.tensor,
-            "pipeline_parallel": method.pipeline,
-            "expert_parallel": method.expert,
-            "sequence_parallel": method.sequence_parallel,
-            "zero": method.zero,
-            "recompute": method.recompute,
-            "offload": method.offload,
-            "micro_batches": method.micro_batches,
-            "fits": self.fits,
-            "batch_size": self.batch,
-            "largest_batch": self.largest_batch,
-            "peak_process_bytes": self.peak_process,
-            "peak_process_interval_bytes": list(self.interval),
-            "host_bytes": self.host,
-            "peak_reserved_bytes": self.peak_reserved,
-            "peak_allocated_bytes": self.peak_allocated,
-            "breakdown": dict(self.breakdown),
-            "worst_rank": {"stage": self.worst.stage, "rank": self.rank, "at": self.worst.name},
-            "throughput_tokens_per_s": self.speed.throughput,
-            "step_s": self.speed.seconds,
-            "flags": list(self.flags),
-            "flags_of": self.program,
-            "remarks": list(self.remarks),
-            "not_by_this_engine": self.elsewhere,
-        }
-
-    @property
-    def rank(self) -> int:
-        """The first rank of the worst stage: Megatron numbers ranks tensor first, then data, then pipeline."""
-        return self.worst.stage * self.method.tensor * self.method.data
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.memory.question import OFFLOAD, Question
+from megatron_mux.memory.step_profile import StepProfiles
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The methods, the best first: those that fit by speed, then the others by how little they lack."""
+    """The methods, the best first: those that fit by speed, then the others by how little they lack.
 
-    entries: Sequence[Ranked]
+    Attributes:
+        entries: The methods.
+        impossible: Methods that the model's sizes exclude, and why.
+        device: The GPU that speeds are of.
+        tasks: Those that are trained; empty: every parameter is.
+    """
+
+    entries: Sequence[Fit]
+    impossible: Mapping[str, str]
+    device: str
+    tasks: Sequence[TaskAdapters] = ()
 
     @property
-    def chosen(self) -> Ranked | None:
+    def chosen(self) -> Fit | None:
         """The fastest that fits; None if nothing does."""
         return self.entries[0] if self.entries and self.entries[0].fits else None
 
@@ -138,6 +49,49 @@ class Ranking:
             return None
         return OFFLOAD if self.chosen.method.offload else self.chosen.method.name
 
+    def to_json(self) -> dict[str, Any]:
+        """As programs read it."""
+        best = self.chosen
+        return {
+            "selected": self.selected,
+            "selected_kind": best.method.details if best else None,
+            "batch_size": best.sequences if best else 0,
+            "flags": list(best.command.flags) if best else [],
+            "device": self.device,
+            "impossible": dict(self.impossible),
+            "tasks": [
+                {name: getattr(task, name) for name in ("name", "sequences", "length")} for task in self.tasks
+            ],
+            "methods": [entry.to_json() for entry in self.entries],
+        }
+
+
+def answer(question: Question, how: Namespace, file: TaskFile | None = None) -> Ranking:
+    """Rank every method for a user's question.
+
+    Args:
+        question: The model, the GPUs, the length and the batch.
+        how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as the tool has them.
+        file: The tasks that train a frozen backbone; None: every parameter is trained.
+
+    Raises:
+        UserError: A name is not as it must be, or the model is not understood.
+    """
+    known(how.device)
+    adapters = file.adapters if file is not None else ()
+    recipe = Recipe(
+        question.length, how.precision, how.optimizer, how.master_weights, how.attention, adapters
+    )
+    return rank(
+        file.architecture if file is not None else read_architecture(question.skeleton),
+        recipe,
+        question.gpus,
+        question.gpu_memory,
+        device_of("cuda", how.device, 0),
+        question.batch,
+        profiles=StepProfiles(question, recipe.autocast) if file is None else None,
+    )
+
 
 def rank(
     architecture: Architecture,
@@ -146,7 +100,6 @@ def rank(
     memory: int,
     device: Device,
     batch: int | None = None,
-    step: FileStep | None = None,
     kind: str = "cuda",
     profiles: Profiles | None = None,
 ) -> Ranking:
@@ -158,51 +111,13 @@ def rank(
         gpus: How many there are.
         memory: Bytes of each.
         device: What they are.
-        batch: Sequences of a micro-batch; None for as many as fit.
-        step: Of a task file, which says so itself.
+        batch: Sequences of a micro-batch; None for as many as fit. Tasks say so themselves.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning.
     """
-    table = find(device.name)
-    gpu = table.gpu if table is not None else Gpu()
-
-    def fit(method: Method) -> Fit:
-        if step is not None:
-            return of_file(architecture, recipe, method, memory, step, kind, gpu)
-        return as_many_as_fit(architecture, recipe, method, memory, batch, kind, gpu, profiles)
-
-    found = [
-        _ranked(architecture, recipe, fit(method), device) for method in methods(gpus, architecture, recipe)
-    ]
+    fit = Fitting(architecture, recipe, memory, device, kind, profiles)
+    found = [fit(method, batch) for method in methods(gpus, architecture, recipe)]
     # Sorting keeps the order of equals: the plainest first.
-    fitting = sorted((e for e in found if e.fits), key=lambda e: -e.speed.throughput)
-    others = sorted((e for e in found if not e.fits), key=lambda e: e.peak_process)
-    return Ranking([*fitting, *others])
-
-
-def _ranked(architecture: Architecture, recipe: Recipe, fit: Fit, device: Device) -> Ranked:
-    method, memory = fit.method, fit.memory
-    elsewhere = not_by_this_engine(method, recipe, architecture.model_type)
-    phases = memory.phases(fit.rows)
-    worst = max(phases, key=lambda phase: phase.bytes)
-    program = whose(recipe, here=not elsewhere)
-    if program == TRAINER:
-        words = trainer_flags(method, recipe, fit.sequences)
-    else:
-        words = megatron_flags(method, recipe, fit.sequences) if elsewhere else flags(method, recipe)
-    return Ranked(
-        method,
-        fit.fits,
-        fit.sequences,
-        fit.largest,
-        worst,
-        worst.breakdown,
-        {phase.name: phase.breakdown for phase in phases if phase.stage == worst.stage},
-        memory.interval(fit.rows),
-        memory.host,
-        speed(architecture, memory.recipe, method, fit.work, device),
-        tuple(words),
-        program,
-        elsewhere,
-        tuple(remarks(recipe)) if elsewhere else (),
-    )
+    fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
+    others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)
+    return Ranking([*fitting, *others], impossible(gpus, architecture), device.name, recipe.adapters)

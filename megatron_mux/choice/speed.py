@@ -8,13 +8,12 @@ Shapes: T rows (tokens) of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.forms.stages import Stage, on_rank, stages
 
 HOST_LINK = 25e9
 """Bytes a second between a GPU and host memory: what PCIe 4.0 with sixteen lanes reaches."""
@@ -24,52 +23,26 @@ _OPERATORS = 12
 """Of a layer's pass, each with the device's overhead."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step computes.
+def step_seconds(memory: StepMemory, rows: float, micro_batches: int, device: Device) -> float:
+    """Seconds of a step.
 
-    Attributes:
+    Args:
+        memory: What is trained, and how the step is divided.
         rows: Of each micro-batch, in the mean.
         micro_batches: On each pipeline.
-        tokens: Of the whole step on all pipelines.
+        device: What computes.
     """
-
-    rows: float
-    micro_batches: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What is predicted of a step.
-
-    Attributes:
-        seconds: Of the step.
-        tokens: Of all sequences in it.
-    """
-
-    seconds: float
-    tokens: int
-
-    @property
-    def throughput(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-
-def speed(architecture: Architecture, recipe: Recipe, method: Method, work: Work, device: Device) -> Speed:
-    """Of a step."""
-    passes = _Passes(architecture, recipe, method, work.rows, device)
-    own = stages(architecture, method)
+    passes = _Passes(memory.architecture, memory.recipe, memory.method, rows, device)
+    own = stages(memory.architecture, memory.method)
     times = [passes.stage(stage) for stage in own]
     each = [forward + backward for forward, backward in times]
-    seconds = sum(each) + (work.micro_batches - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
+    seconds = sum(each) + (micro_batches - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
     # A step's sums of gradients hide behind the last backward pass as far as that goes.
     ends = (
         max(0.0, passes.gradients(stage) - backward) + passes.optimizer(stage)
         for stage, (_, backward) in zip(own, times, strict=True)
     )
-    return Speed(seconds + max(ends), work.tokens)
+    return seconds + max(ends)
 
 
 class _Passes:
@@ -113,9 +86,11 @@ class _Passes:
         backward = self._compute(times * products + 2.5 * scores, 2 * traffic) + self._adapters()
         exchange = self._exchange()
         again = {"none": 0.0, "selective": core, "full": forward + exchange}[method.recompute]
-        brought = self._brought(unit)
-        reduced = self._reduced(unit)
-        return max(forward + exchange, brought), max(backward + exchange + again, brought + reduced)
+        own = on_rank(unit, method)
+        brought = self._brought(own)
+        return max(forward + exchange, brought), max(
+            backward + exchange + again, brought + self._reduced(own)
+        )
 
     def _compute(self, flops: float, traffic: float) -> float:
         launches = (_OPERATORS - 1) * self._device.overhead
@@ -141,37 +116,28 @@ class _Passes:
             seconds += 2 * (size / method.tensor / device.link + device.latency)
         return seconds
 
-    def _brought(self, unit: Unit) -> float:
-        """To have a layer's weights in place for a pass."""
+    def _brought(self, own: Unit) -> float:
+        """To have a rank's weights of a layer in place for a pass."""
         method, device = self._method, self._device
-        dense, experts = self._size * self._dense(unit), self._size * self._experts(unit)
         seconds = 0.0
         if method.zero == 3:
-            seconds += self._others(dense, experts) / device.link + device.latency
+            seconds += self._size * self._others(own.copied, own.experts) / device.link + device.latency
         if method.offload and self._recipe.frozen:
             shares = method.data if method.zero == 3 else 1
-            seconds += (dense + experts * min(method.expert, shares)) / shares / HOST_LINK
+            kept = own.copied + own.experts * min(method.expert, shares)
+            seconds += self._size * kept / shares / HOST_LINK
         return seconds
-
-    def _dense(self, unit: Unit) -> float:
-        """Values of a unit on a rank that all data-parallel ranks have alike."""
-        return unit.divided / self._method.tensor + unit.copied
-
-    def _experts(self, unit: Unit) -> float:
-        """Values of a rank's experts, which only those with the same experts have alike."""
-        return unit.experts / self._method.tensor / self._method.expert
 
     def _others(self, dense: float, experts: float) -> float:
         """What others have of a rank's values when those that have them alike divide them."""
         method = self._method
         return dense * _rest(method.data) + experts * _rest(method.data // method.expert)
 
-    def _reduced(self, unit: Unit) -> float:
-        """To sum a layer's gradients over ranks each of which keeps a share of the weights."""
+    def _reduced(self, own: Unit) -> float:
+        """To sum a rank's gradients of a layer over ranks each of which keeps a share of the weights."""
         if self._method.zero != 3 or self._recipe.frozen:
             return 0.0
-        values = self._others(self._dense(unit), self._experts(unit))
-        return self._recipe.gradient_size * values / self._device.link
+        return self._recipe.gradient_size * self._others(own.copied, own.experts) / self._device.link
 
     def _head(self) -> tuple[float, float]:
         flops = 2 * self._rows * self._a.hidden * self._a.vocabulary / self._method.tensor
@@ -199,7 +165,8 @@ class _Passes:
         values = self._trained(stage)
         if method.zero and not recipe.frozen:
             values = stage.divided(method)
-        size = values * (2 * recipe.state_size + 2 * recipe.weight_size + recipe.gradient_size)
+        states = recipe.master_size + recipe.keeps.state_size(recipe.gradient_size)
+        size = values * (2 * states + 2 * recipe.weight_size + recipe.gradient_size)
         if not method.offload or recipe.frozen:
             return size / self._device.bandwidth
         moved = values * (recipe.gradient_size + recipe.size)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_mux.choice.answer import Choice
-from megatron_mux.choice.ranking import Ranked
-from megatron_mux.choice.recipes import TaskFile
+from megatron_mux.choice.fit import Fit
+from megatron_mux.choice.ranking import Ranking, answer
+from megatron_mux.choice.task_file import TaskFile
 from megatron_mux.dry_run.heaviest_batch import heaviest_batches
 from megatron_mux.dry_run.rank_estimate import RankEstimate, estimate_ranks, worst
 from megatron_mux.dry_run.representative_ranks import representative_ranks
@@ -138,7 +138,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
         else:
-            tried = _methods(question, Choice.of(question, arguments, file), work, say)
+            tried = _methods(question, answer(question, arguments, file), work, say)
     except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     return Selection(tried, unread)
@@ -171,10 +171,10 @@ def _flags(arguments: Namespace, plan: Plan) -> list[str]:
     return words
 
 
-def _methods(question: Question, choice: Choice, work: Workload, say: Say) -> list[MethodEstimate]:
-    ours = [entry for entry in choice.ranking.entries if entry.elsewhere is None]
+def _methods(question: Question, ranking: Ranking, work: Workload, say: Say) -> list[MethodEstimate]:
+    ours = [entry for entry in ranking.entries if entry.command.elsewhere is None]
     if not ours:
-        why = sorted({entry.elsewhere for entry in choice.ranking.entries if entry.elsewhere})
+        why = sorted({entry.command.elsewhere or "" for entry in ranking.entries})
         raise UserError(f"--method dry-run: this engine runs none of the methods: {'; '.join(why)}")
     tried: list[MethodEstimate] = []
     for entry in ours[:_MAX_TRIES]:
@@ -184,12 +184,12 @@ def _methods(question: Question, choice: Choice, work: Workload, say: Say) -> li
     return tried
 
 
-def _method(question: Question, entry: Ranked, work: Workload, say: Say) -> MethodEstimate:
-    run = work.run(entry.flags, question.gpus)
+def _method(question: Question, entry: Fit, work: Workload, say: Say) -> MethodEstimate:
+    run = work.run(entry.command.flags, question.gpus)
     ranks = representative_ranks(run, [entry.worst.stage])
     name = " ".join(filter(None, (entry.method.name, entry.method.details)))
     found = _ranks(question, run, ranks, name, say)
-    return MethodEstimate(entry.method.name, entry.method.details, entry.flags, run, found)
+    return MethodEstimate(entry.method.name, entry.method.details, entry.command.flags, run, found)
 
 
 def _ranks(question: Question, run: RunSpec, ranks: Sequence[int], name: str, say: Say) -> list[RankEstimate]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters

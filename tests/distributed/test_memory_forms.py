@@ -16,13 +16,11 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.engine import Engine
-from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
-from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
@@ -48,7 +46,7 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def architecture(path: Path) -> Architecture:
-    return read_architecture(Skeleton(path))
+    return architecture_of(read_shape(path))
 
 
 def _assert_equal(found: float, wanted: float, slack: float) -> None:

@@ -14,13 +14,13 @@ from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.forms.backbones import architecture_of
-from megatron_mux.memory.forms.engine_step import EngineStepMemory
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.step_memory import EngineStepMemory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
+from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.stream.peak import peak_of
 
 _LLAMA: dict[str, Any] = {
@@ -121,11 +121,10 @@ class Cell:
             "bf16" if _SIZES[self.dtype] == 2 else "fp32",
             adapters=(TaskAdapters.of(self.task, shape),),
         )
-        memory = EngineStepMemory(
-            architecture_of(shape), recipe, self.method, overhead=ProcessOverhead.none()
-        )
-        found = (memory.at(stage, self.sequences * LENGTH) for stage in range(self.method.pipeline))
-        return [sum(phase.breakdown.values()) - phase.breakdown["fragmentation"] for phase in found]
+        memory = EngineStepMemory(architecture_of(shape), recipe, self.method, bare=True)
+        rows, stages = self.sequences * LENGTH, range(self.method.pipeline)
+        found = [at_stage(memory, stage, rows) for stage in stages]
+        return [sum(parts.values()) - parts["fragmentation"] for parts in found]
 
     def runs(self) -> list[tuple[RunSpec, int]]:
         """The dry run of the first rank of each stage."""

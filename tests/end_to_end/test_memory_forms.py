@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from megatron_mux.backbone.registry import FAMILIES, read_shape
-from megatron_mux.choice.step import FileStep, TaskBatch
+from megatron_mux.choice.task_file import FileStep
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.memory.forms.backbones import architecture_of
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.memory_cells import KIND_NAMES, Cell, compared
+from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.configs import write
 from tests.unit.memory.stream.peak import peak_of
 
@@ -96,12 +96,12 @@ def _forms(specs: list[TaskSpec], method: Method, directory: Path) -> Iterator[i
     write(directory, CONFIG)
     shape = read_shape(directory)
     adapters = tuple(TaskAdapters.of(spec, shape) for spec in specs)
-    step = FileStep(tuple(TaskBatch.of(spec) for spec in specs))
+    step = FileStep(adapters)
     content = step.divided(method.data, method.micro_batches).heaviest[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=adapters))
-    memory = step_memory(architecture_of(shape), recipe, method, overhead=ProcessOverhead.none())
+    memory = step_memory(architecture_of(shape), recipe, method, bare=True)
     for stage in range(method.pipeline):
-        found = memory.at(stage, content.total).breakdown
+        found = at_stage(memory, stage, step.rows(content))
         yield sum(size for part, size in found.items() if part != "fragmentation")
 
 

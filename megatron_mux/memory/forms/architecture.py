@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_mux.base_ops import BaseOpName
+from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
 from megatron_mux.memory.optimizers import Shapes
+from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Unit:
 
     Attributes:
         divided: Values that tensor ranks divide among themselves.
-        copied: Values that each of them has: norms, biases behind a sum, positions.
+        copied: Values that each of them has: norms, biases behind a sum, positions; of a rank's own, all but experts.
         experts: Values of all experts, which tensor ranks divide and expert ranks share out.
         shapes: Of the tensors, undivided; nothing where only adapters are trained.
     """
@@ -48,9 +49,6 @@ class Architecture:
         hidden, heads, kv_heads, head_dim: Sizes.
         ffn: Inner width of the MLP, of one expert where there are several.
         gated: Whether the MLP multiplies an activated half with a plain half.
-        activation: Hugging Face's name of the MLP's activation function.
-        rms_norm: Whether norms are RMS norms.
-        rotary: Whether queries and keys are rotated.
         experts: How many experts a layer has; 1: a plain MLP.
         experts_per_token: How many of them compute a token.
         vocabulary: Tokens.
@@ -59,6 +57,10 @@ class Architecture:
         embedding: Parameters before the layers.
         head: The output layer's own parameters; none of its weights if tied.
         final: Parameters behind the layers besides the output layer's.
+        activation: Hugging Face's name of the MLP's activation function. This and what follows is told of backbones
+            alone: nobody asks it of other models.
+        rms_norm: Whether norms are RMS norms.
+        rotary: Whether queries and keys are rotated.
         qk_norm: Whether queries and keys are normalised head by head.
         output_norms: Whether the outputs of attention and of the MLP are normalised before they are added.
         rotations: How many different rotary embeddings its layers have.
@@ -71,9 +73,6 @@ class Architecture:
     head_dim: int
     ffn: int
     gated: bool
-    activation: str
-    rms_norm: bool
-    rotary: bool
     experts: int
     experts_per_token: int
     vocabulary: int
@@ -82,6 +81,9 @@ class Architecture:
     embedding: Unit
     head: Unit
     final: Unit
+    activation: str = ""
+    rms_norm: bool = False
+    rotary: bool = False
     qk_norm: bool = False
     output_norms: bool = False
     rotations: int = 1
@@ -116,12 +118,43 @@ class Architecture:
             "linear_fc2": (self.ffn, self.hidden),
         }
 
-    def tensor_problem(self, tensor: int) -> str | None:
-        """Why `tensor` ranks cannot share a layer; None if they can."""
-        if self.heads % tensor:
-            return f"{self.heads} attention heads cannot be divided among {tensor} GPUs"
-        if self.kv_heads % tensor and tensor % self.kv_heads:
-            return f"{self.kv_heads} key-value heads cannot be shared by {tensor} GPUs"
-        if self.ffn % tensor:
-            return f"an MLP of width {self.ffn} cannot be divided among {tensor} GPUs"
-        return None
+
+def architecture_of(shape: BackboneShape) -> Architecture:
+    """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
+    vocabulary = shape.vocab * shape.hidden
+    positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
+    return Architecture(
+        model_type=shape.family,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        gated=shape.gated,
+        activation=shape.activation,
+        rms_norm=shape.norm == "RMSNorm",
+        rotary=any(shape.ropes),
+        experts=1,
+        experts_per_token=1,
+        vocabulary=shape.vocab,
+        tied=shape.tied,
+        layers=(_layer(shape),) * shape.layers,
+        embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
+        head=Unit(divided=0 if shape.tied else vocabulary),
+        final=Unit(copied=shape.hidden * len(shape.norm_leaves)),
+        qk_norm=shape.qk_norm,
+        output_norms=shape.output_norms,
+        rotations=len({rope for rope in shape.ropes if rope is not None}),
+    )
+
+
+def _layer(shape: BackboneShape) -> Unit:
+    names = shape.names
+    divided, copied = 0, len(names.layer_norms) * shape.hidden * len(shape.norm_leaves)
+    copied += len(names.head_norms) * shape.head_dim
+    for op in BASE_OPS:
+        divided += shape.in_features(op) * shape.out_features(op)
+        if shape.biases[op]:
+            bias = shape.out_features(op)
+            divided, copied = (divided + bias, copied) if op in COLUMN_PARALLEL else (divided, copied + bias)
+    return Unit(divided, copied)

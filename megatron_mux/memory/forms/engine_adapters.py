@@ -15,13 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.adapters.costs import Kept, Where
+from megatron_mux.adapters.costs import Kept, Row, Where
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
-from megatron_mux.memory.forms import engine_layer
-from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.engine_layer import FIRSTS
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.saved import Pass, Saved, total
+from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 Array = npt.NDArray[np.float64]
@@ -66,37 +62,26 @@ class AdapterTables:
     """Tables of what each task's adapter needs in every layer.
 
     Args:
-        architecture: The backbone.
+        layer: A layer of the backbone.
         tasks: The adapters.
         stages: The layers of each stage.
-        method: How the step is divided.
-        run: How layers are computed.
+        selective: Whether attention is computed again.
 
     Attributes:
         of_stage: `[L, S]` 1 where a layer is a stage's.
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        tasks: Sequence[TaskAdapters],
-        stages: Sequence[range],
-        method: Method,
-        run: Pass,
+        self, layer: EngineLayer, tasks: Sequence[TaskAdapters], stages: Sequence[range], selective: bool
     ) -> None:
-        self._a, self._method, self._run = architecture, method, run
-        layers, shape = len(architecture.layers), (len(tasks), len(architecture.layers))
+        self._layer = layer
+        layers = len(layer.architecture.layers)
+        shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
         self._on_first = self.of_stage[:, 0] > 0
-        selective = method.recompute == "selective"
-        plain = self._total(engine_layer.kept(architecture, run, selective))
-        self._width = {
-            op: self._total(engine_layer.kept(architecture, run, selective, frozenset([op]))) - plain
-            for op in BASE_OPS
-        }
-        self._below = np.array(
-            [plain - self._total(engine_layer.kept(architecture, run, selective, first=at)) for at in FIRSTS]
-        )
+        plain = layer.bytes(layer.kept(selective))
+        self._width = {op: layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in BASE_OPS}
+        self._below = np.array([plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS])
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
@@ -121,7 +106,7 @@ class AdapterTables:
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
         self._own[place] += own
         self._factors[place] += factors
-        self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._method.tensor)
+        self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
         multiplied[place] = max(multiplied[place], self._multiplied_bytes(adapted))
         if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
@@ -129,18 +114,18 @@ class AdapterTables:
 
     def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float, float]:
         """What an adapter keeps at a BaseOp; bytes of a row of its own, and of its factors."""
-        found, size = adapted.kept, self._run.size
-        own = self._total([Saved(what, where, width, own or size) for what, where, width, own in found.rows])
+        found, size = adapted.kept, self._layer.size
         copied = size if size < 4 or not found.copied_if_rounded else 0
-        return found, own, copied * (found.divided / self._method.tensor + found.whole)
+        factors = copied * (found.divided / self._layer.tensor + found.whole)
+        return found, self._layer.bytes(found.rows), factors
 
     def _multiplied_bytes(self, adapted: AdaptedOp) -> float:
         """Bytes of a row of tensors that an adapter's backward pass multiplies: three in the parameters' precision,
         and the product rounded to the backbone's."""
-        size = self._run.size
+        size = self._layer.size
         where: Where = "rows" if adapted.kept.output and adapted.op not in COLUMN_PARALLEL else "columns"
         width = adapted.kept.multiplied * (3 * max(4, size) + size * (size < 4))
-        return self._total([Saved("multiplied", where, width, 1)])
+        return self._layer.bytes([Row("multiplied", where, width, 1)])
 
     @property
     def step_scratch(self) -> Array:
@@ -199,29 +184,26 @@ class AdapterTables:
         """`[B, L]` bytes of a row that all rows keep since some task's adapter needs its own: one tensor for all."""
         found: Array = np.zeros((len(present), len(self.of_stage)))
         for op in BASE_OPS:
-            _, out = self._a.widths[op]
+            _, out = self._layer.architecture.widths[op]
             column = op in COLUMN_PARALLEL
-            output = Saved("output before adapters", "columns" if column else "rows", out, self._run.size)
-            found += (present @ self._outputs[op] > 0) * self._total([output])
+            output = Row("output before adapters", "columns" if column else "rows", out)
+            found += (present @ self._outputs[op] > 0) * self._layer.bytes([output])
             if not column:
                 found += self._replaced_inputs(present, op)
         return found
 
     def _replaced_inputs(self, present: Array, op: BaseOpName) -> Array:
         """`[B, L]` bytes of a row of an input that one adapter has replaced and another needs: beside the first one."""
-        after = Saved("input after adapters", "columns", self._a.widths[op][0], self._run.size)
+        after = Row("input after adapters", "columns", self._layer.architecture.widths[op][0])
         others = self._inputs[op] * (1 - self._replaced[op])
         both = (present @ self._replaced[op] > 0) & (present @ others > 0)
-        found: Array = both.astype(float) * self._total([after])
+        found: Array = both.astype(float) * self._layer.bytes([after])
         return found
 
     def _most(self, of_layers: Array) -> Array:
         """`[B, S]` the most of any layer of a stage."""
         columns = [of_layers[:, own > 0].max(axis=1, initial=0.0) for own in self.of_stage.T]
         return np.stack(columns, axis=1)
-
-    def _total(self, saved: Sequence[Saved]) -> float:
-        return total(saved, self._method.tensor, self._method.sequence_parallel)
 
 
 def _largest(weights: Array, table: Array) -> Array:

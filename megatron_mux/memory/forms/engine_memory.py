@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.forms import engine_layer
+from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
+from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
-from megatron_mux.memory.forms.saved import Pass, Saved, total
-from megatron_mux.memory.forms.stages import Stage, stages_of
+from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.memory.untraced import THREADS, cublas_of
 from megatron_mux.pipeline.communicate import AHEAD, sends_kept
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
@@ -144,7 +144,7 @@ class EngineMemory:
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages' parts of the backbone."""
-        return stages_of(self.architecture, self.method, self.layers)
+        return stages(self.architecture, self.method, self.layers)
 
     @cached_property
     def lasting(self) -> Lasting:
@@ -171,8 +171,7 @@ class EngineMemory:
         """Bytes that a process takes besides tensors: its context, communicators, workspaces; none on a CPU."""
         if self.device != "cuda":
             return 0.0
-        found = ProcessOverhead.of(self.gpu)
-        return found.total(self.method) + found.blas
+        return process_overhead(self.method.communicators) + THREADS * cublas_of(self.gpu)
 
     @property
     def step_scratch(self) -> Array:
@@ -207,7 +206,7 @@ class EngineMemory:
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
         share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
         tasks = self._tables.at(rows.of_tasks * share[:, None], self._brings_weights)
-        layer_input = self._bytes([engine_layer.layer_input(self.architecture, self.size)])
+        layer_input = self._layer.input
         trains = tasks.trained > 0
         one_layer = most * (self._plain + tasks.inputs) + tasks.own + tasks.factors
         if self.method.recompute == "full":
@@ -226,9 +225,9 @@ class EngineMemory:
         recomputed = np.zeros_like(workspace)
         if self.method.recompute == "full":
             recomputed = np.where(trains, one_layer, 0.0)
-        elif self.method.recompute == "selective":
-            whole = engine_layer.kept(self.architecture, self._run)
-            recomputed = np.where(trains, most * max(0.0, self._bytes(whole) - self._plain), 0.0)
+        elif self._selective:
+            whole = self._layer.bytes(self._layer.kept())
+            recomputed = np.where(trains, most * max(0.0, whole - self._plain), 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
         return Passes(
@@ -242,18 +241,30 @@ class EngineMemory:
         )
 
     @cached_property
-    def _run(self) -> Pass:
-        return Pass(self.size, max(1, round(self.length)), device=self.device, gpu=self.gpu)
+    def _layer(self) -> EngineLayer:
+        length, method = max(1, round(self.length)), self.method
+        return EngineLayer(
+            self.architecture,
+            self.size,
+            length,
+            self.device,
+            self.gpu,
+            method.tensor,
+            method.sequence_parallel,
+        )
 
     @cached_property
     def _tables(self) -> AdapterTables:
-        return AdapterTables(self.architecture, self.tasks, self.layers, self.method, self._run)
+        return AdapterTables(self._layer, self.tasks, self.layers, self._selective)
 
     @cached_property
     def _plain(self) -> float:
         """Bytes of a row that a layer keeps whatever the adapters."""
-        selective = self.method.recompute == "selective"
-        return self._bytes(engine_layer.kept(self.architecture, self._run, selective))
+        return self._layer.bytes(self._layer.kept(self._selective))
+
+    @property
+    def _selective(self) -> bool:
+        return self.method.recompute == "selective"
 
     @property
     def _row_inputs(self) -> int:
@@ -268,12 +279,12 @@ class EngineMemory:
             most: `[B, 1]` rows.
             tasks: What adapters keep and take.
         """
-        a, run = self.architecture, self._run
-        mlp = self._bytes(engine_layer.mlp_backward(a, run)) - tasks.least_fc2_inputs
-        mlp = np.maximum(mlp, self._bytes(engine_layer.linear_fc2_backward(a, run)))
-        attention = self._bytes(engine_layer.attention_backward(a, run))
-        hidden = most * self._bytes([engine_layer.layer_input(a, self.size)])
-        gone = most * self._bytes(engine_layer.mlp_gone(a, run))
+        layer = self._layer
+        mlp = layer.bytes(layer.mlp_backward()) - tasks.least_fc2_inputs
+        mlp = np.maximum(mlp, layer.bytes(layer.linear_fc2_backward()))
+        attention = layer.bytes(layer.attention_backward())
+        hidden = most * layer.input
+        gone = most * layer.bytes(layer.mlp_gone())
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
         return found + tasks.scratch
@@ -282,7 +293,7 @@ class EngineMemory:
         """`[B, S]` of keys and values that attention has put together with a prefix or with earlier chunks."""
         a = self.architecture
         row = 2 * max(1.0, a.kv_heads / self.method.tensor) * a.head_dim * self.size
-        own = (rows.copied > 0) * rows.most * self._bytes(engine_layer.copied_keys(a, self._run))
+        own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
         found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
         return found
 
@@ -306,13 +317,13 @@ class EngineMemory:
         if self.method.recompute == "full":
             return found
         left_out = rows.most - labels
-        plain = self._bytes(engine_layer.behind_attention(self.architecture, self._run))
+        plain = self._layer.bytes(self._layer.kept(first="linear_proj"))
         spared = left_out * (plain + inputs) + own * left_out / np.maximum(rows.most, 1)
         return found - spared * trains
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:
         """`[B]` of hidden states and their gradient; of a chunk of logits."""
-        per_row, most = engine_layer.logits(self.architecture, self._run, self.method.tensor)
+        per_row, most = self._layer.logits()
         labels = np.minimum(rows.labels, rows.most)
         chunk = np.minimum(labels, most)
         return (labels + chunk) * self.architecture.hidden * self.size, chunk * per_row
@@ -331,6 +342,3 @@ class EngineMemory:
         if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
             found[0] += 1  # zeros, to send where memory runs out
         return found
-
-    def _bytes(self, saved: Sequence[Saved]) -> float:
-        return total(saved, self.method.tensor, self.method.sequence_parallel)

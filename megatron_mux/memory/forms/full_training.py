@@ -11,17 +11,15 @@ Shapes: T rows (tokens) of a micro-batch, L layers, N samples of the profile, P 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.phases import PARTS, TRANSIENT, Phase, StepMemory, in_flight
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.step_profile import (
@@ -36,8 +34,6 @@ from megatron_mux.memory.step_profile import (
     StepProfile,
 )
 
-Array = npt.NDArray[np.float64]
-
 _NAMES = {
     FORWARD: "the end of the forward pass",
     LOSS: "the loss",
@@ -45,27 +41,6 @@ _NAMES = {
     EMBEDDING: "the embedding's backward pass",
 }
 _OPTIMIZER = "the optimizer's step"
-_IS_TRANSIENT = np.array([part in TRANSIENT for part in PARTS])
-_AT = {part: place for place, part in enumerate(PARTS)}
-
-_in_flight = lru_cache(maxsize=256)(in_flight)
-
-
-class _Candidates(NamedTuple):
-    """Moments of a step that may be the peak; bytes by part are a constant and so many per row.
-
-    Shapes: C candidates.
-    """
-
-    names: list[str]
-    stage: npt.NDArray[np.int64]
-    fixed: Array
-    per_row: Array
-
-    def at(self, index: int, rows: int) -> Phase:
-        """One of them for so many rows."""
-        found = self.fixed[index] + self.per_row[index] * rows
-        return Phase(self.names[index], int(self.stage[index]), dict(zip(PARTS, found.tolist(), strict=True)))
 
 
 class FullTrainingMemory(StepMemory):
@@ -76,36 +51,25 @@ class FullTrainingMemory(StepMemory):
         recipe: What is trained and how.
         method: How the step is divided.
         profile: The step on one GPU, with all layers recomputed if the method recomputes them.
-        device: See `StepMemory`.
-        overhead: See `StepMemory`.
-        gpu: See `StepMemory`.
+        more: Further arguments of `StepMemory`.
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        recipe: Recipe,
-        method: Method,
-        profile: StepProfile,
-        device: str = "cuda",
-        overhead: ProcessOverhead | None = None,
-        gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
+        self, architecture: Architecture, recipe: Recipe, method: Method, profile: StepProfile, **more: Any
     ) -> None:
-        super().__init__(architecture, recipe, method, device, overhead, gpu)
+        super().__init__(architecture, recipe, method, **more)
         self._profile = profile
 
-    def phases(self, rows: int) -> list[Phase]:
-        """See `StepMemory.phases`."""
-        found, totals = self._candidates, self._totals(rows)
-        highest: dict[tuple[int, str], int] = {}
-        for index, key in enumerate(zip(found.stage.tolist(), found.names, strict=True)):
-            if key not in highest or totals[index] > totals[highest[key]]:
-                highest[key] = index
-        return [found.at(index, rows) for index in highest.values()]
+    def tensors(self, rows: int) -> Phases:
+        """See `StepMemory.tensors`."""
+        names, stage_of, fixed, per_row = self._linear
+        return Phases(names, stage_of, fixed + per_row * rows)
 
-    def worst(self, rows: int) -> Phase:
-        """See `StepMemory.worst`."""
-        return self._candidates.at(int(self._totals(rows).argmax()), rows)
+    @cached_property
+    def buffers(self) -> Array:
+        """See `StepMemory.buffers`: of torch's `DistributedDataParallel`."""
+        size = self.recipe.gradient_size if self._has_buckets else 0
+        return np.array([float(stage.values * size) for stage in self._stages])
 
     @property
     def host(self) -> int:
@@ -124,42 +88,30 @@ class FullTrainingMemory(StepMemory):
         return stages(self.architecture, self.method)
 
     @cached_property
-    def _candidates(self) -> _Candidates:
+    def _linear(self) -> tuple[list[str], npt.NDArray[np.int64], Array, Array]:
+        """Names and stages of all phases; `[C, P]` bytes that they have of each part, and bytes that a row adds."""
         names: list[str] = []
-        stage_of, fixed, per_row = [], [], []
+        stage_of, sizes = [], []
         for stage in self._stages:
-            for name, one in self._of_stage(stage):
-                one[:, _AT["fragmentation"]] = self.fragmentation * one[:, _IS_TRANSIENT].sum(axis=1)
-                one[:, _AT["workspace"], 0] += self.overhead.blas
-                one[:, _AT["communication"], 0] += self._buckets(stage)
-                names += name
-                stage_of += [stage.index] * len(name)
-                fixed.append(one[..., 0])
-                per_row.append(one[..., 1])
-        return _Candidates(names, np.array(stage_of), np.concatenate(fixed), np.concatenate(per_row))
-
-    @cached_property
-    def _sums(self) -> tuple[Array, Array]:
-        return self._candidates.fixed.sum(axis=1), self._candidates.per_row.sum(axis=1)
-
-    def _totals(self, rows: int) -> Array:
-        fixed, per_row = self._sums
-        found: Array = fixed + per_row * rows
-        return found
+            for own, found in self._of_stage(stage):
+                names += own
+                stage_of += [stage.index] * len(own)
+                sizes.append(found)
+        both = np.concatenate(sizes)
+        return names, np.array(stage_of), both[..., 0], both[..., 1]
 
     # -- weights, gradients, optimizer states
 
     def _of_stage(self, stage: Stage) -> Iterator[tuple[list[str], Array]]:
-        """Names and `[C, P, 2]` bytes of a stage's candidates, without fragmentation and what lasts unseen."""
+        """Names and `[C, P, 2]` bytes of a stage's phases: a constant, and so many per row."""
         lasting = np.zeros((len(PARTS), 2))
-        lasting[_AT["context"], 0] = self.context
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        lasting[_AT["parameters"], 0] = values * self.recipe.weight_size
-        lasting[_AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
+        lasting[AT["parameters"], 0] = values * self.recipe.weight_size
+        lasting[AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
         gradients = self._gradients(stage)
         yield self._passes(stage, lasting, gradients)
         step = lasting + gradients
-        step[_AT["workspace"], 0] += self._step(stage)
+        step[AT["workspace"], 0] += self._step(stage)
         yield [_OPTIMIZER], step[None]
 
     @property
@@ -173,33 +125,32 @@ class FullTrainingMemory(StepMemory):
         """Whether torch's `DistributedDataParallel` sums gradients over ranks: in buckets, copies of them all."""
         return self.recipe.by_trainer and self.method.data > 1 and not self.method.zero
 
-    def _buckets(self, stage: Stage) -> int:
-        return stage.values * self.recipe.gradient_size if self._has_buckets else 0
-
     def _gradients(self, stage: Stage) -> Array:
         """`[P, 2]` bytes of all gradients."""
         found, size = np.zeros((len(PARTS), 2)), self.recipe.gradient_size
-        found[_AT["gradients"], 0] = (
+        found[AT["gradients"], 0] = (
             stage.values if self.method.zero < 2 else stage.divided(self.method)
         ) * size
         if self.method.zero >= 2:  # a unit's are whole until they have been summed over ranks
-            found[_AT["communication"], 0] = stage.largest * size
+            found[AT["communication"], 0] = stage.largest * size
         return found
 
     def _all_states(self, stage: Stage) -> float:
-        share = self._stepped(stage) / stage.values
-        return share * self.recipe.states(stage.values, stage.shapes)
+        """Bytes that the optimizer has for a stage's weights, master copies included."""
+        recipe, values = self.recipe, stage.values
+        states = recipe.keeps.states(values, stage.shapes, recipe.gradient_size)
+        return self._stepped(stage) / values * (recipe.master_size * values + states)
 
     def _stepped(self, stage: Stage) -> int:
         """Values of a stage that each data-parallel rank steps."""
         return stage.divided(self.method) if self.method.zero else stage.values
 
     def _step(self, stage: Stage) -> float:
-        """Bytes that the optimizer's step makes anew."""
-        if self.method.offload:
+        """Bytes that the optimizer's step makes anew; Megatron's mixed precision has optimizers that make nothing."""
+        if self.method.offload or self.recipe.has_master:
             return 0.0
-        share = self._stepped(stage) / stage.values
-        return share * self.recipe.step(stage.values, stage.shapes)
+        values, size = stage.values, self.recipe.gradient_size
+        return self._stepped(stage) / values * self.recipe.keeps.step(values, stage.shapes, size)
 
     # -- the forward and backward pass
 
@@ -208,18 +159,18 @@ class FullTrainingMemory(StepMemory):
         samples = self._samples(stage)
         found = np.repeat(lasting[None], len(samples.layer), axis=0)
         rows = self._divided(samples.bytes) / [1, self._profile.length]
-        found[:, _AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, samples.layer)
-        found[:, _AT["logits"]] += rows[:, LOGITS]
-        found[:, _AT["workspace"]] += rows[:, WORKSPACE]
+        found[:, AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, samples.layer)
+        found[:, AT["logits"]] += rows[:, LOGITS]
+        found[:, AT["workspace"]] += rows[:, WORKSPACE]
         if self._gradients_stay:
             found += gradients
-            found[:, _AT["workspace"], 0] += samples.new_gradient / self.method.tensor
+            found[:, AT["workspace"], 0] += samples.new_gradient / self.method.tensor
         else:
             found += gradients * samples.gradients[:, None, None]
         if self.method.zero == 3:  # weights are gathered for use; during the loss none of the layers'
             outside = samples.section == LOSS
             brought = np.where(outside, stage.units[-1].total, stage.two_in_use)
-            found[:, _AT["communication"], 0] += brought * self.recipe.size
+            found[:, AT["communication"], 0] += brought * self.recipe.size
         return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 
     def _samples(self, stage: Stage) -> Samples:
@@ -241,7 +192,7 @@ class FullTrainingMemory(StepMemory):
         kept = self._divided(kept[:, None])[:, 0] / [1, self._profile.length]
         below = np.concatenate([np.zeros((1, 2)), np.cumsum(kept, axis=0)])
         first, behind = stage.layers.start, stage.layers.stop
-        others = _in_flight(stage.count, self.method.micro_batches)[stage.index] - 1
+        others = in_flight(stage.count, self.method.micro_batches)[stage.index] - 1
         found: Array = below[np.clip(layer, first, behind)] - below[first]
         found = found + others * (below[behind] - below[first])
         if not stage.last:  # what was sent to the next stage

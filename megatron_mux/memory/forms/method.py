@@ -1,13 +1,17 @@
-"""A way to divide a training step among GPUs: what leaves its results alone."""
+"""Ways to divide a training step among GPUs, which leave its results alone; and all sensible ones for some GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.optimizers import Zero
 
 Recompute = Literal["none", "selective", "full"]
+_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,12 @@ class Method:
         return self.parts or (4 * self.pipeline if self.pipeline > 1 else 1)
 
     @property
+    def communicators(self) -> int:
+        """NCCL communicators of a rank: one for each kind of parallelism, one for all ranks, one to each neighbour."""
+        kinds = sum(size > 1 for size in (self.data, self.tensor, self.expert))
+        return kinds + 2 * (self.pipeline > 1) + (self.gpus > 1)
+
+    @property
     def name(self) -> str:
         """Its degrees, such as `2DP+2TP`."""
         degrees = ((self.data, "DP"), (self.tensor, "TP"), (self.pipeline, "PP"), (self.expert, "EP"))
@@ -64,3 +74,101 @@ class Method:
             "offload" if self.offload else "",
         ]
         return ", ".join(filter(None, words))
+
+
+def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Method]:
+    """All sensible methods for so many GPUs, the plainest first.
+
+    Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
+    of attention that keeps no scores, division of a frozen backbone's optimizer; of full fine-tuning, an optimizer in
+    host memory that is not AdamW, or whose states every rank keeps: ranks divide the work there. And what nothing runs:
+    ZeRO with an optimizer that cannot be divided so; layers divided, or attention alone recomputed, with one that
+    Megatron-LM does not have.
+    """
+    alone = not recipe.frozen and recipe.keeps.megatron is None
+    found = [
+        Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
+        for data, tensor, pipeline in _degrees(gpus)
+        if not _problem(architecture, tensor, pipeline) and (data == gpus or not alone)
+        for expert in ([1] if alone else _experts(architecture, data))
+        for sequence_parallel in ((False, True) if tensor > 1 else (False,))
+        for zero in _zeros(data, pipeline, recipe)
+        for recompute in _RECOMPUTED
+        if recompute != "selective" or (not alone and _keeps_more_than_inputs(architecture, recipe))
+        for offload in _offloads(data, zero, recipe)
+    ]
+    return sorted(found, key=_plainness)
+
+
+def impossible(gpus: int, architecture: Architecture) -> dict[str, str]:
+    """Methods that the model's sizes exclude, and why."""
+    return {
+        Method(data, tensor, pipeline).name: why
+        for data, tensor, pipeline in _degrees(gpus)
+        if (why := _problem(architecture, tensor, pipeline)) is not None
+    }
+
+
+def _problem(architecture: Architecture, tensor: int, pipeline: int) -> str | None:
+    """What keeps a model from being divided so; None if nothing does."""
+    a, layers = architecture, len(architecture.layers)
+    if layers < pipeline:
+        return f"{layers} layers cannot fill {pipeline} pipeline stages"
+    if a.heads % tensor:
+        return f"{a.heads} attention heads cannot be divided among {tensor} GPUs"
+    if a.kv_heads % tensor and tensor % a.kv_heads:
+        return f"{a.kv_heads} key-value heads cannot be shared by {tensor} GPUs"
+    if a.ffn % tensor:
+        return f"an MLP of width {a.ffn} cannot be divided among {tensor} GPUs"
+    return None
+
+
+def _degrees(gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Data, tensor and pipeline degrees."""
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tensor in divisors:
+        for pipeline in divisors:
+            if gpus % (tensor * pipeline) == 0:
+                yield gpus // (tensor * pipeline), tensor, pipeline
+
+
+def _experts(architecture: Architecture, data: int) -> list[int]:
+    """Degrees of expert parallelism among so many data-parallel ranks."""
+    most = min(data, architecture.experts)
+    return [size for size in range(1, most + 1) if data % size == 0 and architecture.experts % size == 0]
+
+
+def _zeros(data: int, pipeline: int, recipe: Recipe) -> tuple[Zero, ...]:
+    if data == 1:
+        return (0,)
+    if recipe.frozen:
+        return (0, 3)
+    return tuple(zero for zero in recipe.keeps.zeros if pipeline == 1 or zero != 2)
+
+
+def _offloads(data: int, zero: int, recipe: Recipe) -> tuple[bool, ...]:
+    helps = recipe.frozen or (recipe.keeps.megatron == "adam" and (zero > 0 or data == 1))
+    return (False, True) if helps else (False,)
+
+
+def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:
+    """Whether computing attention again saves anything worth it.
+
+    Our engine keeps values as they lie, in the product's output: with queries and keys rotated beside it, that is more
+    than attention's output.
+    """
+    if recipe.frozen:
+        return not architecture.rotary
+    grouped = architecture.kv_heads < architecture.heads
+    return recipe.attention == "eager" or (recipe.size > 2 and grouped)
+
+
+def _plainness(method: Method) -> tuple[int, ...]:
+    return (
+        method.offload,
+        _RECOMPUTED.index(method.recompute),
+        method.zero,
+        method.tensor * method.pipeline * method.expert,
+        method.pipeline,
+        method.sequence_parallel,
+    )

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method, Recompute
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.untraced import THREADS, cublas_of
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
+
+Array = npt.NDArray[np.float64]
 
 PARTS = (
     "parameters",
@@ -30,7 +37,9 @@ PARTS = (
 gathered or copied for use, gradients copied to be summed; `fragmentation`: held by the allocator, used by nothing;
 `context`: beside the allocator's."""
 
-TRANSIENT = frozenset({"activations", "logits", "workspace", "communication"})
+AT: Mapping[str, int] = {part: place for place, part in enumerate(PARTS)}
+"""The columns of parts in arrays of bytes."""
+_TRANSIENT = [AT[part] for part in ("activations", "logits", "workspace", "communication")]
 """Parts that come and go, and so leave fragments."""
 
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
@@ -45,29 +54,39 @@ _FRAGMENTATION_RANGE: Mapping[Recompute, tuple[float, float]] = {
 """The least and the most of these replays."""
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phases(NamedTuple):
+    """Moments of a step that may be the peak.
+
+    Shapes: C moments, P parts.
+
+    Attributes:
+        names: `[C]` in words.
+        stages: `[C]` of the pipeline.
+        bytes: `[C, P]` of each part.
+    """
+
+    names: Sequence[str]
+    stages: npt.NDArray[np.int64]
+    bytes: Array
+
+    def at(self, index: int) -> Phase:
+        """One of them."""
+        sizes = map(math.ceil, self.bytes[index].tolist())
+        return Phase(self.names[index], int(self.stages[index]), dict(zip(PARTS, sizes, strict=True)))
+
+
+class Phase(NamedTuple):
     """A phase of a step on one stage, for a micro-batch of some rows.
 
     Attributes:
         name: In words.
         stage: Of the pipeline.
-        parts: Bytes of each part.
+        breakdown: Whole bytes of every part.
     """
 
     name: str
     stage: int
-    parts: Mapping[str, float]
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
-
-    @property
-    def breakdown(self) -> dict[str, int]:
-        """Whole bytes of every part."""
-        return {part: math.ceil(self.parts.get(part, 0.0)) for part in PARTS}
+    breakdown: Mapping[str, int]
 
 
 class StepMemory(ABC):
@@ -78,8 +97,9 @@ class StepMemory(ABC):
         recipe: What is trained and how.
         method: How the step is divided.
         device: `cuda`, or `cpu`: where nothing but tensors counts.
-        overhead: What a process takes besides on a GPU; None: what is likely on this one.
         gpu: Which kernels compute.
+        bare: Whether to leave out what a process takes on a GPU besides tensors: its context, communicators and
+            cuBLAS's workspaces.
     """
 
     def __init__(
@@ -88,50 +108,77 @@ class StepMemory(ABC):
         recipe: Recipe,
         method: Method,
         device: str = "cuda",
-        overhead: ProcessOverhead | None = None,
         gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
+        bare: bool = False,
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self.device, self.gpu = device, gpu
-        self.overhead = (overhead or ProcessOverhead.of(gpu)) if device == "cuda" else ProcessOverhead.none()
-        self.context = self.overhead.total(method, trainer=recipe.by_trainer)
-        self.fragmentation = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
+        self._has_overhead = device == "cuda" and not bare
+        self._workspaces = THREADS * cublas_of(gpu) if self._has_overhead else 0
+        self._fragmentation = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
 
     @abstractmethod
-    def phases(self, rows: int) -> Sequence[Phase]:
-        """All phases of all stages, for micro-batches of so many rows."""
+    def tensors(self, rows: int) -> Phases:
+        """What tensors take in all phases of all stages, for micro-batches of so many rows; in fresh arrays."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Array:
+        """`[S]` bytes of the buffers in which each stage's gradients are summed, which leave no fragments."""
 
     @property
     @abstractmethod
     def host(self) -> int:
         """Bytes of host memory for what a rank keeps there: of the rank that keeps most."""
 
+    def phases(self, rows: int) -> list[Phase]:
+        """The highest of each stage's phases of a name, for micro-batches of so many rows."""
+        found, highest = self._all(rows), dict[tuple[int, str], int]()
+        totals = found.bytes.sum(axis=1)
+        for index, key in enumerate(zip(found.stages.tolist(), found.names, strict=True)):
+            if key not in highest or totals[index] > totals[highest[key]]:
+                highest[key] = index
+        return [found.at(index) for index in highest.values()]
+
     def worst(self, rows: int) -> Phase:
         """The phase that takes most memory."""
-        return max(self.phases(rows), key=lambda phase: phase.bytes)
+        found = self._all(rows)
+        return found.at(int(found.bytes.sum(axis=1).argmax()))
 
     def peak(self, rows: int) -> int:
         """Bytes of the worst rank, the context included."""
         return sum(self.worst(rows).breakdown.values())
 
-    def at(self, stage: int, rows: int) -> Phase:
-        """The phase of one stage that takes most memory."""
-        own = [phase for phase in self.phases(rows) if phase.stage == stage]
-        return max(own, key=lambda phase: phase.bytes)
-
     def interval(self, rows: int) -> tuple[int, int]:
         """The least and the most that `peak` may be, by what is not known of the context, NCCL and fragmentation."""
         found = self.worst(rows).breakdown
         known = sum(found.values()) - found["fragmentation"] - found["context"]
-        transient = found["fragmentation"] / self.fragmentation if self.fragmentation else 0.0
+        transient = found["fragmentation"] / self._fragmentation if self._fragmentation else 0.0
         ends = []
         for most in (False, True):
-            context = self.overhead.total(self.method, most, self.recipe.by_trainer)
-            share = _FRAGMENTATION_RANGE[self.method.recompute][most] if self.fragmentation else 0.0
-            ends.append(round(known + share * transient + context))
+            share = _FRAGMENTATION_RANGE[self.method.recompute][most] if self._fragmentation else 0.0
+            ends.append(round(known + share * transient + self._context(most)))
         return ends[0], ends[1]
 
+    def _all(self, rows: int) -> Phases:
+        """What a rank takes, besides tensors too."""
+        found = self.tensors(rows)
+        found.bytes[:, AT["fragmentation"]] = self._fragmentation * found.bytes[:, _TRANSIENT].sum(axis=1)
+        found.bytes[:, AT["context"]] = self._context()
+        found.bytes[:, AT["workspace"]] += self._workspaces
+        found.bytes[:, AT["communication"]] += self.buffers[found.stages]
+        return found
 
+    def _context(self, most: bool | None = None) -> int:
+        """What does not go through the allocator; `most`: the most or the least it may be, None for what is likely."""
+        if not self._has_overhead:
+            return 0
+        # All ranks of `transformers.Trainer` are data-parallel, in torch's default group alone.
+        trainer = self.recipe.by_trainer
+        return process_overhead(int(self.method.gpus > 1) if trainer else self.method.communicators, most)
+
+
+@lru_cache(maxsize=256)
 def in_flight(stages: int, micro_batches: int) -> tuple[int, ...]:
     """`[S]` the most micro-batches of each stage of 1F1B between their forward and backward pass."""
     template = one_f_one_b(stages, plain([micro_batches]))

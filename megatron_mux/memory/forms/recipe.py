@@ -5,25 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_mux.memory.forms.saved import Attention
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
-from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
+from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 
+Attention = Literal["flash", "eager"]
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-
-
-@dataclass(frozen=True)
-class Portion:
-    """What a task has of a micro-batch.
-
-    Attributes:
-        share: Of its rows.
-        length: Tokens of each of its sequences.
-    """
-
-    share: float
-    length: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +26,7 @@ class Recipe:
             are in the precision.
         attention: Whether scores are kept (`eager`).
         adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
-        mix: A portion for each of them; empty: all have the same, of sequences of `length` tokens.
+        mix: The share of a micro-batch's rows that each of them has; empty: all have the same.
     """
 
     length: int
@@ -48,18 +35,20 @@ class Recipe:
     master: bool = True
     attention: Attention = "flash"
     adapters: tuple[TaskAdapters, ...] = ()
-    mix: tuple[Portion, ...] = ()
+    mix: tuple[float, ...] = ()
 
     @property
-    def portions(self) -> tuple[Portion, ...]:
-        """A portion for each task."""
+    def shares(self) -> tuple[float, ...]:
+        """Of a micro-batch's rows, for each task."""
         count = len(self.adapters)
-        return self.mix or (Portion(1 / count, self.length),) * count
+        return self.mix or (1 / count,) * count
 
     @property
     def mean_length(self) -> float:
         """Tokens of the sequence that a row is of, in the mean of rows."""
-        return sum(part.share * part.length for part in self.mix) if self.mix else self.length
+        if not self.frozen:
+            return self.length
+        return sum(share * task.length for share, task in zip(self.shares, self.adapters, strict=True))
 
     @property
     def frozen(self) -> bool:
@@ -102,30 +91,6 @@ class Recipe:
         return OPTIMIZERS[self.optimizer]
 
     @property
-    def state_size(self) -> float:
-        """Bytes that the optimizer has for a value of a large matrix, a master copy included."""
-        return self._master_size + self.keeps.state_size(self.gradient_size)
-
-    def states(self, values: float, shapes: Shapes) -> float:
-        """Bytes that the optimizer has for some weights, master copies included.
-
-        Args:
-            values: Of the weights.
-            shapes: Of their tensors.
-        """
-        return self._master_size * values + self.keeps.states(values, shapes, self.gradient_size)
-
-    def step(self, values: float, shapes: Shapes) -> float:
-        """Bytes that an optimizer's step makes anew; Megatron's mixed precision has optimizers that make nothing.
-
-        Args:
-            values: Of the weights.
-            shapes: Of their tensors.
-        """
-        if self.has_master:
-            return 0.0
-        return self.keeps.step(values, shapes, self.gradient_size)
-
-    @property
-    def _master_size(self) -> int:
+    def master_size(self) -> int:
+        """Bytes of the fp32 copy of a weight's value."""
         return 4 if self.has_master else 0

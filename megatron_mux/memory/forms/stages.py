@@ -14,39 +14,20 @@ from megatron_mux.memory.optimizers import Shapes
 
 
 @dataclass(frozen=True)
-class Share:
-    """Values of a unit that a rank has before data-parallel ranks divide them.
-
-    Attributes:
-        dense: What all data-parallel ranks have alike.
-        experts: What only those with the same experts have alike.
-        shapes: Of the unit's tensors as if nothing divided them.
-    """
-
-    dense: int
-    experts: int
-    shapes: Shapes = Shapes()  # noqa: RUF009  (frozen)
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.dense + self.experts
-
-
-@dataclass(frozen=True)
 class Stage:
     """A pipeline stage as one of its ranks has it.
 
     Attributes:
         index, count: Which one, of how many.
         layers: Global indices of its layers.
-        units: What is used together, in the order of the forward pass: the embedding, the layers, the output layer.
+        units: What is used together, in the order of the forward pass: the embedding, the layers, the output layer; as
+            the rank has them before data-parallel ranks divide them.
     """
 
     index: int
     count: int
     layers: range
-    units: tuple[Share, ...]
+    units: tuple[Unit, ...]
 
     @property
     def first(self) -> bool:
@@ -81,39 +62,35 @@ class Stage:
 
     def divided(self, method: Method) -> int:
         """Values of each data-parallel rank's share."""
-        dense = sum(-(-unit.dense // method.data) for unit in self.units)
+        dense = sum(-(-unit.copied // method.data) for unit in self.units)
         return dense + sum(-(-unit.experts * method.expert // method.data) for unit in self.units)
 
 
-def stages(architecture: Architecture, method: Method) -> list[Stage]:
-    """The stages of a method; layers as even as can be."""
-    return stages_of(
-        architecture, method, stage_layers(even_split(len(architecture.layers), method.pipeline))
-    )
+def stages(architecture: Architecture, method: Method, split: Sequence[range] | None = None) -> list[Stage]:
+    """The stages of a method.
+
+    Args:
+        architecture: The model.
+        method: How ranks divide it.
+        split: The layers of each stage, whatever the method's own number of stages; None: as even as can be.
+    """
+    if split is None:
+        split = stage_layers(even_split(len(architecture.layers), method.pipeline))
+    found, last = [], len(split) - 1
+    for index, layers in enumerate(split):
+        units = [architecture.embedding] if not index else []
+        units += [architecture.layers[i] for i in layers]
+        if index == last:
+            head = architecture.head + architecture.final
+            if architecture.tied and index:  # a copy of its own
+                head += Unit(divided=architecture.embedding.divided)
+            units.append(head)
+        found.append(Stage(index, len(split), layers, tuple(on_rank(unit, method) for unit in units)))
+    return found
 
 
-def stages_of(architecture: Architecture, method: Method, split: Sequence[range]) -> list[Stage]:
-    """The stages that have these layers each; the method's own number of stages is not looked at."""
-    return [
-        Stage(index, len(split), layers, tuple(_units(architecture, method, index, layers, len(split))))
-        for index, layers in enumerate(split)
-    ]
-
-
-def _units(
-    architecture: Architecture, method: Method, index: int, layers: range, count: int
-) -> Sequence[Share]:
-    first, last = not index, index == count - 1
-    units = [_share(architecture.embedding, method)] if first else []
-    units += [_share(architecture.layers[i], method) for i in layers]
-    if last:
-        head = architecture.head + architecture.final
-        if architecture.tied and not first:  # a copy of its own
-            head += Unit(divided=architecture.embedding.divided)
-        units.append(_share(head, method))
-    return units
-
-
-def _share(unit: Unit, method: Method) -> Share:
+def on_rank(unit: Unit, method: Method) -> Unit:
+    """A rank's share: `copied` is what all data-parallel ranks have alike, `experts` what those with the same have."""
     dense = -(-unit.divided // method.tensor) + unit.copied
-    return Share(dense, -(-unit.experts // (method.tensor * method.expert)), unit.shapes)
+    experts = -(-unit.experts // (method.tensor * method.expert))
+    return Unit(copied=dense, experts=experts, shapes=unit.shapes)

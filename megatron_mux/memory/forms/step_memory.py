@@ -1,15 +1,19 @@
-"""The memory of a step, whatever is trained."""
+"""The memory of a step, whatever is trained; of the engine's: a hybrid task of all adapters on every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.engine_step import EngineStepMemory
+from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.phases import StepMemory
+from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.step_profile import StepProfile
 
@@ -34,3 +38,84 @@ def step_memory(
     if profiles is None:
         raise ValueError("full fine-tuning is estimated from profiles of its step")
     return FullTrainingMemory(architecture, recipe, method, profiles(method.recompute == "full"), **more)
+
+
+class EngineStepMemory(StepMemory):
+    """See `StepMemory`; the recipe has adapters. Micro-batches are alike."""
+
+    @cached_property
+    def memory(self) -> EngineMemory:
+        """What lasts, and what micro-batches keep and take; fragmentation is a part of its own here."""
+        split = even_split(len(self.architecture.layers), self.method.pipeline)
+        return EngineMemory(
+            self.architecture,
+            self.recipe.adapters,
+            stage_layers(split),
+            self.method,
+            self.recipe.size,
+            self.recipe.mean_length,
+            self.device,
+            self.gpu,
+            fragmentation=False,
+        )
+
+    @property
+    def host(self) -> int:
+        """See `StepMemory.host`: the backbone's weights."""
+        if not self.method.offload:
+            return 0
+        shares = self.method.zero == 3
+        values = (s.divided(self.method) if shares else s.values for s in self.memory.stages)
+        return round(max(values) * self.recipe.size)
+
+    @property
+    def buffers(self) -> Array:
+        """See `StepMemory.buffers`."""
+        return self.memory.lasting.buffer
+
+    def tensors(self, rows: int) -> Phases:
+        """See `StepMemory.tensors`; gradients are there from the second micro-batch on, and in trials."""
+        stages, lasting = self.method.pipeline, self.memory.lasting
+        found = self.memory.passes(self._rows(rows), self.method.micro_batches)
+        kept = np.array(in_flight(stages, self.method.micro_batches)) * found.kept[0]
+        phases: dict[str, dict[str, Array]] = {
+            "the loss": {
+                "activations": kept + found.loss[0],
+                "logits": found.logits[0],
+                "communication": found.messages[0] + lasting.head_in_use,
+            },
+            "the last layer's backward pass": {
+                "activations": kept + found.recomputed[0],
+                "workspace": found.workspace[0],
+                "communication": found.messages[0] + lasting.in_use,
+            },
+            "the optimizer's step": {"workspace": self.memory.step_scratch},
+        }
+        lasts = {
+            "parameters": lasting.parameters,
+            "adapters": lasting.adapters,
+            "gradients": lasting.gradients,
+            "optimizer": lasting.moments,
+        }
+        table = np.zeros((len(phases), stages, len(PARTS)))
+        for place, parts in enumerate(phases.values()):
+            for part, sizes in (lasts | parts).items():
+                table[place, :, AT[part]] = sizes
+        # Only the last stage has a loss.
+        names = [name for name in phases for _ in range(stages)]
+        chosen = slice(stages - 1, None)
+        return Phases(
+            names[chosen],
+            np.tile(np.arange(stages), len(phases))[chosen],
+            table.reshape(-1, len(PARTS))[chosen],
+        )
+
+    def _rows(self, rows: int) -> Rows:
+        """Of a micro-batch in which each task has its share, every row labelled."""
+        shares, tasks = np.array(self.recipe.shares), self.recipe.adapters
+        copied = sum(
+            share / task.length * task.virtual_tokens
+            for share, task in zip(self.recipe.shares, tasks, strict=True)
+        )
+        total = np.array([float(rows)])
+        return Rows(shares[None, :] * rows, total, total, copied * total)

@@ -64,6 +64,8 @@ class TaskAdapters:
         ops: The BaseOps that it acts on.
         divided: `[L]` trained values of each layer that tensor ranks divide.
         copied: `[L]` trained values of each layer that each of them has.
+        sequences: Of one optimizer step, over all ranks.
+        length: Tokens of each, at most.
         virtual_tokens: In front of each sequence.
         fixed: Values that are not trained, on each rank with a part of the adapter.
     """
@@ -73,6 +75,8 @@ class TaskAdapters:
     ops: tuple[AdaptedOp, ...]
     divided: tuple[float, ...]
     copied: tuple[float, ...]
+    sequences: int
+    length: int
     virtual_tokens: int = 0
     fixed: float = 0.0
 
@@ -95,8 +99,17 @@ class TaskAdapters:
                 (copied if tensor.dim is None else divided)[tensor.layer] += size
         optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
         ops = adapted_ops(spec.adapter, shape)
-        virtual = spec.adapter.virtual_tokens
-        return cls(spec.name, optimizer, ops, tuple(divided), tuple(copied), virtual, fixed)
+        return cls(
+            spec.name,
+            optimizer,
+            ops,
+            tuple(divided),
+            tuple(copied),
+            spec.sequences_per_step,
+            spec.data.max_length,
+            spec.adapter.virtual_tokens,
+            fixed,
+        )
 
     @property
     def lowest(self) -> int:

@@ -13,13 +13,12 @@ import pytest
 
 from megatron_mux.choice.flags import megatron_flags
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import DEFAULT
 from megatron_mux.memory.trace.case import Options
-from tests.unit.memory.architectures import gpt2, llama
+from tests.unit.memory.architectures import at_stage, gpt2, llama
 from tests.unit.memory.profiles import by_hand, traced
 from tests.unit.memory.traced import on_a_fake_gpu
 
@@ -124,7 +123,7 @@ def test_weights_and_optimizer_are_those_of_megatrons_report(
 ) -> None:
     report = pytest.importorskip("megatron.training.theoretical_memory_usage")
     theirs = report.compute_weight_and_optimizer_memory(sizes(architecture, method))
-    parts = step_memory(architecture, Recipe(128), method, by_hand(architecture)).at(0, 128).breakdown
+    parts = at_stage(step_memory(architecture, Recipe(128), method, by_hand(architecture)), 0, 128)
     ours = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if method.pipeline > 1:
         theirs -= (
@@ -171,6 +170,6 @@ def test_activations_are_close_to_megatrons_report(
         next(p for p in memory.phases(512) if p.name == f"the {name} layer's backward pass" and not p.stage)
         for name in ("first", "last")
     )
-    found = (last.parts["activations"] - first.parts["activations"]) / (3 * 512)
+    found = (last.breakdown["activations"] - first.breakdown["activations"]) / (3 * 512)
     theirs = theirs_of_a_layer(gpt2(8), tensor, sequence_parallel)
     assert found == pytest.approx(theirs, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,28 @@ from hypothesis import strategies as st
 from megatron_mux.arguments import parse_args
 from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
-from megatron_mux.choice.ranking import rank
-from megatron_mux.choice.recipes import gpu
-from megatron_mux.choice.speed import Speed, Work, _Passes, speed
+from megatron_mux.choice.ranking import answer, rank
+from megatron_mux.choice.speed import _Passes, step_seconds
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.device import Device
+from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import methods
+from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.forms.stages import Stage, on_rank, stages
 from megatron_mux.memory.forms.step_memory import step_memory
+from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import MIB
 from tests.reference.megatron_flags import MEGATRON_FLAGS
 from tests.unit.memory.architectures import llama, lora
+from tests.unit.memory.configs import skeleton
 from tests.unit.memory.profiles import by_hand
 
 ARCHITECTURE = llama(8)
 FULL = Recipe(128)
-FROZEN = Recipe(128, adapters=(lora(ARCHITECTURE),))
+FROZEN = Recipe(128, adapters=(replace(lora(ARCHITECTURE), sequences=8),))
 LARGE = llama(16, 4096, 11008)
-ON_LARGE = Recipe(1024, adapters=(lora(LARGE),))
-A100 = gpu("A100")
+ON_LARGE = Recipe(1024, adapters=(replace(lora(LARGE), length=1024),))
+A100 = device_of("cuda", "A100", 0)
 PROFILES = by_hand(ARCHITECTURE)
 
 
@@ -48,13 +49,13 @@ PROFILES = by_hand(ARCHITECTURE)
 def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int | None) -> None:
     found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch, profiles=PROFILES)
     fitting = [entry for entry in found.entries if entry.fits]
-    assert found.chosen == (max(fitting, key=lambda e: e.speed.throughput) if fitting else None)
+    assert found.chosen == (max(fitting, key=lambda e: e.throughput) if fitting else None)
     for entry in found.entries:
-        assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest_batch >= entry.batch)
+        assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest >= entry.sequences)
         assert entry.peak_process == sum(entry.breakdown.values())
         assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
         parts = step_memory(ARCHITECTURE, recipe, entry.method, PROFILES)
-        assert parts.peak((entry.largest_batch + 1) * recipe.length) > mib * MIB
+        assert parts.peak((entry.largest + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
 
 
@@ -65,13 +66,13 @@ def test_a_batch_that_is_given_is_not_accumulated(gpus: int) -> None:
     for entry in given:
         method = entry.method
         assert method.micro_batches == (4 * method.pipeline if method.pipeline > 1 else 1)
-        assert entry.batch == 3 and entry.speed.tokens == 3 * 128 * method.data * method.micro_batches
+        assert entry.sequences == 3 and entry.tokens == 3 * 128 * method.data * method.micro_batches
     bare = Recipe(128, master=False)  # no gradients between steps, unless they are accumulated
     (one, *_), (most, *_) = (
         rank(ARCHITECTURE, bare, 1, 1200 * MIB, A100, batch, profiles=PROFILES).entries for batch in (3, None)
     )
     assert one.phases["the loss"]["gradients"] == 0
-    assert most.method.micro_batches * most.batch >= SEQUENCES
+    assert most.method.micro_batches * most.sequences >= SEQUENCES
 
 
 def test_host_memory_helps_where_nothing_else_does() -> None:
@@ -86,36 +87,34 @@ def test_host_memory_helps_where_nothing_else_does() -> None:
     assert none.selected is None and none.entries[0].peak_process == min(e.peak_process for e in none.entries)
 
 
-def work(method: Method, batch: int) -> Work:
-    """64 sequences of 1024 tokens, so many in a micro-batch."""
-    return Work(batch * 1024, 64 // batch // method.data, 64 * 1024)
+def seconds(recipe: Recipe, batch: int, device: Device = A100, **degrees: Any) -> float:
+    """Of a step of 64 sequences of 1024 tokens, so many in a micro-batch."""
+    method = Method(**degrees)
+    memory = step_memory(LARGE, recipe, method, by_hand(LARGE))
+    return step_seconds(memory, batch * 1024, 64 // batch // method.data, device)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(1024), ON_LARGE], ids=["full", "frozen"])
 def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
-    def of(batch: int = 4, **degrees: Any) -> Speed:
-        method = Method(**degrees)
-        return speed(LARGE, recipe, method, work(method, batch), A100)
+    def of(batch: int = 4, **degrees: Any) -> float:
+        return seconds(recipe, batch, **degrees)
 
-    assert of().seconds < of(recompute="full").seconds
-    assert of(1).seconds < of(1, offload=True).seconds, "copies take longer than a small batch"
-    assert of(data=4).throughput <= 4 * of().throughput
-    assert of(tensor=4).throughput < 4 * of().throughput
-    two = of(pipeline=2)
-    assert two.tokens == of().tokens == 64 * 1024 and of().throughput < two.throughput < 2 * of().throughput
-    slow, fast = (speed(LARGE, recipe, Method(), work(Method(), 4), gpu(name)) for name in ("V100", "H100"))
-    assert fast.throughput > slow.throughput
+    assert of() < of(recompute="full")
+    assert of(1) < of(1, offload=True), "copies take longer than a small batch"
+    assert of() <= 4 * of(data=4)
+    assert of() < 4 * of(tensor=4)
+    assert of() / 2 < of(pipeline=2) < of()
+    slow, fast = (seconds(recipe, 4, device_of("cuda", name, 0)) for name in ("V100", "H100"))
+    assert fast < slow
     flops = (
         2 * 64 * 1024 * LARGE.total
     )  # of a forward pass; backward as much, or twice if weights are trained
     times = 2 if recipe.frozen else 3
-    assert times * flops / 312e12 < of().seconds < 1.25 * times * flops / 312e12
+    assert times * flops / 312e12 < of() < 1.25 * times * flops / 312e12
 
 
 def test_weights_gathered_for_a_small_batch_cost_time() -> None:
-    methods_ = Method(data=4), Method(data=4, zero=3)
-    plain, gathered = (speed(LARGE, ON_LARGE, m, work(m, 1), A100).seconds for m in methods_)
-    assert plain < gathered
+    assert seconds(ON_LARGE, 1, data=4) < seconds(ON_LARGE, 1, data=4, zero=3)
 
 
 def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
@@ -136,10 +135,9 @@ def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     assert plain.gradients(stage) == pytest.approx(wanted)
     assert plain.transfer() == 4096 * 2
     three, stage = passes(zero=3)
+    own = on_rank(unit, Method(data=8, expert=4))
     brought = 2 * (1024 * 7 / 8 + 4000 / 2)
-    assert three._brought(unit) == pytest.approx(brought) and three._reduced(unit) == pytest.approx(
-        2 * brought
-    )
+    assert three._brought(own) == pytest.approx(brought) and three._reduced(own) == pytest.approx(2 * brought)
     assert three.gradients(stage) == 0
     # Two of a row's two copies, of eight thousand bytes, each go to another rank three times in four; and come back.
     assert plain._exchange() == pytest.approx(2 * 2 * 4096 * 2 * 3 / 4)
@@ -187,6 +185,7 @@ def test_what_our_engine_does_not_do(method: Method, recipe: Recipe, model_type:
     assert why in str(not_by_this_engine(method, recipe, model_type))
 
 
-def test_a_gpu_that_is_not_known() -> None:
+def test_a_gpu_that_is_not_known(tmp_path: Path) -> None:
+    question = Question(skeleton("facebook/opt-125m", tmp_path), 1, 1 << 34, 128)
     with pytest.raises(UserError, match="--device H9000: is not known: choose from B200"):
-        gpu("H9000")
+        answer(question, Namespace(device="H9000"))

@@ -10,9 +10,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from megatron_mux.choice.flags import TRAINER, trainer_flags
 from megatron_mux.choice.ranking import rank
-from megatron_mux.choice.recipes import gpu
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import methods
+from megatron_mux.fusion.device import device_of
+from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.sizes import GIB
@@ -56,7 +55,7 @@ def test_printed_flags_are_taken(optimizer: str, precision: Precision, master: b
 @pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "adamw_torch"])
 def test_flags_say_whose_they_are(optimizer: str) -> None:
     recipe, model = Recipe(128, optimizer=optimizer), llama(8)
-    found = rank(model, recipe, 2, 80 * GIB, gpu("A100"), profiles=by_hand(model)).entries
+    found = rank(model, recipe, 2, 80 * GIB, device_of("cuda", "A100", 0), profiles=by_hand(model)).entries
     for entry in found:
-        assert entry.program == (TRAINER if optimizer == "adafactor" else "Megatron-LM")
-        assert ("--optim" in entry.flags) == (optimizer == "adafactor") and entry.flags
+        assert entry.command.program == (TRAINER if optimizer == "adafactor" else "Megatron-LM")
+        assert ("--optim" in entry.command.flags) == (optimizer == "adafactor") and entry.command.flags

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+
+
+def at_stage(memory: StepMemory, stage: int, rows: int) -> Mapping[str, int]:
+    """Bytes of each part at a stage's peak."""
+    own = (phase.breakdown for phase in memory.phases(rows) if phase.stage == stage)
+    return max(own, key=lambda parts: sum(parts.values()))
 
 
 def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4, **more: Any) -> Architecture:
@@ -40,9 +48,9 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
 def gpt2(layers: int = 3, hidden: int = 256, activation: str = "gelu_new") -> Architecture:
     """A small GPT-2 of eight heads; with ReLU, an OPT."""
     return Architecture(
-        "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, activation, False, False, 1, 1, 1024, True,
+        "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, 1, 1, 1024, True,
         (Unit(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
-        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden),
+        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden), activation,
     )  # fmt: skip
 
 
@@ -58,4 +66,6 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
         tuple(AdaptedOp(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
         divided=(float(rank * (a.queries + a.keys)),) * count,
         copied=(float(2 * rank * a.hidden),) * count,
+        sequences=1,
+        length=128,
     )

@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import methods
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
+from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
@@ -116,7 +114,7 @@ def test_eight_bits_by_hand(tmp_path: Path) -> None:
         Recipe(16, optimizer="adamw_8bit", master=False),
         Method(),
         by_hand(architecture),
-        overhead=ProcessOverhead.none(),
+        bare=True,
     )
     step = next(i for i in parts.phases(32) if i.name == "the optimizer's step").breakdown
     assert step["optimizer"] == 8 * exact + 2 * coarse + 2 * 4 * coarse // 256 and not step["workspace"]
@@ -181,7 +179,7 @@ def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -
             Recipe(16, optimizer=name),
             Method(**degrees),
             by_hand(architecture),
-            overhead=ProcessOverhead.none(),
+            bare=True,
         )
         return parts.worst(32).breakdown["optimizer"]
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_mux.backbone.registry import read_shape
 from megatron_mux.errors import UserError
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.architecture import Unit, architecture_of
+from megatron_mux.memory.forms.method import Method, impossible
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
 from megatron_mux.memory.tensors import Skeleton
+from tests import tiny_models
 from tests.unit.memory.architectures import gpt2, llama
 from tests.unit.memory.configs import PARAMETERS, write
 
@@ -25,14 +29,14 @@ MIXTRAL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("facebook/opt-350m", (1024, 64, 16, 4096, False, "relu", False)),
-        ("bigcode/gpt_bigcode-santacoder", (2048, 128, 1, 8192, False, "gelu_pytorch_tanh", False)),
-        ("llama-7b", (4096, 128, 32, 11008, True, "silu", True)),
+        ("facebook/opt-350m", (1024, 64, 16, 4096, False)),
+        ("bigcode/gpt_bigcode-santacoder", (2048, 128, 1, 8192, False)),
+        ("llama-7b", (4096, 128, 32, 11008, True)),
     ],
 )
 def test_sizes(model: Callable[[str], Skeleton], name: str, sizes: tuple[Any, ...]) -> None:
     a = read_architecture(model(name))
-    found = (a.hidden, a.head_dim, a.kv_heads, a.ffn, a.gated, a.activation, a.rms_norm)
+    found = (a.hidden, a.head_dim, a.kv_heads, a.ffn, a.gated)
     assert found == sizes and a.total == PARAMETERS[name]
     assert len(a.layers) == model(name).tensors.layers and len(set(a.layers)) == 1
 
@@ -69,6 +73,26 @@ def test_every_parameter_is_somewhere_once() -> None:
 
 
 def test_what_keeps_tensor_ranks_from_sharing_a_layer() -> None:
-    assert llama().tensor_problem(4) is None and llama(kv_heads=2).tensor_problem(8) is None
-    assert "8 attention heads" in str(llama().tensor_problem(3))
-    assert "MLP of width 700" in str(llama(ffn=700).tensor_problem(8))
+    assert "4TP" not in impossible(4, llama()) and "8TP" not in impossible(8, llama(kv_heads=2))
+    assert "8 attention heads" in impossible(3, llama())["3TP"]
+    assert "MLP of width 700" in impossible(8, llama(ffn=700))["8TP"]
+
+
+NAMES = ("llama", "llama-tied", "llama-biases", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backbone_s_is_the_one_that_is_read_from_the_model_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    tiny_models.make(tmp_path, name)
+    found = architecture_of(read_shape(tmp_path / name))
+    # Structure that is not read from parameters: only the engine's forms use it.
+    found = replace(found, activation="", rms_norm=False, rotary=False)
+    found = replace(found, qk_norm=False, output_norms=False, rotations=1)
+    wanted = read_architecture(Skeleton(tmp_path / name))
+    if name == "opt":  # its final norm stands before the layers there
+        norm = 2 * found.hidden
+        behind = replace(wanted.embedding, copied=wanted.embedding.copied - norm)
+        wanted = replace(wanted, embedding=behind, final=wanted.final + Unit(copied=norm))
+    assert found == wanted

@@ -9,28 +9,19 @@ import pytest
 
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.engine_layer import (
-    attention_backward,
-    behind_attention,
-    kept,
-    linear_fc2_backward,
-    mlp_backward,
-)
-from megatron_mux.memory.forms.saved import Pass, total
+from megatron_mux.memory.forms.engine_layer import EngineLayer
 from tests.unit.memory.architectures import gpt2, llama
 
-RUN = Pass(2, 128)
+
+def layer(architecture: Architecture, size: int = 2, **more: Any) -> EngineLayer:
+    """A layer in sequences of 128 tokens."""
+    return EngineLayer(architecture, size, 128, **more)
 
 
-def of(
-    architecture: Architecture,
-    *inputs: BaseOpName,
-    run: Pass = RUN,
-    selective: bool = False,
-    first: Any = None,
-) -> float:
+def of(architecture: Architecture, *inputs: BaseOpName, selective: bool = False, first: Any = None) -> float:
     """Bytes of a row."""
-    return total(kept(architecture, run, selective, frozenset(inputs), first))
+    found = layer(architecture)
+    return found.bytes(found.kept(selective, frozenset(inputs), first))
 
 
 def test_an_input_is_kept_only_for_an_adapter() -> None:
@@ -55,35 +46,34 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
     )
     normed = replace(llama(), qk_norm=True)
     assert of(normed, first="core_attention") == of(llama(), first="linear_qkv"), "but no norm before it"
-    assert of(llama(), first="linear_proj") == total(behind_attention(llama(), RUN))
+    above = of(llama(), first="linear_proj") - of(llama(), first="linear_fc1")
+    assert above == 2 * 256 + 4, "the second norm's input"
     assert of(llama(), first="linear_fc1") == 2 * 2 * 704
     assert of(llama(), "linear_fc2", first="linear_fc2") == 2 * 704
 
 
 @pytest.mark.parametrize(
-    ("architecture", "run", "qkv"),
+    ("one", "qkv"),
     [
-        (llama(), RUN, 256 + 128 + 128),  # rotated queries and keys, values copied for the kernel
-        (llama(), Pass(4, 128, device="cpu"), 256 + 128 + 512),  # values as they lie in the product
+        (layer(llama()), 256 + 128 + 128),  # rotated queries and keys, values copied for the kernel
+        (layer(llama(), 4, device="cpu"), 256 + 128 + 512),  # values as they lie in the product
         (
-            replace(llama(), qk_norm=True),
-            RUN,
+            layer(replace(llama(), qk_norm=True)),
             512 + 512 + 256,
         ),  # the product: the norms' inputs; queries' is a copy
-        (replace(llama(kv_heads=8), qk_norm=True), RUN, 768 + 768),
-        (gpt2(), RUN, 768 + 256),  # the product, of which queries and keys are views; values are copied
-        (replace(gpt2(), kv_heads=4), RUN, 512 + 128 + 256),  # queries that share keys are copied, too
+        (layer(replace(llama(kv_heads=8), qk_norm=True)), 768 + 768),
+        (layer(gpt2()), 768 + 256),  # the product, of which queries and keys are views; values are copied
+        (layer(replace(gpt2(), kv_heads=4)), 512 + 128 + 256),  # queries that share keys are copied, too
     ],
     ids=["rotated", "rotated, on a CPU", "normalised", "normalised, one key each", "as they are", "shared"],
 )
-def test_queries_keys_and_values(architecture: Architecture, run: Pass, qkv: int) -> None:
-    saved = kept(architecture, run)
+def test_queries_keys_and_values(one: EngineLayer, qkv: int) -> None:
     names = ("queries", "keys", "values", "product of linear_qkv", "queries before their norm")
-    assert sum(one.width for one in saved if one.what in names) == qkv
+    assert sum(row.width for row in one.kept() if row.what in names) == qkv
 
 
 def test_norms() -> None:
-    statistics = {one.what: one.width for one in kept(gpt2(), RUN) if "statistics" in one.what}
+    statistics = {one.what: one.width for one in layer(gpt2()).kept() if "statistics" in one.what}
     assert set(statistics.values()) == {2}, "of a LayerNorm, mean and deviation"
     more = of(replace(llama(), output_norms=True)) - of(llama())
     assert more == 2 * (2 * 256 + 4), "inputs and statistics of two norms more"
@@ -112,18 +102,22 @@ def test_relu_and_an_adapter_keep_the_same_output() -> None:
 
 
 def test_ranks_divide_columns_always_and_rows_with_sequence_parallelism() -> None:
-    saved = kept(llama(), RUN, inputs=frozenset({"linear_qkv"}))
+    def rank(tensor: int, sequence_parallel: bool) -> float:
+        return layer(llama(), tensor=tensor, sequence_parallel=sequence_parallel).bytes(saved)
+
+    saved = layer(llama()).kept(inputs=frozenset({"linear_qkv"}))
     whole, rows, columns = (
-        sum(s.width * s.size for s in saved if s.where == where) for where in ("all", "rows", "columns")
+        sum(s.width * (s.size or 2) for s in saved if s.where == where)
+        for where in ("all", "rows", "columns")
     )
-    assert total(saved, 4, False) == whole + rows + columns / 4
-    assert total(saved, 4, True) == whole + (rows + columns) / 4
+    assert rank(4, False) == whole + rows + columns / 4
+    assert rank(4, True) == whole + (rows + columns) / 4
 
 
 def test_a_layer_goes_backward() -> None:
     """Gradients of hidden states; of the MLP, where half of a gated one is made again; of attention, the MLP gone."""
-    run = Pass(4, 128, device="cpu")
-    assert total(mlp_backward(llama(), run)) == 4 * (256 + 4 * 704)
-    assert total(mlp_backward(gpt2(), run)) == 4 * (256 + 2 * 1024)
-    assert total(linear_fc2_backward(llama(), run)) == 4 * (256 + 704)
-    assert total(attention_backward(llama(), run)) == 4 * (2 * 256 + 3 * 256 + 2 * 128 - 2 * 704)
+    one, other = (layer(model, 4, device="cpu") for model in (llama(), gpt2()))
+    assert one.bytes(one.mlp_backward()) == 4 * (256 + 4 * 704)
+    assert other.bytes(other.mlp_backward()) == 4 * (256 + 2 * 1024)
+    assert one.bytes(one.linear_fc2_backward()) == 4 * (256 + 704)
+    assert one.bytes(one.attention_backward()) == 4 * (2 * 256 + 3 * 256 + 2 * 128 - 2 * 704)

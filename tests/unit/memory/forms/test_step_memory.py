@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.engine_layer import kept
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.methods import impossible, methods
+from megatron_mux.memory.forms.engine_layer import EngineLayer
+from megatron_mux.memory.forms.method import Method, impossible, methods
 from megatron_mux.memory.forms.phases import PARTS
-from megatron_mux.memory.forms.process_overhead import ProcessOverhead
 from megatron_mux.memory.forms.recipe import PRECISIONS, Recipe
-from megatron_mux.memory.forms.saved import Pass, total
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import OPTIMIZERS
-from tests.unit.memory.architectures import gpt2, llama, lora
+from tests.unit.memory.architectures import at_stage, gpt2, llama, lora
 from tests.unit.memory.profiles import KEPT, by_hand
 
-NOTHING = ProcessOverhead.none()
 FULL = Recipe(128)
 FROZEN = Recipe(128, adapters=(lora(llama(8)), lora(llama(8), 16, "other")))
 EXPERTS = replace(
@@ -30,17 +27,17 @@ EXPERTS = replace(
 )
 
 
-def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> dict[str, int]:
+def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> Mapping[str, int]:
     model = llama(layers)
-    return step_memory(model, recipe, method, by_hand(model), overhead=NOTHING, **more).worst(512).breakdown
+    return step_memory(model, recipe, method, by_hand(model), bare=True, **more).worst(512).breakdown
 
 
 BACKWARD = "the last layer's backward pass"
 
 
-def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> dict[str, int]:
+def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> Mapping[str, int]:
     """A phase of eight layers' last stage."""
-    memory = step_memory(llama(8), recipe, method, by_hand(llama(8)), overhead=NOTHING)
+    memory = step_memory(llama(8), recipe, method, by_hand(llama(8)), bare=True)
     return [phase for phase in memory.phases(rows) if phase.name == name][-1].breakdown
 
 
@@ -60,7 +57,7 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
     head = llama().head + llama().final
     assert at(Method(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
     bare = Recipe(128, "bf16", "adamw_torch", master=False)
-    peak = step_memory(llama(8), bare, Method(), by_hand(llama(8)), overhead=NOTHING)
+    peak = step_memory(llama(8), bare, Method(), by_hand(llama(8)), bare=True)
     step = next(i for i in peak.phases(512) if i.name == "the optimizer's step").breakdown
     assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
         2 * values, 2 * values, 4 * values, 2 * values,
@@ -87,8 +84,8 @@ def test_states_of_adapters_by_hand() -> None:
 
 def test_micro_batches_in_flight() -> None:
     method = Method(pipeline=4)
-    parts = step_memory(llama(8), FULL, method, by_hand(llama(8)), overhead=NOTHING)
-    kept = [parts.at(stage, 512).breakdown["activations"] for stage in range(4)]
+    parts = step_memory(llama(8), FULL, method, by_hand(llama(8)), bare=True)
+    kept = [at_stage(parts, stage, 512)["activations"] for stage in range(4)]
     assert kept[0] > kept[1] > kept[2]
     sent = 2 * 256 * 512  # hidden states that a stage has sent on, of each micro-batch
     for stage in (0, 1):  # so many micro-batches, of two layers each
@@ -103,14 +100,15 @@ def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
         return of(Method(), replace(FROZEN, adapters=(task,)))["activations"]
 
     # The lowest of them keeps no input of its first norm, the others all that there is.
-    saved = kept(llama(8), Pass(2, 128), inputs=frozenset({"linear_qkv"}))
+    layer = EngineLayer(llama(8), 2, 128)
+    saved = layer.kept(inputs=frozenset({"linear_qkv"}))
     factors = 2 * 16 * (256 + 512)
-    each = 512 * (total(saved) + 2 * 16) + factors
+    each = 512 * (layer.bytes(saved) + 2 * 16) + factors
     assert above(0) - above(6) == 6 * each and above(6) - above(7) == each
 
 
 def test_logits_of_a_frozen_backbone_come_in_chunks() -> None:
-    big = step_memory(llama(8, vocabulary=1 << 17), FROZEN, Method(), overhead=NOTHING)
+    big = step_memory(llama(8, vocabulary=1 << 17), FROZEN, Method(), bare=True)
     few, many = (big.worst(1 << n).breakdown["logits"] for n in (13, 14))
     assert few == (1 << 27) * 8 == many
 
@@ -146,7 +144,7 @@ def test_parts_are_the_peak_and_batches_add_to_it(method: Method, recipe: Recipe
     assert (
         parts.peak(batch)
         == sum(found.values())
-        >= max(sum(parts.at(stage, batch).breakdown.values()) for stage in range(method.pipeline))
+        >= max(sum(at_stage(parts, stage, batch).values()) for stage in range(method.pipeline))
     )
     assert parts.peak(batch) <= parts.peak(batch + 1)
 
@@ -173,7 +171,7 @@ def test_dividing_more_never_takes_more(method: Method, recipe: Recipe, what: st
         if what == "tensor" and more.tensor > 4:
             return
     less, found = (
-        step_memory(architecture, recipe, one, by_hand(architecture), overhead=NOTHING).peak(512)
+        step_memory(architecture, recipe, one, by_hand(architecture), bare=True).peak(512)
         for one in (method, more)
     )
     assert found <= less + 64  # values are not cut

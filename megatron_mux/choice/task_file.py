@@ -1,0 +1,149 @@
+"""A task file, as far as it decides about memory and time: its tasks' adapters, and the sequences of their steps.
+
+Sequences are taken to be as long as their task allows, so what fits does so whatever the data. They are shared out
+among pipelines and micro-batches as the engine does it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.plan import plan_for
+from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.memory.forms.architecture import Architecture, architecture_of
+from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.tasks import load_task_file
+
+Content = Counter[str]
+"""What a micro-batch holds: sequences of each task, by name."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A step that is divided among pipelines and micro-batches.
+
+    Attributes:
+        heaviest: Micro-batches, none of which holds all that another does.
+        micro_batches: Of the pipeline that has most rows.
+        rows: Of that pipeline, in all its micro-batches.
+    """
+
+    heaviest: tuple[Content, ...]
+    micro_batches: int
+    rows: int
+
+
+class FileStep:
+    """One optimizer step of tasks that are trained together.
+
+    Args:
+        tasks: The tasks.
+    """
+
+    def __init__(self, tasks: Sequence[TaskAdapters]) -> None:
+        self.tasks = tuple(tasks)
+        self._lengths = {task.name: task.length for task in tasks}
+        self._sequences = tuple((task.name, task.sequences, task.length) for task in tasks)
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return sum(task.sequences * task.length for task in self.tasks)
+
+    def rows(self, content: Content) -> int:
+        """Tokens of a micro-batch."""
+        return sum(count * self._lengths[name] for name, count in content.items())
+
+    def most(self, data: int) -> int:
+        """How many micro-batches so many pipelines can have: one for each sequence of the one that has most."""
+        return max(content.total() for own in _pipelines(self._sequences, data, 1) for content in own)
+
+    def divided(self, data: int, micro_batches: int) -> Division:
+        """The step on so many pipelines, in so many micro-batches, if there are so many."""
+        pipelines = _pipelines(self._sequences, data, min(micro_batches, self.most(data)))
+        longest = max(pipelines, key=lambda own: sum(map(self.rows, own)))
+        heaviest: list[Content] = []
+        for one in sorted((part for own in pipelines for part in own), key=lambda part: -self.rows(part)):
+            if not any(one <= other for other in heaviest):
+                heaviest.append(one)
+        return Division(tuple(heaviest), len(longest), sum(map(self.rows, longest)))
+
+    def mix(self, content: Content, recipe: Recipe) -> Recipe:
+        """The recipe for such a micro-batch."""
+        total = self.rows(content)
+        return replace(recipe, mix=tuple(content[task.name] * task.length / total for task in self.tasks))
+
+
+@lru_cache(maxsize=1024)
+def _pipelines(tasks: Sequence[tuple[str, int, int]], data: int, micro_batches: int) -> list[list[Content]]:
+    """The micro-batches of each pipeline; of each task its name, its sequences and their tokens."""
+    plan = plan_for("spatial", dict.fromkeys(sorted(name for name, _, _ in tasks), 1), 1, micro_batches)
+    # Labels are nothing that micro-batches are balanced by.
+    lengths = {name: Lengths((length,) * count, (length,) * count) for name, count, length in tasks}
+    grids = (step_grid(replace(plan, data=data), lengths, rank) for rank in range(data))
+    return [[Counter(piece.task for piece in chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A task file for a backbone.
+
+    Attributes:
+        path: Where it is.
+        architecture: The backbone's.
+        adapters: Of its tasks, in the file's order.
+    """
+
+    path: Path
+    architecture: Architecture
+    adapters: tuple[TaskAdapters, ...]
+
+    @classmethod
+    def read(cls, config: Path, tasks: Path) -> TaskFile:
+        """A task file for the backbone of a config.json, whatever that file is called. No data is read.
+
+        Raises:
+            UserError: The file or the backbone is not as it must be, or a task's targets are not there.
+        """
+        specs = load_task_file(tasks, data_later=True)
+        shape = read_shape(config)
+        found, problems = [], []
+        for spec in specs:
+            try:
+                found.append(TaskAdapters.of(spec, shape))
+            except UserError as error:
+                problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
+        if problems:
+            raise UserError(*problems)
+        return cls(tasks, architecture_of(shape), tuple(found))
+
+    def check(self, positions: int | None, length: int | None) -> None:
+        """Refuse sequences that are longer than the model or the user has it.
+
+        Args:
+            positions: Of the model; None: not limited.
+            length: Tokens of the longest sequence as the user says; None: nothing is said.
+
+        Raises:
+            UserError: A sentence for each task.
+        """
+        problems = []
+        for task in self.adapters:
+            place = f"{self.path}: task {task.name!r}: data.max_length: {task.length}"
+            if positions is not None and task.length + task.virtual_tokens > positions:
+                more = f" plus {task.virtual_tokens} virtual tokens" if task.virtual_tokens else ""
+                problems.append(f"{place}{more} is more than the {positions} positions of the model")
+            if length is not None and task.length > length:
+                problems.append(
+                    f"{place} is more than --sequence-length {length}: a run cuts sequences at max_length alone: "
+                    "lower it there, or leave the flag out"
+                )
+        if problems:
+            raise UserError(*problems)
