@@ -267,7 +267,7 @@ def _row(entry: Fit, directory: Path, file: TaskFile, budget: int, steps: int) -
         "runs": not failed,
         "peak_bytes": max((one["peak"] for one in ranks), default=None),
         "seconds": None if failed else max(one["seconds"] for one in ranks),
-        "said": next((one["error"] for one in ranks if one["error"]), None),
+        "error": next((one["error"] for one in ranks if one["error"]), None),
     }
 
 

@@ -102,7 +102,7 @@ def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     parallel = setup.parallel()
     count = {"mix": len(setup.mix), "one": 1, "eight": 8}[what]
     chosen = [i % len(setup.mix) for i in range(count)]
-    # One task is the largest of the mix: the smallest would make for a lower baseline.
+    # A single task is the largest one of the mix.
     chosen = [len(setup.mix) - 1] if what == "one" else chosen
     specs = [
         setup.specs[i].model_copy(update={"name": f"{setup.mix[i].name}.{k}"}) for k, i in enumerate(chosen)
