@@ -227,7 +227,7 @@ def _print(found: Mapping[str, Any]) -> None:
     whole = (
         ""
         if own is None
-        else f" (the plan predicts {own:.4g} s for a step, including overheads outside its passes)"
+        else f" (the plan predicts {own:.4g} s a step, including overheads outside its passes)"
     )
     console.print(f"predicted latency: {simulated:.4g} s{whole}", soft_wrap=True)
     if "measured" in names:

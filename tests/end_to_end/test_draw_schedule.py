@@ -170,7 +170,7 @@ def test_tasks_that_came_or_went_are_named(
         ),
         (["--plan", "plan.json", "--measured", "none.json"], "has no measured actions"),
         (["--plan", "plan.json", "--measured", "one.json"], "one.json: has 1 stage(s), but the plan has 2"),
-        (["--plan", "plan.json", "--measured", "far.json"], "stage(s), the plan of 2"),
+        (["--plan", "plan.json", "--measured", "far.json"], "stage(s), but the plan has 2"),
         (["--plan", "plan.json", "--output", "plan.json"], "--output plan.json: is an input"),
         (["--plan", "plan.json", "--trace", "./schedule.svg"], "is the same file as --output"),
         (
