@@ -4,7 +4,7 @@ python benchmarks/joining.py --json                       # a file of 1,000,000 
 python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
 
 A task trains on one core with one thread. Then a task file whose data file has a million pairs is put into the watched
-directory. While these are tokenised, the tokenising process is stopped (SIGSTOP) during every fourth of the engine's
+directory. While these are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
 bursts of steps, so that steps with and without it see the same machine; `slower` compares their medians. After
 tokenising, the time until the new task's first step is measured.
 
@@ -165,7 +165,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             took = f"{one['tokenised_s']:.0f} s" if "tokenised_s" in one else "not finished"
             rows.append((name, step, one["steps"], took, first))
     headings = (
-        "tokenising on | median step, stopped -> tokenising | steps | tokenised in | first step after that"
+        "tokenising on | median step of the running task, held -> at work | steps | tokenised in | "
+        "first step after that"
     )
     return "\n".join([title, "", *table(headings, rows)])
 
