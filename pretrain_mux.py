@@ -15,19 +15,18 @@ from megatron_mux.errors import UserError, tell, told_elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, compose, run.
+    """Parse the command line and run.
 
     Returns:
-        Exit status: 0, or 2 when the input was wrong (said on standard error, by one process only; the others leave
-        quietly).
+        Exit status: 0, or 2 if the input is wrong. One process prints the error; the others exit silently.
     """
-    with ExitStack() as at_the_end:
+    with ExitStack() as cleanup:
         try:
             arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
             from megatron_mux.runtime import shutdown  # imports torch: seconds
             from megatron_mux.training.run import run
 
-            at_the_end.callback(shutdown)
+            cleanup.callback(shutdown)
             run(arguments)
         except UserError as error:
             tell(error, "pretrain_mux.py")

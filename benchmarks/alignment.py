@@ -1,11 +1,12 @@
-"""Tokens that carry no information, and effective throughput, by alignment (MuxTune's figures 13 and 20).
+"""Share of padding, and effective throughput, by alignment (MuxTune's figures 13 and 20).
 
 python benchmarks/alignment.py                       # the quickstart's tasks, and MuxTune's workloads A and B
 python benchmarks/alignment.py --output result.json  # the JSON, and the tables as result.md
 
-Lengths are raw: what the tokenizer makes of the quickstart's texts, cut at each data set's limit. Film reviews at 64
-stand for SST2, dialogue at 128 for OpenBookQA, prose at 256 for RTE. Shares are of 50 steps; throughput is of one step
-of typical lengths, alignments in turns. Effective throughput counts tokens that carry information, per second.
+Lengths are those of the quickstart's texts as tokenised, truncated to each data set's limit. Film reviews of at most 64
+tokens replace SST2, dialogue of at most 128 replaces OpenBookQA, prose of at most 256 replaces RTE. Shares of padding
+are over 50 steps. Throughput is that of one step of typical lengths; alignments take turns. Effective throughput counts
+the tokens per second that are not padding.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from script import add_machine, add_output, command_line, measured_on, publish, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-# Data set and limit of each name in table 2, and its workloads: data sets in order, and batch sizes.
+# File and `max_length` for each data set of MuxTune's table 2, and the batch sizes and data sets of its workloads.
 DATA = {"SST2": ("movie.jsonl", 64), "QA": ("dialogue.jsonl", 128), "RTE": ("austen.jsonl", 256)}
 BATCHES = (4, 2, 4, 4, 8, 2, 4, 4)
 WORKLOADS = {
     "A": ("SST2", "QA", "QA", "SST2", "SST2", "SST2", "QA", "QA"),
     "B": ("RTE", "SST2", "RTE", "SST2", "SST2", "RTE", "RTE", "RTE"),
 }
-SHARED_STEPS = 50
+COUNTED_STEPS = 50
 CHUNKS = (None, 64, 128, 256)
 MICRO_BATCHES = 4
-"""Of every alignment: zero-padded, a whole step would need 20 GB."""
+"""Micro-batches of a step, for every alignment: zero-padded, an undivided step would need 20 GB."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -41,16 +42,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     add_machine(parser, device=False)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shares-only", action="store_true", help="count tokens, measure nothing")
+    parser.add_argument(
+        "--shares-only", action="store_true", help="count tokens, but do not measure throughput"
+    )
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Count, measure, print, leave the JSON."""
+    """Count tokens, measure throughput, and publish both."""
     arguments = parse(argv)
     import torch
-    from stand import QUICKSTART, profile_of, surroundings
+    from engine_bench import QUICKSTART, environment, load_or_measure_profile
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.runtime import initialize
@@ -59,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parallel = initialize(device="cpu")
     backbone = Backbone.load(QUICKSTART / "backbone", parallel)
     workloads = {"quickstart": _quickstart(), **{name: _workload(name) for name in WORKLOADS}}
-    result: dict[str, Any] = {**surroundings(backbone, arguments.threads), "rounds": arguments.rounds}
-    data = {name: _open(specs, QUICKSTART / "backbone") for name, specs in workloads.items()}
+    result: dict[str, Any] = {**environment(backbone, arguments.threads), "rounds": arguments.rounds}
+    data = {name: _open_data(specs, QUICKSTART / "backbone") for name, specs in workloads.items()}
     result["shares"] = {name: _shares(specs, data[name]) for name, specs in workloads.items()}
     result["throughput"] = {}
     if not arguments.shares_only:
-        profile = profile_of(backbone)
+        profile = load_or_measure_profile(backbone)
         for name, specs in workloads.items():
             found = _throughput(backbone, parallel, profile, specs, data[name], arguments.rounds)
             result["throughput"][name] = found
@@ -80,7 +83,7 @@ def _quickstart() -> list[Any]:
 
 
 def _workload(name: str) -> list[Any]:
-    from stand import QUICKSTART
+    from engine_bench import QUICKSTART
 
     from megatron_mux.tasks import TaskSpec
 
@@ -98,7 +101,7 @@ def _workload(name: str) -> list[Any]:
     return specs
 
 
-def _open(specs: Sequence[Any], backbone: Path) -> list[Any]:
+def _open_data(specs: Sequence[Any], backbone: Path) -> list[Any]:
     from megatron_mux.data.dataset import TaskDataset
     from megatron_mux.data.tokenizer import load_tokenizer
 
@@ -107,7 +110,7 @@ def _open(specs: Sequence[Any], backbone: Path) -> list[Any]:
 
 
 def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
-    """Of all computed tokens, those that carry no information, over the first steps."""
+    """Share of padding among all computed tokens, over the first steps, by alignment."""
     from megatron_mux.data.sampler import Sampler
     from megatron_mux.fusion.alignment import Padding, padded_lengths, padding_of
     from megatron_mux.fusion.plan import plan_for
@@ -121,7 +124,7 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
         Sampler(len(d), s.sequences_per_step, s.training.seed, s.data.shuffle)
         for s, d in zip(specs, data, strict=True)
     ]
-    for step in range(SHARED_STEPS):
+    for step in range(COUNTED_STEPS):
         lengths = {
             s.name: [int(d.lengths[i]) for i in sampler.batch(step)]
             for s, d, sampler in zip(specs, data, samplers, strict=True)
@@ -134,7 +137,7 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
         padded += padding_of(lengths, padded_lengths("max-length", limits))
         longest += padding_of(lengths, padded_lengths("longest", limits))
     return {
-        "dense": 1 - dense.real / computed,  # counted in the chunks themselves
+        "dense": 1 - dense.real / computed,  # counted in the chunks that a step computes
         "within_tasks": dense.share_within_tasks,
         "zero_padded": dense.share_zero_padded,
         "max_length": padded.share,
@@ -145,8 +148,8 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
 def _throughput(
     backbone: Any, parallel: Any, profile: Any, specs: Sequence[Any], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
-    """Tokens a second of all tasks in one hybrid task, by alignment."""
-    from stand import stand
+    """Measure tokens per second of all tasks in one hybrid task, by alignment."""
+    from engine_bench import make_bench
     from workload import Pair
 
     from megatron_mux.engine.batches import tensors
@@ -160,7 +163,7 @@ def _throughput(
         pairs: list[Pair] = [tensors(own[i]) for i in chosen]
         records.append(Records(pairs))
     context = PlanningContext(profile, backbone.info, itemsize=backbone.dtype.itemsize)
-    bench = stand(backbone, parallel, context, specs, records)
+    bench = make_bench(backbone, parallel, context, specs, records)
     try:
         plan = bench.planner.fixed("spatial", bench.loads)
         (bucket,) = plan.buckets
@@ -195,14 +198,15 @@ def _throughput(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables."""
+    """Render the tables."""
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
         "",
-        f"Share of computed tokens that carry no information, over {SHARED_STEPS} steps:",
+        f"Share of padding among computed tokens, over {COUNTED_STEPS} steps:",
         "",
         *table(
-            "workload | dense (ours) | padded within tasks | to the longest | to max_length | to the greatest",
+            "workload | dense (ours) | padded within tasks | to the longest of all | to max_length | "
+            "to the largest max_length",
             (
                 (name, *(f"{share:.1%}" for share in shares.values()))
                 for name, shares in result["shares"].items()
@@ -212,10 +216,10 @@ def markdown(result: dict[str, Any]) -> str:
     if result["throughput"]:
         lines += [
             "",
-            f"One step of typical lengths, in one hybrid task, medians of {result['rounds']} rounds in turns:",
+            f"One step of typical lengths in one hybrid task, medians of {result['rounds']} rounds in turns:",
             "",
             *table(
-                "workload | alignment | seconds | tokens/s | effective tokens/s | against zero-padded",
+                "workload | alignment | seconds | tokens/s | effective tokens/s | over zero-padded",
                 (
                     (
                         name,

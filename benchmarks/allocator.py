@@ -1,10 +1,10 @@
-"""How fast a step's allocations are replayed, and extended from two and three layers.
+"""Speed of replaying a step's allocations, and of extending them from steps of two and three layers.
 
 python benchmarks/allocator.py                   # 80 layers, two numbers of events: a quarter of a minute
 python benchmarks/allocator.py --output benchmarks/results/allocator.json  # the JSON, and the table as allocator.md
 
-The steps are made up: each layer saves a part of what it allocates in the forward pass, computes it again in the
-backward pass, and treats its parameters in the optimizer. Sizes are those of a 70B model (hidden 8192, 4096 tokens).
+The steps are synthetic: each layer saves a part of what it allocates in the forward pass, allocates again in the
+backward pass, and once more in the optimizer step. Sizes are those of a 70B model (hidden 8192, 4096 tokens).
 Goal: 500,000 events replayed in less than 2 seconds.
 """
 
@@ -50,21 +50,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, leave the JSON."""
+    """Measure and publish."""
     arguments = parse(argv)
     result = {
         "cpu": f"{cpu_name()}, one of {os.cpu_count()} cores",
         "python": platform.python_version(),
         "layers": arguments.layers,
         "repeats": arguments.repeats,
-        "cases": [measured(events, arguments.layers, arguments.repeats) for events in arguments.events],
+        "cases": [measure(events, arguments.layers, arguments.repeats) for events in arguments.events],
     }
     publish(result, markdown(result), arguments.output)
     return 0
 
 
-def step(layers: int, events: int) -> Stream:
-    """A made-up step whose layers have so many events each, roughly."""
+def make_step(layers: int, events: int) -> Stream:
+    """Make a synthetic step with about `events` events in each of its layers."""
     builder = StreamBuilder()
     builder.allocate(256 * MIB, Moment("forward", None, "embedding"))
     saved = [layer_pass(builder, "forward", layer, events, keep=True) for layer in range(layers)]
@@ -79,7 +79,7 @@ def step(layers: int, events: int) -> Stream:
 
 
 def layer_pass(builder: StreamBuilder, phase: str, layer: int, events: int, keep: bool) -> list[int]:
-    """Allocate and free, the same in every layer; what is kept is returned."""
+    """Allocate and free blocks, alike in every layer; returns the blocks that stay allocated, which `keep` asks for."""
     chance = random.Random(f"{phase} {events}")
     live: list[int] = []
     kept: list[int] = []
@@ -94,14 +94,14 @@ def layer_pass(builder: StreamBuilder, phase: str, layer: int, events: int, keep
     return kept
 
 
-def measured(events: int, layers: int, repeats: int) -> dict[str, Any]:
-    """One number of events: seconds of the processor for extending and replaying, medians."""
+def measure(events: int, layers: int, repeats: int) -> dict[str, Any]:
+    """Measure extending and replaying for one number of events, in median seconds of CPU time."""
     each = events // layers
-    two, three = step(2, each), step(3, each)
-    extending, stream = timed(lambda: extended(two, three, layers), repeats)
+    two, three = make_step(2, each), make_step(3, each)
+    extending, stream = time_calls(lambda: extended(two, three, layers), repeats)
     found: dict[str, Any] = {"events": len(stream), "extending_s": extending}
     for name, settings in (("default", Settings()), ("expandable", Settings(expandable_segments=True))):
-        seconds, replayed = timed(lambda chosen=settings: replay(stream, chosen), repeats)  # type: ignore[misc]
+        seconds, replayed = time_calls(lambda chosen=settings: replay(stream, chosen), repeats)  # type: ignore[misc]
         found[name] = {
             "replay_s": seconds,
             "events_per_s": len(stream) / seconds,
@@ -111,8 +111,8 @@ def measured(events: int, layers: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
-    """Median seconds of the processor (others may use it too), and what came out."""
+def time_calls(work: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Run `work` several times; returns its median CPU time in seconds and its last result."""
     taken = []
     for _ in range(repeats):
         begun = time.process_time()
@@ -122,7 +122,7 @@ def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """Render the table."""
     rows = []
     for case in result["cases"]:
         for name in ("default", "expandable"):

@@ -1,11 +1,11 @@
-"""The method chosen for four processes with a byte budget, against all others: which run, and how fast.
+"""The method chosen for four processes with a memory budget, against all others: which run, and how fast.
 
 python benchmarks/choice.py                                                       # a few minutes
 python benchmarks/choice.py --output benchmarks/results/choice-cpu-2-cores.json   # the JSON, and the table as .md
 
-A small Llama and three tasks, on four processes that compute on the CPU. Every division that our engine runs is
-predicted, by closed forms and by a device that is measured first; then each one really trains, every rank's tensors
-counted and held to the budget as on a full GPU, and after that timed without counting.
+A small Llama and three tasks, on four processes that compute on the CPU. Memory and seconds of every method that our
+engine runs are predicted, from closed forms and from a measurement of the machine. Then each method trains: first with
+each rank's tensors counted and limited to the budget, as on a GPU of that size, then timed without counting.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 LENGTH = 64
 RESERVE = 1.03
-"""Of the budget to what is predicted with: closed forms are that far off at most."""
+"""Budget over the memory that predictions are made for: the margin for errors of the closed forms."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="timed, of which the median counts (5)")
-    parser.add_argument("--layers", type=int, default=8, help="of the Llama (8)")
-    parser.add_argument("--sequences", type=int, default=8, help="of each task's step (8)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median is taken (5)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the Llama (8)")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences in each task's step (8)")
     parser.add_argument("--plain", action="store_true", help="without recomputation and sequence parallelism")
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict, run, print."""
+    """Predict, run and publish."""
     arguments = parse(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -77,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         import megatron_mux.engine  # noqa: F401
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        _make(directory, arguments.layers, arguments.sequences)
+        _write_inputs(directory, arguments.layers, arguments.sequences)
         result = _measure(directory, arguments)
     publish(result, markdown(result), arguments.output)
     return 0
 
 
-def _make(directory: Path, layers: int, sequences: int) -> None:
-    """A backbone with random weights and a task file."""
+def _write_inputs(directory: Path, layers: int, sequences: int) -> None:
+    """Write a backbone with random weights, and a task file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,9 +103,9 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
     architecture, recipe = file.architecture, Recipe(LENGTH, "fp32", adapters=file.adapters)
-    device = measured_device(architecture)
+    device = measure_device(architecture)
     ranked = _ranking(architecture, recipe, device, arguments.plain)
-    budget = _middle([entry.peak_allocated for entry in ranked(1).entries])
+    budget = _budget_for([entry.peak_allocated for entry in ranked(1).entries])
     ranking = ranked(int(budget / RESERVE))
     rows = [_row(entry, directory, file, budget, arguments.steps) for entry in ranking.entries]
     running = sorted((row for row in rows if row["runs"]), key=lambda row: row["seconds"])
@@ -125,24 +125,24 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 def _ranking(
     architecture: Architecture, recipe: Recipe, device: Device, plain: bool
 ) -> Callable[[int], Ranking]:
-    """The methods that run here, ranked for a memory; host memory, which all processes share, is no way out."""
+    """Return a function that ranks the methods for a memory size; offloading is left out, since all share the host."""
     from megatron_mux.choice.ranking import rank
 
     def ranked(memory: int) -> Ranking:
         found = rank(architecture, recipe, RANKS, memory, device, kind="cpu")
-        return replace(found, entries=[entry for entry in found.entries if _wanted(entry, plain)])
+        return replace(found, entries=[entry for entry in found.entries if _is_compared(entry, plain)])
 
     return ranked
 
 
-def _wanted(entry: Fit, plain: bool) -> bool:
+def _is_compared(entry: Fit, plain: bool) -> bool:
     method = entry.method
-    fancy = method.recompute != "none" or method.sequence_parallel
-    return not (method.offload or entry.command.elsewhere or (plain and fancy))
+    optional = method.recompute != "none" or method.sequence_parallel
+    return not (method.offload or entry.command.elsewhere or (plain and optional))
 
 
-def _middle(peaks: Sequence[int]) -> int:
-    """In the widest gap of the middle half of what methods take at least."""
+def _budget_for(peaks: Sequence[int]) -> int:
+    """Choose a budget in the widest gap between predicted peaks, among the middle half of them."""
     ordered = sorted(peaks)
     quarter = len(ordered) // 4
     inner = ordered[quarter : len(ordered) - quarter + 1]
@@ -150,20 +150,20 @@ def _middle(peaks: Sequence[int]) -> int:
     return int((low * high) ** 0.5)
 
 
-# -- what four processes do
+# -- four processes
 
 
-def together(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
-    """What a function returns in each of four processes of a world of their own; None where it did not come so far.
+def run_in_processes(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+    """Call a function in four processes that form a world; returns their results, None where a process has none.
 
-    A process that fails leaves the others waiting: they are ended.
+    When a process fails, the others are killed, since they would wait for it.
     """
     context = multiprocessing.get_context("fork")
     port = _free_port()
     ends, processes = [], []
     for rank in range(RANKS):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_begin, args=(rank, port, there, work, arguments))
+        process = context.Process(target=_run_rank, args=(rank, port, there, work, arguments))
         process.start()
         there.close()
         ends.append(here)
@@ -173,10 +173,10 @@ def together(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) 
     while time.monotonic() < until and any(process.is_alive() for process in processes):
         time.sleep(0.02)
         if any(process.exitcode not in (0, None) for process in processes):
-            time.sleep(0.2)  # others may fail as well, and say so
+            time.sleep(0.2)  # other processes may report an error as well
             break
     for rank, (process, end) in enumerate(zip(processes, ends, strict=True)):
-        with contextlib.suppress(EOFError):  # it ended without a word
+        with contextlib.suppress(EOFError):  # it ended without a result
             if end.poll():
                 found[rank] = end.recv()
         if process.is_alive():
@@ -185,10 +185,10 @@ def together(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) 
     return found
 
 
-def _begin(rank: int, port: int, end: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _run_rank(rank: int, port: int, end: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failing rank's neighbours complain
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what the peers of a failed rank print
     found = work(*arguments)
     end.send(found)
     os._exit(0 if not found.get("error") else 1)
@@ -200,11 +200,11 @@ def _free_port() -> int:
     return free_port()
 
 
-def measured_device(architecture: Architecture) -> Device:
-    """This machine as four processes share it: each measures while the others do."""
+def measure_device(architecture: Architecture) -> Device:
+    """Measure this machine in four processes at once, as they will share it."""
     from megatron_mux.fusion.device import Device
 
-    found = [one for one in together(_limits, architecture.hidden, architecture.ffn) if one]
+    found = [one for one in run_in_processes(_measure_rank, architecture.hidden, architecture.ffn) if one]
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
     peak = {4: mean["peak"], 2: mean["peak"], 8: mean["peak"] / 2}
     return Device(
@@ -212,7 +212,7 @@ def measured_device(architecture: Architecture) -> Device:
     )
 
 
-def _limits(hidden: int, ffn: int) -> dict[str, float]:
+def _measure_rank(hidden: int, ffn: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
@@ -221,7 +221,7 @@ def _limits(hidden: int, ffn: int) -> dict[str, float]:
     runtime.initialize(1, 1, device="cpu")
     x, weight = torch.randn(1024, hidden), torch.randn(2 * ffn, hidden)
     large, small, message = torch.randn(1 << 22), torch.randn(8, 8, requires_grad=True), torch.randn(1 << 19)
-    others = 2 * (RANKS - 1) / RANKS
+    transferred = 2 * (RANKS - 1) / RANKS
 
     def seconds(work: Callable[[], Any], times: int) -> float:
         work()
@@ -235,7 +235,7 @@ def _limits(hidden: int, ffn: int) -> dict[str, float]:
         x @ weight.t()
         dist.all_reduce(message[:1])
 
-    # Ranks that share cores come late to each other's messages: between products one takes longer than by itself.
+    # Where ranks share cores, a message between matrix products takes longer than a message alone.
     product = seconds(lambda: x @ weight.t(), 30)
     latency = max(seconds(with_work, 30) - product, seconds(lambda: dist.all_reduce(message[:1]), 50))
     exchange = seconds(lambda: dist.all_reduce(message), 10) - seconds(
@@ -245,17 +245,17 @@ def _limits(hidden: int, ffn: int) -> dict[str, float]:
         "peak": 2 * x.numel() * weight.shape[0] / product,
         "bandwidth": 2 * large.nbytes / seconds(large.clone, 20),
         "overhead": seconds(lambda: small * 2, 2000),
-        "link": others * message.nbytes / max(exchange, 1e-9),
+        "link": transferred * message.nbytes / max(exchange, 1e-9),
         "latency": latency,
     }
 
 
 def _row(entry: Fit, directory: Path, file: TaskFile, budget: int, steps: int) -> dict[str, Any]:
-    """A method as predicted and as it runs."""
+    """Run a method; returns its row of the result, predicted and measured."""
     from megatron_mux.choice.task_file import FileStep
 
     step = FileStep(file.adapters)
-    found = together(_train, entry.method, directory, step, budget, steps)
+    found = run_in_processes(_train, entry.method, directory, step, budget, steps)
     ranks = [one for one in found if one is not None]
     failed = len(ranks) < RANKS or any(one["error"] for one in ranks)
     return {
@@ -267,25 +267,26 @@ def _row(entry: Fit, directory: Path, file: TaskFile, budget: int, steps: int) -
         "runs": not failed,
         "peak_bytes": max((one["peak"] for one in ranks), default=None),
         "seconds": None if failed else max(one["seconds"] for one in ranks),
-        "said": next((one["error"] for one in ranks if one["error"]), None),
+        "error": next((one["error"] for one in ranks if one["error"]), None),
     }
 
 
 def _train(method: Any, directory: Path, step: Any, budget: int, steps: int) -> dict[str, Any]:
-    """Train on this rank: two steps within the budget, then some that are timed."""
+    """Train on this rank: two steps within the budget, then the steps to be timed."""
     import torch.distributed as dist
 
     from megatron_mux import runtime
     from tests.budget import Budget
 
     parallel = runtime.initialize(method.tensor, method.pipeline, method.sequence_parallel, device="cpu")
-    counted = Budget(budget, MemoryError)  # the engine would go on in smaller parts: that is another method
+    # With torch.OutOfMemoryError the engine would retry in smaller parts, which is another method.
+    counted = Budget(budget, MemoryError)
     try:
         with counted:
             engine = _engine(method, directory, step, parallel)
             for _ in range(2):
                 engine.step()
-    except (MemoryError, RuntimeError) as error:  # or its neighbour's
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: a peer ran out of memory
         return {"peak": counted.peak, "error": str(error).partition("\n")[0]}
     seconds = []
     for _ in range(steps):
@@ -298,7 +299,7 @@ def _train(method: Any, directory: Path, step: Any, budget: int, steps: int) -> 
 
 
 def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
-    """The engine with its tasks, in the method's micro-batches."""
+    """Make the engine with its tasks, under a plan with the method's micro-batches."""
     import torch
 
     from megatron_mux.backbone.model import load_stages
@@ -329,7 +330,7 @@ def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """Render the table."""
     mib = 1 << 20
     rows = [
         [
@@ -344,10 +345,10 @@ def markdown(result: Mapping[str, Any]) -> str:
         ]
         for row in result["methods"]
     ]
-    head = "method | parts | fits | runs | MiB predicted | MiB counted | ms predicted | ms"
+    head = "method | micro-batches | fits | runs | MiB predicted | MiB counted | ms predicted | ms"
     chosen = (
-        f"chosen: {result['chosen']}: {result['over_the_fastest']:.2f} times as long as the fastest that ran, "
-        f"number {result['place']} of them"
+        f"chosen: {result['chosen']}: {result['over_the_fastest']:.2f} times as long as the fastest method that ran, "
+        f"rank {result['place']} by time"
         if result["place"]
         else "chosen: nothing ran"
     )

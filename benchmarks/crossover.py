@@ -1,9 +1,9 @@
-"""From which size on it is better to interleave tasks than to batch them: throughput against tokens, on two stages.
+"""Micro-batch size from which interleaving tasks is faster than batching them, on two stages.
 
 python benchmarks/crossover.py --output benchmarks/results/crossover-cpu-2-cores.json   # and the curves as .svg
 
-Four tasks alike, four micro-batches each; the tokens of a task in a micro-batch double from point to point. `spatial`
-batches the tasks and pays a bubble in each step, `temporal` interleaves them and computes small batches.
+Four identical tasks with four micro-batches each; the tokens of a task in a micro-batch double from point to point.
+`spatial` batches the tasks and has a bubble in each step; `temporal` interleaves them and computes small batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import add_worker, measured, one_core_each
+from processes import add_worker_flag, pin_to_core, run_in_processes
 from script import add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 TASKS, MICRO_BATCHES, STEPS = 4, 4, 4
 TOKENS = (4, 8, 16, 32, 64, 128, 256)
 LONGEST = 32
-"""Tokens of a sequence, at the most."""
+"""Longest sequence, in tokens."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -32,16 +32,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--points", type=int, default=len(TOKENS), help="only the first so many")
-    add_worker(parser)
+    parser.add_argument("--points", type=int, default=len(TOKENS), help="measure only the first N points")
+    add_worker_flag(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, leave the JSON and the picture."""
+    """Measure, and publish the table and the plot."""
     arguments = parse(argv)
-    result = measured(arguments, 2, __file__, ("--device", "--rounds", "--points"), measure)
+    result = run_in_processes(arguments, 2, __file__, ("--device", "--rounds", "--points"), measure)
     if result is None:
         return 0
     publish(result, markdown(result), arguments.output)
@@ -51,28 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All points; what the first process found, nothing elsewhere."""
+    """Measure all points; returns the result on rank 0 and {} on the other rank."""
     import torch
-    from stand import profile_of, random_backbone, stand_on_stages, surroundings
+    from engine_bench import environment, load_or_measure_profile, make_bench_on_stages, random_backbone
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
-    one_core_each()
+    pin_to_core()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = random_backbone("mid", dtype, parallel.rank)
     backbone = Backbone.load(path, parallel, dtype)
     context = PlanningContext(
-        profile_of(backbone), backbone.info, Mesh(pipeline=2), dtype.itemsize, rolling=STEPS
+        load_or_measure_profile(backbone), backbone.info, Mesh(pipeline=2), dtype.itemsize, rolling=STEPS
     )
-    result: dict[str, Any] = {**surroundings(backbone, 1), "rounds": arguments.rounds, "points": []}
+    result: dict[str, Any] = {**environment(backbone, 1), "rounds": arguments.rounds, "points": []}
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
     for tokens in TOKENS[: arguments.points]:
         specs, records = _tasks(tokens, context.info.shape.vocab)
-        bench = stand_on_stages(path, parallel, context, specs, records)
+        bench = make_bench_on_stages(path, parallel, context, specs, records)
         plans = {
             "spatial": [bench.planner.fixed("spatial", bench.loads)],
             "temporal": [bench.planner.fixed("temporal", bench.loads)],
@@ -97,9 +97,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tasks(tokens: int, vocab: int) -> tuple[list[Any], list[Any]]:
-    """Tasks alike, whose micro-batches have so many tokens."""
+    """Make identical tasks with `tokens` tokens in a micro-batch, and their records."""
     import torch
-    from stand import spec_of
+    from engine_bench import spec_of
 
     from tests.reference.records import Records
 
@@ -118,7 +118,7 @@ def _tasks(tokens: int, vocab: int) -> tuple[list[Any], list[Any]]:
 
 
 def crossing(result: dict[str, Any]) -> float | None:
-    """Tokens from which on `temporal` is faster, between two points on a logarithmic scale; None: nowhere."""
+    """Tokens from which `temporal` is faster, interpolated on a logarithmic scale; None if it is not."""
     from math import exp, log
 
     points = result["points"]
@@ -131,14 +131,14 @@ def crossing(result: dict[str, Any]) -> float | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table."""
-    how = (
-        f"Two stages, a process and a core each; {TASKS} tasks of {MICRO_BATCHES} micro-batches; medians of "
+    """Render the table."""
+    setup = (
+        f"Two stages, one process and core each; {TASKS} tasks of {MICRO_BATCHES} micro-batches; medians of "
         f"{result['rounds']} rounds of {STEPS} steps without a flush."
     )
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        how,
+        setup,
         "",
     ]
     rows = [
@@ -156,16 +156,19 @@ def markdown(result: dict[str, Any]) -> str:
         rows,
     )
     where = crossing(result)
-    told = "at no point of these" if where is None else f"from about {where:.0f} tokens on"
-    return "\n".join([*lines, "", f"Interleaving is faster than batching {told}.", ""])
+    verdict = "at none of these points" if where is None else f"from about {where:.0f} tokens on"
+    return "\n".join([*lines, "", f"Interleaving is faster than batching {verdict}.", ""])
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """The curves, where matplotlib is installed."""
+    """Plot the curves, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
-        print("matplotlib is not installed: no picture (pip install 'megatron-mux[bench]')", file=sys.stderr)
+        print(
+            "matplotlib is not installed, so no plot is drawn (pip install 'megatron-mux[bench]')",
+            file=sys.stderr,
+        )
         return
     matplotlib.use("svg")
     from matplotlib import pyplot

@@ -1,12 +1,12 @@
-"""What the caching allocator needs beyond tensors, as a share of what comes and goes: the constant of our closed forms.
+"""Fragmentation of the caching allocator as a share of transient memory: the constant of our closed forms.
 
 python benchmarks/fragmentation.py                                                  # a few minutes
 python benchmarks/fragmentation.py --output benchmarks/results/fragmentation.json   # the JSON, and the table as .md
 
-Steps of our engine come from dry runs, steps of full fine-tuning with `transformers` from traces;
-their allocations are replayed through PyTorch's caching allocator with its default options. With plenty of memory it
-holds more than it needs: at the limit it returns cached segments. So the least memory counts in which a step runs.
-Nothing is measured: the result is the same on every machine.
+Steps of our engine come from dry runs, steps of full fine-tuning with `transformers` from traces. Their allocations are
+replayed through a model of PyTorch's caching allocator with default options. With unlimited memory the allocator holds
+more than it needs, since it returns cached segments only when it runs out: fragmentation is therefore taken in the
+smallest memory in which the step runs. Nothing is measured: the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_layer": 4, "n_head": 12}
-_STANDS = ("parameters", "adapters", "gradients", "optimizer")
+_PERSISTENT = ("parameters", "adapters", "gradients", "optimizer")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,9 +42,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Dry-run and trace, replay, print."""
+    """Record steps, replay them, and publish."""
     arguments = parse(argv)
-    rows = [_row(*found) for found in (*dry_run_streams(), *traced())]
+    rows = [_row(*found) for found in (*dry_run_streams(), *traced_streams())]
     shares = sorted(row["share"] for row in rows)
     result = {
         "median": statistics.median(shares),
@@ -57,19 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run_streams() -> Iterator[tuple[str, Stream]]:
-    """Steps of our engine."""
+    """Record steps of our engine in dry runs, by name."""
     from megatron_mux.dry_run.process import dry_runs
     from megatron_mux.memory.forms.method import Method
     from tests.end_to_end.test_memory_forms import setting_of
 
     methods = {
         "one GPU": Method(),
-        "computed again": Method(recompute="full"),
+        "recomputed": Method(recompute="full"),
         "two tensor ranks": Method(tensor=2, sequence_parallel=True),
         "two stages": Method(pipeline=2, parts=8),
         "sharded": Method(data=2, zero=3),
     }
-    asked = {
+    run_specs = {
         f"{'+'.join(names)}, {sequences} x {length}, {name}": setting_of(
             names, method, length, sequences, LLAMA
         )
@@ -77,22 +77,22 @@ def dry_run_streams() -> Iterator[tuple[str, Stream]]:
         for length, sequences in ((512, 8), (1536, 8))
         for name, method in methods.items()
     }
-    found = dry_runs([(run_spec, 0) for run_spec in asked.values()], whole=True)
-    for name, recording in zip(asked, found, strict=True):
+    found = dry_runs([(run_spec, 0) for run_spec in run_specs.values()], whole=True)
+    for name, recording in zip(run_specs, found, strict=True):
         yield name, recording.stream
 
 
-def traced() -> Iterator[tuple[str, Stream]]:
-    """Full fine-tuning with `transformers` in bf16, on one GPU."""
+def traced_streams() -> Iterator[tuple[str, Stream]]:
+    """Trace full fine-tuning with `transformers` in bf16 on one GPU, by name."""
     from megatron_mux.memory.trace.case import Case
     from megatron_mux.memory.trace.training import trace
 
     for config in (LLAMA, GPT2):
         for batch, length in ((2, 512), (4, 1024)):
-            for again in (False, True):
-                said = ", computed again" if again else ""
-                name = f"full {config['model_type']}, {batch} x {length}{said}"
-                yield name, trace(Case(config, 4, batch, length, recompute=again))
+            for recompute in (False, True):
+                suffix = ", recomputed" if recompute else ""
+                name = f"full {config['model_type']}, {batch} x {length}{suffix}"
+                yield name, trace(Case(config, 4, batch, length, recompute=recompute))
 
 
 def _row(name: str, stream: Stream) -> dict[str, Any]:
@@ -101,22 +101,22 @@ def _row(name: str, stream: Stream) -> dict[str, Any]:
     from tests.unit.memory.stream.peak import peak_of
 
     peak = peak_of(stream)
-    moving = sum(size for category, size in peak.breakdown.items() if str(category) not in _STANDS)
-    plenty = replay(stream, Settings()).peak_reserved
-    least = _least(stream, peak.size, plenty)
+    transient = sum(size for category, size in peak.breakdown.items() if str(category) not in _PERSISTENT)
+    unlimited = replay(stream, Settings()).peak_reserved
+    smallest = _smallest_memory(stream, peak.size, unlimited)
     return {
         "name": name,
         "peak_bytes": peak.size,
-        "moving_bytes": moving,
-        "least_bytes": least,
-        "plenty_bytes": plenty,
-        "share": (least - peak.size) / moving,
-        "share_of_plenty": (plenty - peak.size) / moving,
+        "transient_bytes": transient,
+        "smallest_bytes": smallest,
+        "unlimited_bytes": unlimited,
+        "share": (smallest - peak.size) / transient,
+        "unlimited_share": (unlimited - peak.size) / transient,
     }
 
 
-def _least(stream: Stream, low: int, high: int) -> int:
-    """Bytes, to 1 MiB, of the smallest GPU on which the allocator, which returns what is cached, serves the step."""
+def _smallest_memory(stream: Stream, low: int, high: int) -> int:
+    """Find the smallest memory in which the step runs, between `low` and `high` bytes, to within 1 MiB."""
     from megatron_mux.memory.caching.replay import replay
     from megatron_mux.memory.caching.settings import Settings
 
@@ -130,23 +130,29 @@ def _least(stream: Stream, low: int, high: int) -> int:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """Render the table."""
     mib = 1 << 20
     rows = [
         [
             row["name"],
             f"{row['peak_bytes'] / mib:,.0f}",
-            f"{row['moving_bytes'] / mib:,.0f}",
-            f"{row['least_bytes'] / mib:,.0f}",
+            f"{row['transient_bytes'] / mib:,.0f}",
+            f"{row['smallest_bytes'] / mib:,.0f}",
             f"{row['share']:.1%}",
-            f"{row['plenty_bytes'] / mib:,.0f}",
-            f"{row['share_of_plenty']:.1%}",
+            f"{row['unlimited_bytes'] / mib:,.0f}",
+            f"{row['unlimited_share']:.1%}",
         ]
         for row in result["cases"]
     ]
-    head = "step | peak, MiB | comes and goes | least GPU | in vain | with plenty | in vain"
-    said = f"least GPU: median {result['median']:.1%}, from {result['least']:.1%} to {result['most']:.1%}"
-    return "\n".join([*table(head, rows), "", said])
+    head = (
+        "step | peak (MiB) | transient (MiB) | smallest memory (MiB) | fragmentation | without a limit (MiB) | "
+        "fragmentation"
+    )
+    summary = (
+        f"Fragmentation in the smallest memory: median {result['median']:.1%}, from {result['least']:.1%} to "
+        f"{result['most']:.1%}"
+    )
+    return "\n".join([*table(head, rows), "", summary])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is predicted and then measured: models, and ways of fine-tuning them. No constant was fitted to any of these."""
+"""The cases of `gpu_memory.py`: models, and ways to fine-tune them. No constant of ours was fitted to any of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "n_embd": 1600,
         "n_layer": 48,
         "n_head": 25,
-        # Dropout is left on: its masks are memory.
+        # Dropout stays on, since its masks take memory.
     },
     "opt-1.3b": {
         "model_type": "opt",
@@ -83,7 +83,7 @@ _PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 30}
 
 
 def cases(gpu: Gpu) -> dict[str, tuple[str, Case]]:
-    """By name: a model, and plain `transformers` + `peft` training of it on such a GPU."""
+    """Cases of training with `transformers` and `peft`, by name; each with the name of its model."""
     found: dict[str, tuple[str, Case]] = {}
 
     def add(name: str, model: str, batch: int, length: int, **more: Any) -> None:
@@ -117,7 +117,7 @@ def cases(gpu: Gpu) -> dict[str, tuple[str, Case]]:
     return found
 
 
-_TOGETHER: Mapping[str, dict[str, Any]] = {
+_ADAPTERS: Mapping[str, dict[str, Any]] = {
     "LORA": {**_QV, "lora_dropout": 0.1},
     "EVERYWHERE": {**_ALL, "r": 64},
     "IA3": _IA3,
@@ -127,8 +127,8 @@ _TOGETHER: Mapping[str, dict[str, Any]] = {
 }
 
 
-def settings(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
-    """By name: a model, and tasks that our engine trains on it together, on one such GPU."""
+def run_specs(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
+    """Runs of our engine with one or more tasks on one GPU, by name; each with the name of its model."""
     found: dict[str, tuple[str, RunSpec]] = {}
 
     def add(
@@ -138,14 +138,14 @@ def settings(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
         batch: int,
         length: int,
         policy: Literal["spatial", "temporal"] = "spatial",
-        parts: int = 1,
+        micro_batches: int = 1,
         **more: Any,
     ) -> None:
-        casts = [
+        tasks = [
             TaskRecords(
                 {
                     "name": f"task-{i}",
-                    "adapter": _TOGETHER[kind],
+                    "adapter": _ADAPTERS[kind],
                     "data": {"path": "none", "max_length": length},
                     "training": {"per_device_train_batch_size": batch, "max_steps": 8},
                 },
@@ -154,14 +154,14 @@ def settings(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
             )
             for i, kind in enumerate(kinds)
         ]
-        plan = plan_for(policy, {one.task["name"]: 1 for one in casts}, 1, micro_batches=parts)
-        found[f"{model} {name}"] = model, RunSpec(MODELS[model], casts, plan, gpu=gpu, **more)
+        plan = plan_for(policy, {one.task["name"]: 1 for one in tasks}, 1, micro_batches=micro_batches)
+        found[f"{model} {name}"] = model, RunSpec(MODELS[model], tasks, plan, gpu=gpu, **more)
 
     add("together: one LoRA", "llama-1b", ["LORA"], 8, 1024)
     add("together: eight LoRA", "llama-1b", ["LORA"] * 8, 4, 512)
     add("together: eight LoRA in turn", "llama-1b", ["LORA"] * 8, 4, 512, "temporal")
-    add("together: in four parts", "llama-1b", ["LORA", "EVERYWHERE"], 8, 1024, parts=4)
-    add("together: all kinds", "llama-1b", list(_TOGETHER), 2, 1024)
+    add("together: in four parts", "llama-1b", ["LORA", "EVERYWHERE"], 8, 1024, micro_batches=4)
+    add("together: all kinds", "llama-1b", list(_ADAPTERS), 2, 1024)
     add("together: recomputed", "llama-8b", ["LORA", "EVERYWHERE", "IA3"], 4, 2048, recompute="full")
     add("together: long", "llama-8b", ["LORA", "LORA"], 1, 8192)
     add("together: biases", "qwen2-1.5b", ["LORA", "PREFIX_TUNING"], 4, 1024)
@@ -175,4 +175,4 @@ LIMITS: Mapping[int, tuple[str, ...]] = {
     40: ("llama-8b LoRA", "qwen2-1.5b full"),
     80: ("llama-8b LoRA everywhere", "llama-8b LoRA, recomputed"),
 }
-"""GiB that the process is limited to, and the cases whose largest batch is looked for there."""
+"""Limits of a process in GiB, and the cases whose largest batch is searched for within each."""

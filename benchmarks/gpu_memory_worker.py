@@ -1,9 +1,9 @@
-"""One training run in a process of its own, and what the GPU says of it.
+"""Measures the GPU memory of one training run, in a process of its own.
 
-Reads one JSON object from standard input: `case` (a `Case` as a dictionary: trained by `transformers.Trainer`, with
-nothing of megatron-mux) or `run_spec` (a `dry_run.RunSpec` as a dictionary: trained by our engine), `limit` (bytes
-of the GPU that the process may take, its context included; null: all there is), `history` (whether to record the
-allocator's, which is replayed afterwards). Prints one JSON object.
+Reads one JSON object from standard input, and prints one. The input has either `case` (a `Case` as a dictionary), which
+`transformers.Trainer` trains without any of megatron-mux, or `run_spec` (a `RunSpec` as a dictionary), which our engine
+trains. `limit` is the bytes that the process may use on the GPU, including its context (null: no limit). `history` is
+whether to record the allocator's history, which is then replayed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from torch import nn
 
 STEPS = 3
-"""From the second one on, the optimizer's states are there."""
+"""Steps of a run. The optimizer's states exist from the second step on."""
 
 
 def main() -> int:
-    """Train, measure, tell."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print
+    """Train, measure, and print the result."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to standard error
     asked = json.loads(sys.stdin.readline())
-    print(json.dumps(measured(asked)), file=answers, flush=True)
+    print(json.dumps(measure(asked)), file=output, flush=True)
     return 0
 
 
-def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What one run takes of the GPU, in bytes."""
+def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Train one case or run spec; returns its GPU memory in bytes."""
     free, total = torch.cuda.mem_get_info()
-    outside = total - free  # this process has nothing but its context yet, and nobody else is there
+    outside = total - free  # so far only this process's context; no other process uses the GPU
     if asked["limit"] is not None:
         torch.cuda.set_per_process_memory_fraction((asked["limit"] - outside) / total)
     if asked["history"]:
@@ -55,19 +55,19 @@ def measured(asked: Mapping[str, Any]) -> dict[str, Any]:
     found |= {
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
-        # Kernels are loaded as they are used: the context has grown.
+        # Larger than before training: kernels are loaded into the context when first used.
         "outside": total - free - torch.cuda.memory_reserved(),
     }
     if asked["history"]:
         try:
-            found |= replayed(torch.cuda.memory._snapshot()["device_traces"][0])
-        except Exception as error:  # what was measured stands
+            found |= replay_history(torch.cuda.memory._snapshot()["device_traces"][0])
+        except Exception as error:  # keep what was measured
             found["replay_failed"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def replayed(trace: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether the replayed allocator reserves what the device did, after every event."""
+def replay_history(trace: list[dict[str, Any]]) -> dict[str, Any]:
+    """Replay a history and compare the reserved memory after each event with the device's."""
     from benchmarks.allocator_history import from_snapshot
     from megatron_mux.memory.caching.settings import Settings
 
@@ -79,10 +79,10 @@ def replayed(trace: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(case: Mapping[str, Any], device: torch.device) -> None:
-    """Some steps of a case, as a user of `transformers` and `peft` takes them."""
+    """Train a case for `STEPS` steps, as a user of `transformers` and `peft` does."""
     from transformers import Trainer
 
-    model = filled(build(case), device)
+    model = with_random_weights(build(case), device)
     batch, length, vocabulary = case["batch"], case["length"], model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
@@ -94,7 +94,7 @@ def train(case: Mapping[str, Any], device: torch.device) -> None:
 
 
 def build(case: Mapping[str, Any]) -> nn.Module:
-    """The model: its parameters on the meta device, its buffers in host memory."""
+    """Make the model, with parameters on the meta device and buffers in host memory."""
     from accelerate import init_empty_weights
     from peft import PeftType, get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -113,27 +113,27 @@ def build(case: Mapping[str, Any]) -> nn.Module:
         return get_peft_model(model, kind(task_type="CAUSAL_LM", **fields))
 
 
-def filled(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on a device, in the order in which `Module.to` brings it there; weights are random, made in place."""
+def with_random_weights(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move the model to a device in the order of `Module.to`, with random weights made on the device."""
     made: dict[int, torch.Tensor] = {}
 
-    def bring(tensor: torch.Tensor) -> torch.Tensor:
+    def materialize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor.to(device)
         if id(tensor) not in made:
             made[id(tensor)] = torch.empty_like(tensor, device=device).normal_(0.0, 0.02)
         return made[id(tensor)]
 
-    model._apply(bring)
+    model._apply(materialize)
     model.tie_weights()  # type: ignore[operator]
     return model
 
 
 def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> Any:
-    """What `Trainer` is told."""
+    """Make the arguments of `Trainer`."""
     from transformers import TrainingArguments
 
-    # Predictions that were written down earlier have these names.
+    # Names in older files of predictions.
     older = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused"}
     return TrainingArguments(
         output_dir=directory,
@@ -156,7 +156,7 @@ def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> 
 
 
 def records(count: int, length: int, vocabulary: int, padded: bool) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, all of them labels; the last one is padding if there is some."""
+    """Make records of random tokens that are all labels; with `padded` the last token is padding."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(count):
@@ -169,7 +169,7 @@ def records(count: int, length: int, vocabulary: int, padded: bool) -> list[dict
 
 
 def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
-    """Steps of our engine on one rank, with weights that are random."""
+    """Train a run spec with our engine on one rank, with random weights."""
     from typing import cast
 
     from megatron_mux import runtime
@@ -196,7 +196,7 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
             if tensor.untyped_storage().nbytes():
                 tensor.normal_(0.0, 0.02)
         for unit in stage.residence.units.values():
-            unit.share.random_(0, 60)  # bytes: numbers below a hundredth, of any precision
+            unit.share.random_(0, 60)  # bytes that are numbers below 0.01 in any precision
     planning = Planning("auto", given.plan.stages, given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(

@@ -1,15 +1,15 @@
-"""What others notice of a task that joins with a large file, and how soon it trains (`--mux-watch`).
+"""Slow-down of running tasks while another joins with a large file, and its delay until it trains (`--mux-watch`).
 
 python benchmarks/joining.py --json                       # a file of 1,000,000 records; minutes
 python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
 
-A task trains on one core, with one thread. A task file is dropped into the watched directory whose data are a file of a
-million pairs. While they are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
-bursts of steps, so that steps with and without it meet the same machine; `slower` compares their medians. Once it is
-done, the time is taken until the new task's first step begins.
+A task trains on one core with one thread. Then a task file whose data file has a million pairs is put into the watched
+directory. While these are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
+bursts of steps, so that steps with and without it see the same machine; `slower` compares their medians. After
+tokenising, the time until the new task's first step is measured.
 
-Twice: with the tokenising process allowed on every core (`any core`), to its end; and on the
-engine's alone (`engine's core`), where idle priority leaves it little: for a while only, since the end is hours away.
+This is measured twice: with the tokenising process allowed on every core (`any core`), until it is done; and on the
+engine's core only (`engine's core`), for `--window` seconds, since idle priority there would make it take hours.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
 
 WORDS = "a the film story acting music plot is was great terrible long short moving dull funny and but with of".split()
 HELD = 4
-"""The tokenising process is held during one of so many bursts."""
+"""The tokenising process is stopped during one of every HELD bursts of steps."""
 WARM_UP_STEPS = 12
 
 
@@ -43,13 +43,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument(
-        "--backbone", type=Path, help="by default a small Llama with the quickstart's tokenizer"
+        "--backbone",
+        type=Path,
+        help="Hugging Face directory (default: a small random Llama with the quickstart's tokenizer)",
     )
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the task that trains")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step of the running task")
     parser.add_argument("--max-length", type=int, default=32)
-    parser.add_argument("--window", type=float, default=60.0, help="seconds on the engine's core alone")
-    parser.add_argument("--allowed", choices=("any", "engine", "both"), default="both", help="see above")
+    parser.add_argument("--window", type=float, default=60.0, help="seconds to measure on the engine's core")
+    parser.add_argument(
+        "--allowed", choices=("any", "engine", "both"), default="both", help="cores of the tokenising process"
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     add_output(parser)
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
@@ -57,10 +61,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, leave the JSON."""
+    """Measure and publish."""
     arguments = parse(argv)
     if arguments.engine is not None:
-        return _engine(json.loads(arguments.engine.read_text()))
+        return _run_engine(json.loads(arguments.engine.read_text()))
     from megatron_mux.fusion.device import cpu_name
 
     cores = sorted(os.sched_getaffinity(0))
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["backbone"] = arguments.backbone.name
         result["load"] = os.getloadavg()[0]
         data = Path(directory) / "million.jsonl"
-        _write(data, arguments.records)
+        _write_records(data, arguments.records)
         result["megabytes"] = round(data.stat().st_size / 1e6, 1)
         if arguments.allowed != "engine":
             result["any core"] = measure(arguments, Path(directory) / "any", data, cores[0], cores, None)
@@ -96,20 +100,20 @@ def measure(
     allowed: Sequence[int],
     window: float | None,
 ) -> dict[str, Any]:
-    """One run.
+    """Run the engine once while a task joins.
 
     Args:
         arguments: The command line.
-        directory: Made for it.
-        data: The file of the task that joins.
-        core: The engine's.
-        allowed: The tokenising process's.
-        window: Seconds after which the run ends; None: once the new task has trained.
+        directory: A new directory for the run's files.
+        data: The data file of the task that joins.
+        core: The engine's core.
+        allowed: Cores of the tokenising process.
+        window: Seconds after which the run ends; None to end it once the new task has trained.
     """
     watched = directory / "watched"
     watched.mkdir(parents=True)
     small = directory / "small.jsonl"
-    _write(small, 2000)
+    _write_records(small, 2000)
     (directory / "tasks.yaml").write_text(json.dumps({"tasks": [_task("trains", small, arguments)]}))
     request = {
         "arguments": [
@@ -145,7 +149,7 @@ def measure(
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """Render the table."""
     title = (
         f"**A file of {result['records']:,} records ({result['megabytes']} MB) joins** on {result['cpu']}, "
         f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences; load of the "
@@ -160,12 +164,15 @@ def markdown(result: Mapping[str, Any]) -> str:
             first = f"{joined:.2f} s" if joined is not None else "-"
             took = f"{one['tokenised_s']:.0f} s" if "tokenised_s" in one else "not finished"
             rows.append((name, step, one["steps"], took, first))
-    headings = "tokenising on | the others' median step, held -> at work | steps | tokenised in | first step after that"
+    headings = (
+        "tokenising on | median step of the running task, held -> at work | steps | tokenised in | "
+        "first step after that"
+    )
     return "\n".join([title, "", *table(headings, rows)])
 
 
 class _Observer:
-    """In the engine's process: notes every burst of steps, holds the tokenising process by turns, ends the run."""
+    """Observes the engine in its process: records bursts of steps, stops and resumes tokenising, ends the run."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
@@ -176,7 +183,7 @@ class _Observer:
         self._steps = 0
 
     def before(self) -> None:
-        """A burst begins."""
+        """Called before a burst of steps: add the task that joins, stop or resume the tokenising process."""
         now = time.time()
         if self.child is not None and self.child.returncode is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -193,7 +200,7 @@ class _Observer:
                 self.held = hold
 
     def after(self, began: float, tasks: Sequence[str], results: Sequence[Any]) -> None:
-        """A burst is done."""
+        """Called after a burst of steps: record it, and end the run when it is complete."""
         now = time.time()
         state = "none" if self.child is None or self.child.returncode is not None else "at work"
         state = "held" if state == "at work" and self.held else state
@@ -205,7 +212,7 @@ class _Observer:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def summary(self) -> dict[str, Any]:
-        """The figures."""
+        """Summarise the recorded bursts."""
         seconds: dict[str, list[float]] = {"none": [], "held": [], "at work": []}
         for burst in self.bursts[3:]:
             if "joins" not in burst["tasks"]:
@@ -219,7 +226,7 @@ class _Observer:
         }
         joined = [burst for burst in self.bursts if "joins" in burst["tasks"]]
         if joined:
-            # The last file of an entry to be written but for a few bytes: the process ends after that.
+            # The last large file of a cache entry; the tokenising process ends soon after.
             done = max(path.stat().st_mtime for path in Path(self.request["cache"]).glob("*/index.bin"))
             found["tokenised_s"] = done - self.dropped
             found["first_step_after_s"] = joined[0]["began"] - done
@@ -228,8 +235,8 @@ class _Observer:
         return found
 
 
-def _engine(request: Mapping[str, Any]) -> int:
-    """A run of `pretrain_mux.py` that is observed."""
+def _run_engine(request: Mapping[str, Any]) -> int:
+    """Run `pretrain_mux.py` in this process with an observer."""
     os.sched_setaffinity(0, {request["core"]})
     import pretrain_mux
     from megatron_mux.data.background import BackgroundTokenising
@@ -268,7 +275,7 @@ def _task(name: str, data: Path, arguments: argparse.Namespace) -> dict[str, Any
 
 
 def _make_backbone(directory: Path) -> None:
-    """A Llama of four layers with random weights and a real tokenizer."""
+    """Write a Llama of four layers with random weights and the quickstart's tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -285,7 +292,7 @@ def _make_backbone(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _write(path: Path, count: int) -> None:
+def _write_records(path: Path, count: int) -> None:
     chosen = random.Random(count)
     with open(path, "w") as file:
         for i in range(count):

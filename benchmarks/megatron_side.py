@@ -1,7 +1,7 @@
 """Megatron-Core's own 1F1B, one task at a time, over the same stages, adapters, optimizers and data.
 
 Only the schedule differs: its warm-up, steady state and cool-down for each task's step, then that task's norm and
-optimizer step, then the next task. What a stage computes is `TrainingCompute`'s, on both sides.
+optimizer step, then the next task. `TrainingCompute` computes the passes on both sides.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ class MegatronEngine(Engine):
 
     def __init__(self, stages: Sequence[Backbone], parallel: Parallel, planning: Planning) -> None:
         super().__init__(stages, parallel, planning, tries_plans=False)
-        self._runner = self._with_megatron = _Runner(self.stages, parallel, planning, self.communicator, None)
+        self._runner = self._switchable_runner = _Runner(
+            self.stages, parallel, planning, self.communicator, None
+        )
 
     @property
-    def megatron(self) -> bool:
-        """Whether it does: plans must be of one bucket then, its micro-batches of equal rows."""
-        return self._with_megatron.megatron
+    def uses_megatron(self) -> bool:
+        """Whether Megatron-Core's schedule runs the steps; it needs one bucket with micro-batches of equal rows."""
+        return self._switchable_runner.uses_megatron
 
-    @megatron.setter
-    def megatron(self, value: bool) -> None:
-        self._with_megatron.megatron = value
+    @uses_megatron.setter
+    def uses_megatron(self, value: bool) -> None:
+        self._switchable_runner.uses_megatron = value
 
 
 class _Runner(StepRunner):
-    megatron = False
+    """Runs a step with Megatron-Core's schedule if `uses_megatron`, else with the plan's template."""
+
+    uses_megatron = False
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
-        if not self.megatron:
+        if not self.uses_megatron:
             super()._execute(template, compute, plan, timer)
             return
         from megatron.core.pipeline_parallel import schedules
@@ -55,7 +59,7 @@ class _Runner(StepRunner):
         units = [action.unit for action in template[self.parallel.pp_rank] if action.kind == "F"]
         rows = {compute.batches[unit][0].rows for unit in units}
         if len(plan.buckets) != 1 or len(rows) != 1 or len(compute.batches[units[0]]) != 1:
-            raise ValueError("Megatron-Core's schedule takes micro-batches of one task, all of equal rows")
+            raise ValueError("Megatron-Core's schedule needs micro-batches of one task with equal rows")
         schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=_forward_step,
             data_iterator=iter(units),
@@ -69,37 +73,37 @@ class _Runner(StepRunner):
 
 
 class _TorchWithoutCuda:
-    """torch as those schedules see it: they ask for a counter on the GPU, there is none."""
+    """Stands in for `torch` within Megatron-Core's schedules, which allocate a counter on the GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def zeros(self, *sizes: Any, device: Any = None, **options: Any) -> Tensor:
-        """On the CPU."""
+        """Allocate on the CPU, whatever `device` says."""
         return torch.zeros(*sizes, **options)
 
 
 class _Stage(nn.Module):
-    """What Megatron-Core's schedules know of a stage: its configuration, and where to put what the one before sent."""
+    """A stage as Megatron-Core's schedules need it: a configuration, `set_input_tensor` and `forward`."""
 
-    def __init__(self, compute: TrainingCompute, stage: int, like: Any, micro_batches: int) -> None:
+    def __init__(self, compute: TrainingCompute, stage: int, model: Any, micro_batches: int) -> None:
         super().__init__()
         self.compute = compute
         self.stage = stage
-        self.config, self.model_type = like.config, like.model_type
+        self.config, self.model_type = model.config, model.model_type
         self.micro_batches = micro_batches
         self.hidden: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Called before each forward pass."""
+        """Receive the previous stage's output; called before each forward pass."""
         self.hidden = tensors[0]
 
     def forward(self, unit: Unit) -> Tensor:
-        """Hidden states, or the loss."""
+        """Return the hidden states, or on the last stage the loss."""
         return self.compute.forward(Action.of(self.stage, "F", unit), self.hidden)
 
 
 def _forward_step(units: Iterator[Unit], model: _Stage) -> tuple[Tensor, Any]:
-    """What a training script gives Megatron-Core's schedules."""
+    """The `forward_step_func` of Megatron-Core's schedules."""
     # The schedule divides the loss by the number of micro-batches; ours are weighted already.
     return model(next(units)), lambda loss: (loss * model.micro_batches, {"loss": loss.detach()})

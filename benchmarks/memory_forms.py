@@ -1,12 +1,12 @@
 """Closed forms of the engine's memory against dry runs: every family x adapter kind x {1x1, TP2, PP2}.
 
 python benchmarks/memory_forms.py                                       # a quarter of an hour on two cores
-python benchmarks/memory_forms.py --family gemma3_text --kind VERA      # some of it
+python benchmarks/memory_forms.py --family gemma3_text --kind VERA      # a part
 python benchmarks/memory_forms.py --output benchmarks/results/memory-forms.json
 
-Models have four layers of width 512; a dry run executes the engine's own steps on a GPU that is not there. Compared are
-bytes of tensors at the peak, on the first rank of every stage. Nothing is measured: the result is the same on every
-machine. The exit status is 1 if any is further off than `--tolerance`.
+Models have four layers of width 512; a dry run executes the engine's own steps on a fake GPU. The comparison is of the
+bytes of tensors at the peak, on the first rank of each stage. Nothing is measured: the result is the same on every
+machine. The exit status is 1 if any error exceeds `--tolerance`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--family", action="append", help="a model_type; may be given again; default: all")
-    parser.add_argument("--kind", action="append", help="an adapter kind; may be given again; default: all")
+    parser.add_argument("--family", action="append", help="a model_type; may be repeated (default: all)")
+    parser.add_argument("--kind", action="append", help="an adapter kind; may be repeated (default: all)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tolerance", type=float, default=0.04)
     add_output(parser)
@@ -37,13 +37,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run dry, compare, print."""
+    """Dry-run, compare and publish."""
     arguments = parse(argv)
     from megatron_mux.backbone.registry import FAMILIES
     from tests.end_to_end.memory_cells import KIND_NAMES, all_cells, compared
 
     found: list[Compared] = []
-    for family in arguments.family or FAMILIES:  # family by family, so that progress is seen
+    for family in arguments.family or FAMILIES:  # family by family, to show progress
         cells = all_cells([family], arguments.kind or KIND_NAMES, dtype=arguments.dtype)
         found += compared(cells)
         print(max(found[-len(cells) :], key=lambda one: abs(one.off)), file=sys.stderr)
@@ -72,7 +72,7 @@ def _result(found: Sequence[Compared], worst: Compared) -> dict[str, Any]:
 
 
 def _markdown(found: Sequence[Compared], worst: Compared) -> str:
-    """A row for each family and kind, a column for each stage of each division."""
+    """Render a row for each family and kind, with a column for each stage of each division."""
     columns = list(dict.fromkeys((one.cell.division, one.stage) for one in found))
     rows: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""megatron-mux's side of the measurement, and its ceiling: the frozen backbone alone on the same packed tokens."""
+"""megatron-mux's side of `vs_peft.py`, and the ceiling: the frozen backbone alone on the same packed tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_mux.tasks import TaskSpec
 
 
 def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> TaskSpec:
-    """The task as tasks.yaml would give it."""
+    """Make the task's spec, as an entry of tasks.yaml would define it."""
     return TaskSpec.model_validate(
         {
             "name": shape.name,
@@ -43,7 +43,7 @@ def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> Tas
 
 
 def examples(task: TaskSpec, records: TaskDataset, steps: int) -> list[list[Pair]]:
-    """What each step of the task trains on, in the engine's order: both sides are given the same records."""
+    """Return the records of each step in the order in which the engine samples them, for the other side."""
     sampler = Sampler(len(records), task.sequences_per_step, task.training.seed, task.data.shuffle)
     chosen: list[list[Pair]] = []
     for step in range(steps):
@@ -59,28 +59,28 @@ def make_engine(
     records: Sequence[TaskDataset],
     initial: Sequence[dict[str, Tensor] | None],
 ) -> Engine:
-    """An engine with these tasks, all in one hybrid task."""
+    """Make an engine with these tasks, all in one hybrid task."""
     engine = Engine(backbone, parallel)
     engine.register_tasks([Task(s, r, initial=i) for s, r, i in zip(specs, records, initial, strict=True)])
     return engine
 
 
 class Ceiling:
-    """The frozen backbone's own forward and input-gradient pass: no adapter, no optimizer.
+    """The forward pass and input gradients of the frozen backbone, without adapters or optimizer.
 
     Args:
-        backbone: One without adapters.
-        device: Where it lies.
+        backbone: A backbone without adapters.
+        device: The backbone's device.
     """
 
     def __init__(self, backbone: Backbone, device: torch.device) -> None:
         self.backbone = backbone
         self.device = device
-        # The lowest layer is back-propagated through, as if an adapter sat at the very bottom.
-        backbone.model.decoder.layers[0].register_forward_pre_hook(_ask_for_gradient, with_kwargs=True)
+        # Gradients flow through the lowest layer too, as with an adapter on it.
+        backbone.model.decoder.layers[0].register_forward_pre_hook(_require_input_gradient, with_kwargs=True)
 
     def step(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> float:
-        """One pass over the sequences of all tasks, packed as the engine packs them; returns the mean loss."""
+        """Run one pass over the sequences of all tasks, packed as the engine packs them; returns the mean loss."""
         sequences = [
             ("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
@@ -92,6 +92,8 @@ class Ceiling:
         return float(loss.item()) / batch.labels.shape[0]
 
 
-def _ask_for_gradient(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _require_input_gradient(
+    module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     hidden = kwargs["hidden_states"].detach().requires_grad_()
     return args, {**kwargs, "hidden_states": hidden}

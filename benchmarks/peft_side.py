@@ -1,7 +1,7 @@
-"""Hugging Face PEFT as a careful user would run it: one task at a time, padded to the longest of each batch.
+"""Hugging Face PEFT as a careful user would run it: one task at a time, padded to the longest sequence of a batch.
 
-Given every advantage that costs it nothing: SDPA attention, no key-value cache, the fused optimizer, gradients for
-the adapter only, `transformers`' own loss. Nothing of megatron_mux is used here.
+It uses what `transformers` and `peft` offer for speed: SDPA attention, no key-value cache, the fused optimizer,
+gradients for the adapter only, and the loss of `transformers`. This module does not import megatron_mux.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, get_scheduler
 
 Pair = tuple[Tensor, Tensor]
-"""Token ids `[L]` and which of them are labels `[L]`."""
+"""Token ids `[L]`, and a mask `[L]` of the tokens that are labels."""
 
 
 def load(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The backbone as PEFT's users load it."""
+    """Load the backbone as users of PEFT do."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
@@ -33,14 +33,14 @@ def load(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A copy of the modules over the same weight tensors, so that several tasks fit in one process to be timed."""
+    """Copy the modules but share their weight tensors, so that several tasks fit in one process."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     memo: dict[int, object] = {id(tensor): tensor for tensor in tensors}
     return copy.deepcopy(model, memo)
 
 
 def collate(pairs: Sequence[Pair], device: torch.device) -> dict[str, Tensor]:
-    """What `DataCollatorForSeq2Seq` makes of them: right-padded to the longest, labels -100 elsewhere."""
+    """Pad a batch on the right to its longest sequence, as `DataCollatorForSeq2Seq` does; other labels are -100."""
     longest = max(len(tokens) for tokens, _ in pairs)
     ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -54,15 +54,15 @@ def collate(pairs: Sequence[Pair], device: torch.device) -> dict[str, Tensor]:
 
 
 class PeftTask:
-    """One task trained by PEFT alone.
+    """A task trained by PEFT.
 
     Args:
-        model: The backbone; becomes this task's own.
-        rank: LoRA r; alpha is twice that.
-        targets: Module names.
-        learning_rate: AdamW's.
-        steps: Length of the schedule.
-        initial: Adapter tensors to start from, by saved key.
+        model: The backbone, to which the task's adapter is added in place.
+        rank: LoRA rank; alpha is twice the rank.
+        targets: Names of the modules that get an adapter.
+        learning_rate: Learning rate of AdamW.
+        steps: Length of the learning rate schedule.
+        initial: Initial adapter tensors, by their key in a checkpoint.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class PeftTask:
         self.scheduler = get_scheduler("cosine", self.optimizer, num_warmup_steps=0, num_training_steps=steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter by saved key."""
+        """Return the adapter's tensors, by their key in a checkpoint."""
         return {
             key: value.detach().cpu().clone() for key, value in get_peft_model_state_dict(self.model).items()
         }
 
     def step(self, pairs: Sequence[Pair]) -> float:
-        """One optimizer step; returns the loss."""
+        """Take one optimizer step; returns the loss."""
         labels = sum(int(labelled[1:].sum()) for _, labelled in pairs)
         output = self.model(**collate(pairs, self.device), num_items_in_batch=labels)
         output.loss.backward()

@@ -1,12 +1,12 @@
-"""A two-stage pipeline: many tasks rolling through it against Megatron-Core's own 1F1B, one task at a time.
+"""A two-stage pipeline: many tasks with rolling steps against Megatron-Core's own 1F1B, one task at a time.
 
 python benchmarks/pipeline.py                       # a random Llama, a core to a stage, six tasks: ten minutes
 python benchmarks/pipeline.py --output result.json  # the JSON, and the tables as result.md
 
-Every side computes the same tasks, adapters, optimizers and records on the same stages, in the same two processes, in
-turns; tokens a second are of real tokens. "same shapes": every record is as long as its task's `max_length`, so
-nothing is padded on either side. "padded": records are shorter, and Megatron-Core's schedule gets them padded to their
-task's `max_length`, since its micro-batches have one shape; ours are packed.
+All sides train the same tasks, adapters, optimizers and records on the same stages, in turns and in the same two
+processes; tokens per second do not count padding. In "same shapes" every record is as long as its task's `max_length`,
+so nothing is padded on any side. In "padded" records are shorter: for Megatron-Core's schedule, whose micro-batches
+have one shape, they are padded to their task's `max_length`; ours are packed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_cases import CASES
-from processes import add_worker, measured
+from processes import add_worker_flag, run_in_processes
 from script import add_output, command_line, measured_on, publish, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,22 +30,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument(
-        "--backbone-shape", default="mid", help="of the random backbone (mid; tiny to try it out)"
+        "--backbone-shape",
+        default="mid",
+        help="shape of the random backbone (mid; tiny to try the script out)",
     )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
-    parser.add_argument("--steps", type=int, help="of a turn (default: as many as each case has)")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="run only the first N cases")
+    parser.add_argument("--steps", type=int, help="steps in a turn (default: those of each case)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    add_worker(parser)
+    add_worker_flag(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the processes, print, leave the JSON."""
+    """Measure in two processes and publish."""
     arguments = parse(argv)
     flags = ("--turns", "--cases", "--steps", "--device", "--backbone-shape")
-    result = measured(arguments, 2, __file__, flags, _measure)
+    result = run_in_processes(arguments, 2, __file__, flags, _measure)
     if result is not None:
         publish(result, markdown(result), arguments.output)
     return 0
@@ -58,21 +60,21 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(case: dict[str, Any], side: str, over: str) -> float:
-    """How many times faster a side is than another: the median over turns."""
+    """Speed-up of a side over another: the median over turns."""
     return statistics.median(b / a for a, b in zip(case["seconds"][side], case["seconds"][over], strict=True))
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables."""
+    """Render the tables."""
     tasks = ", ".join(str(length) for length in result["lengths"])
     stages = "+".join(map(str, result["split"]))
-    how = (
-        f"Two stages of {stages} layers, a process and a core each; tasks of max_length {tasks}, LoRA r=8 on q and v, "
+    setup = (
+        f"Two stages of {stages} layers, one process and core each; tasks of max_length {tasks}, LoRA r=8 on q and v, "
         f"micro-batches of {result['tokens']} tokens; medians of {result['turns']} turns."
     )
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        how,
+        setup,
         "",
     ]
     rows: list[Sequence[object]] = []

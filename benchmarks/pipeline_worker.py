@@ -1,4 +1,4 @@
-"""One process of `pipeline.py`: a stage, and all sides in turns."""
+"""A process of `pipeline.py`: runs one stage for all sides, in turns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_bench import (
+    SwitchablePlanning,
+    environment,
+    load_or_measure_profile,
+    loads_of,
+    random_backbone,
+    spec_of,
+)
 from megatron_side import MegatronEngine
 from pipeline_cases import CASES, LENGTHS, SIDES, TOKENS
-from processes import one_core_each
-from stand import Follows, loads_of, profile_of, random_backbone, spec_of, surroundings
-from workload import RANK, TaskShape, made_up_records
+from processes import pin_to_core
+from workload import RANK, TaskShape, random_records
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Task
@@ -37,14 +44,14 @@ from tests.reference.records import Records
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All cases; what the first process found, nothing elsewhere."""
-    rank = one_core_each()
+    """Measure all cases; returns the result on rank 0 and {} on the other rank."""
+    rank = pin_to_core()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = random_backbone(arguments.backbone_shape, dtype, rank)
     backbone = Backbone.load(path, parallel, dtype)
-    profile = profile_of(backbone)
-    info, result = backbone.info, surroundings(backbone, 1)
+    profile = load_or_measure_profile(backbone)
+    info, result = backbone.info, environment(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
     context = PlanningContext(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
@@ -55,12 +62,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         loads = loads_of(specs, records, info)
         split = balanced_split(context.with_tasks(loads))
         stages = load_stages(path, parallel, dtype, split=split)
-        follows = Follows()
-        engine = MegatronEngine(stages, parallel, follows)
+        planning = SwitchablePlanning()
+        engine = MegatronEngine(stages, parallel, planning)
         engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
         planner = Planner(context.with_split(split))
         sides = _sides(planner, loads, padded=chosen["records"] == "padded")
-        bench = _Bench(engine, follows, parallel, sides, chosen["steps"])
+        bench = _Bench(engine, planning, parallel, sides, chosen["steps"])
         case = {**chosen, **bench.measure(arguments.turns)}
         case["tokens"] = sum(load.total for load in loads.values()) * chosen["steps"]
         cases.append(case)
@@ -72,14 +79,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Records]]:
-    """Each task has the same records in every step, and an optimizer that changes nothing: sides can be compared."""
+    """Make tasks with the same records in every step and a negligible learning rate, so that sides are comparable."""
     specs, records = [], []
     for i, length in enumerate(LENGTHS):
         batch = TOKENS // length
         adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
         specs.append(spec_of(f"task-{i}-{length}", adapter, batch, length, case["micro_batches"]))
         count = batch * case["micro_batches"]
-        pairs = made_up_records(TaskShape("", batch, length), count, vocab, seed=i)
+        pairs = random_records(TaskShape("", batch, length), count, vocab, seed=i)
         if case["records"] == "same shapes":
             generator = torch.Generator().manual_seed(i)
             tokens = [torch.randint(3, vocab, (length,), generator=generator) for _ in range(count)]
@@ -89,7 +96,7 @@ def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Recor
 
 
 def _sides(planner: Planner, loads: dict[str, TaskLoad], padded: bool) -> dict[str, list[Plan]]:
-    """Plans of each side, taken one after the other."""
+    """Make the plans of each side, which it runs one after another."""
     alone = replace(planner.context, alignment="max-length") if padded else planner.context
     accumulation = {name: load.accumulation for name, load in loads.items()}
     fixed = {
@@ -106,16 +113,16 @@ def _sides(planner: Planner, loads: dict[str, TaskLoad], padded: bool) -> dict[s
 
 @dataclass
 class _Bench:
-    """The sides on one engine."""
+    """Runs the sides on one engine."""
 
     engine: MegatronEngine
-    follows: Follows
+    planning: SwitchablePlanning
     parallel: Parallel
     sides: dict[str, list[Plan]]
     steps: int
 
     def measure(self, turns: int) -> dict[str, Any]:
-        """Seconds of every turn, bubbles, losses."""
+        """Measure seconds and bubbles of each turn, and compare losses."""
         names, losses = list(self.sides), {}
         for name in names:  # warm up
             losses[name] = self._losses(name)
@@ -147,23 +154,23 @@ class _Bench:
         }
 
     def _losses(self, side: str) -> dict[str, float]:
-        self.engine.megatron = side == "megatron"
+        self.engine.uses_megatron = side == "megatron"
         found: dict[str, float] = {}
         for plan in self.sides[side]:
-            self.follows.plan = plan
+            self.planning.plan = plan
             found |= {name: result.loss for name, result in self.engine.step().items()}
         return found
 
     def _seconds(self, side: str, timed: list[TimedAction]) -> float:
-        """Of all steps of all tasks, from a common start to the last process's end."""
-        self.engine.megatron = side == "megatron"
+        """Run a turn; returns its seconds, from the common start to the end of the slowest process."""
+        self.engine.uses_megatron = side == "megatron"
         dist.barrier()
         start = time.perf_counter()
-        if self.engine.megatron:
+        if self.engine.uses_megatron:
             for _ in range(self.steps):
                 self._losses(side)
         else:
-            self.follows.plan = self.sides[side][0]
+            self.planning.plan = self.sides[side][0]
             taken = 0
             while taken < self.steps:
                 taken += len(self.engine.steps(self.steps - taken, timed.append))
@@ -175,7 +182,7 @@ class _Bench:
         return everyone
 
     def _simulated(self, side: str, everyone: Sequence[Sequence[TimedAction]]) -> float:
-        """The simulator's seconds, from what each bucket's passes took in this turn, over the measured ones."""
+        """Simulate a turn with the measured mean times of a bucket's passes; returns simulated over measured time."""
         plan = self.sides[side][0]
         sizes = _sizes(everyone[0])
         costs = []
@@ -189,7 +196,7 @@ class _Bench:
 
 
 def _sizes(timed: Sequence[TimedAction]) -> list[list[int]]:
-    """Chunks of every micro-batch of every bucket, from what was run."""
+    """Return the number of chunks of each micro-batch of each bucket, from the actions that ran."""
     found: dict[int, dict[int, int]] = {}
     for one in timed:
         action = one.action
@@ -205,5 +212,5 @@ def _mean(timed: Sequence[TimedAction], kinds: str) -> float:
 
 
 def _span(everyone: Sequence[Sequence[TimedAction]]) -> float:
-    """Seconds from the first process's first action to the last one's last; one machine's clock is every process's."""
+    """Seconds from the first action to the end of the last, on any rank; processes of one machine share a clock."""
     return max(t.stop for own in everyone for t in own) - min(t.start for own in everyone for t in own)

@@ -1,10 +1,10 @@
-"""The planner's search against every arrangement there is, by the latency that plans are published with.
+"""The planner's search against an exhaustive search, by the latency that a plan publishes.
 
 python benchmarks/planner.py --output benchmarks/results/planner.json      # two minutes on a core
 
-Costs are made up; a step is one of eight between two flushes. The exhaustive search takes all partitions into hybrid
-tasks, all groupings into buckets, all entry orders and all numbers of micro-batches, and stops where nothing can be
-more than 0.1% faster.
+Costs are random; latency is that of one of eight steps between two flushes. The exhaustive search tries all partitions
+into hybrid tasks, groupings into buckets, entry orders and numbers of micro-batches, and prunes what cannot be more
+than 0.1% faster.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ MEDIAN_TARGET, WORST_TARGET, SECONDS_TARGET = 0.01, 0.05, 1.0
 
 
 def main() -> int:
-    """Measure and publish; 1 if a target is missed."""
+    """Measure and publish; returns 1 if a target is missed."""
     parser = command_line(__doc__)
-    parser.add_argument("--instances", type=int, default=200, help="small task sets (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first instance; the others count on (0)")
+    parser.add_argument("--instances", type=int, default=200, help="number of small task sets (200)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first instance; each further one adds 1 (0)"
+    )
     add_output(parser)
     arguments = parser.parse_args()
     result: dict[str, Any] = {
@@ -64,7 +66,10 @@ def main() -> int:
 
 
 def _instance(seed: int) -> dict[str, Any] | None:
-    """Four to six tasks on two to four stages, every third with a memory limit; None: they do not fit."""
+    """Compare the searches on four to six tasks and two to four stages; None if the tasks do not fit.
+
+    Every third instance has a memory limit.
+    """
     r = random.Random(seed)
     model = synthetic(seed, tasks=r.choice([4, 5, 6]), stages=r.choice([2, 3, 4]))
     limit = [r.uniform(1.5, 6.0) * max(model.tokens)] * len(model.weights) if seed % 3 == 0 else None
@@ -92,14 +97,14 @@ def _instance(seed: int) -> dict[str, Any] | None:
 
 
 def _simulated(model: Synthetic, found: Any) -> float:
-    """Seconds of a step where all steps between two flushes are simulated."""
+    """Simulate all steps between two flushes; returns the seconds of one step."""
     count = found.micro_batches
     buckets = [bucket_cost([model.hybrid(h, count) for h in hybrids], count) for hybrids in found.buckets]
     return run_structured(buckets, None, sizes_of(buckets) * ROLLING_STEPS).latency / ROLLING_STEPS
 
 
 def _grouping() -> dict[str, Any]:
-    """Equation 7's answer against every grouping of eight to ten hybrid tasks, for each number of buckets."""
+    """Compare equation 7's grouping of eight to ten hybrid tasks with the best one, for each number of buckets."""
     gaps = []
     for seed in range(12):
         r = random.Random(seed)
@@ -115,7 +120,7 @@ def _grouping() -> dict[str, Any]:
 
 
 def _large(seed: int) -> dict[str, float]:
-    """Seconds of what `tools/plan.py` times on 64 tasks and 8 stages: layers, plan and comparison."""
+    """Time what `tools/plan.py` does for 64 tasks and 8 stages: divide layers, plan, and compare."""
     tasks = backbone.random_loads(seed, 64)
     context = PlanningContext(
         backbone.profile(), backbone.info(), Mesh(pipeline=8), rolling=ROLLING_STEPS, tasks=tasks
@@ -152,15 +157,15 @@ def _markdown(result: dict[str, Any]) -> str:
     seconds = [i["search_cpu_s"] for i in instances]
     grouping, large = result["grouping"], result["large"]
     headings = "instances | number | search: median gap | worst | equation 6 alone: median gap | worst"
-    left_out = f"{result['do_not_fit']} more do not fit their memory limit"
+    left_out = f"{result['do_not_fit']} more exceed their memory limit"
     sentences = [
-        f"Targets: median at most {MEDIAN_TARGET:.0%}, worst at most {WORST_TARGET:.0%}.",
-        f"The search took {statistics.median(seconds):.3f} s in the median, {max(seconds):.3f} s at most (CPU time).",
-        f"The published latency is {statistics.mean(errors):.2%} off in the mean, {max(errors):.1%} at most, from a",
-        f"simulation of all {ROLLING_STEPS} steps.",
-        f"Equation 7's grouping of 8 to 10 hybrid tasks, {grouping['cases']} cases: the spread of buckets above the",
-        f"least possible, as a share of their mean, is {grouping['median']:.2%} in the median, {grouping['worst']:.2%}",
-        "at most. 64 tasks on 8 stages, planned as `tools/plan.py` does, take",
+        f"Targets: median gap at most {MEDIAN_TARGET:.0%}, worst at most {WORST_TARGET:.0%}.",
+        f"The search took {statistics.median(seconds):.3f} s of CPU time in the median, {max(seconds):.3f} s at most.",
+        f"The published latency differs by {statistics.mean(errors):.2%} in the mean, {max(errors):.1%} at most, from",
+        f"a simulation of all {ROLLING_STEPS} steps.",
+        f"Equation 7's grouping of 8 to 10 hybrid tasks, {grouping['cases']} cases: the standard deviation of buckets",
+        f"exceeds the least possible by {grouping['median']:.2%} of their mean in the median,",
+        f"{grouping['worst']:.2%} at most. 64 tasks on 8 stages, planned as `tools/plan.py` does, take",
         f"{', '.join(format(one['cpu_s'], '.2f') for one in large)} s of CPU time (target {SECONDS_TARGET:.0f} s).",
     ]
     return "\n".join(

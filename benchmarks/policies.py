@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import add_worker, measured, one_core_each
+from processes import add_worker_flag, pin_to_core, run_in_processes
 from script import add_machine, add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     parser.add_argument("--measure", action="store_true", help="measure the profile anew")
-    add_worker(parser)
+    add_worker_flag(parser)
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     flags = ("--stages", "--rounds", "--sets", "--device", "--backbone", "--measure")
     alone = arguments.stages == 1
-    result = measure(arguments) if alone else measured(arguments, 2, __file__, flags, measure)
+    result = measure(arguments) if alone else run_in_processes(arguments, 2, __file__, flags, measure)
     if result is not None:
         publish(result, markdown(result), arguments.output)
     return 0
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from stand import QUICKSTART, profile_of, random_backbone, surroundings
+    from engine_bench import QUICKSTART, environment, load_or_measure_profile, random_backbone
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     pipeline = arguments.stages > 1
     if pipeline:
-        one_core_each()
+        pin_to_core()
     else:
         torch.set_num_threads(arguments.threads)
     threads = torch.get_num_threads()
@@ -92,8 +92,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if path is None:
         path = random_backbone("mid", dtype, parallel.rank) if pipeline else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
-    profile = profile_of(backbone, arguments.measure)
-    result: dict[str, Any] = {**surroundings(backbone, threads), "rounds": arguments.rounds}
+    profile = load_or_measure_profile(backbone, arguments.measure)
+    result: dict[str, Any] = {**environment(backbone, threads), "rounds": arguments.rounds}
     result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
@@ -111,10 +111,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def _one_set(
     path: Path, parallel: Any, context: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
 ) -> dict[str, Any]:
-    from stand import random_tasks, stand_on_stages
+    from engine_bench import make_bench_on_stages, random_tasks
 
     specs, records = random_tasks(*chosen, vocab=context.info.shape.vocab, seed=seed + 1)
-    bench = stand_on_stages(path, parallel, context, specs, records)
+    bench = make_bench_on_stages(path, parallel, context, specs, records)
     steps = context.rolling
     try:
         planner, loads = bench.planner, bench.loads

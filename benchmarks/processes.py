@@ -1,4 +1,4 @@
-"""A script on several processes, a pipeline stage or a tensor rank each, one core to a process."""
+"""Runs a benchmark script in several processes, one rank and one core each."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any
 
 
-def add_worker(parser: argparse.ArgumentParser) -> None:
-    """`--worker FILE`, which `measured` starts its processes with."""
+def add_worker_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the hidden flag `--worker FILE`, which `run_in_processes` passes to its processes."""
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
 
 
-def measured(
+def run_in_processes(
     arguments: argparse.Namespace,
     processes: int,
     script: str,
     flags: Sequence[str],
     measure: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """What `measure` finds, called in each of several processes that run the script once more under torchrun.
+    """Run a script again under torchrun, in several processes that each call `measure`.
 
     Args:
-        arguments: The script's command line, `--worker` among it.
-        processes: How many.
-        script: Its `__file__`.
-        flags: What the processes are to be told of the command line.
-        measure: Gives the result in the first process, nothing in the others.
+        arguments: The script's command line, including `--worker`.
+        processes: Number of processes.
+        script: The script's `__file__`.
+        flags: Flags of the command line to pass on to the processes.
+        measure: Returns the result on rank 0 and an empty result on the others.
 
     Returns:
-        The result; None in one of those processes.
+        The result of rank 0; None in the processes themselves.
     """
     if arguments.worker is not None:
         result = measure(arguments)
@@ -45,13 +45,13 @@ def measured(
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "result.json"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *launch, script, *_words(arguments, flags), "--worker", str(file)]
+        command = [sys.executable, *launch, script, *_flag_words(arguments, flags), "--worker", str(file)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=scratch)
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
 
-def _words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def _flag_words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     words: list[str] = []
     for flag in flags:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
@@ -64,8 +64,8 @@ def _words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return words
 
 
-def one_core_each() -> int:
-    """Keep this process to a core and a thread of its own; returns its rank."""
+def pin_to_core() -> int:
+    """Pin this process to a core of its own, with one thread; returns its rank."""
     import torch
 
     torch.set_num_threads(1)

@@ -2,10 +2,10 @@
 
     python benchmarks/same_adapters.py OLD_COMMIT [NEW_COMMIT]
 
-Each commit is checked out into a temporary directory and trains the same tasks there: every adapter kind, every
-optimizer and padding, on tiny random Llama and GPT-2 backbones, with plans that the flags fix (spatial, temporal,
-serial; micro-batches and chunks of a given size), in one CPU process with one thread. Every tensor of every checkpoint
-is then compared. Without NEW_COMMIT the working tree is compared, uncommitted changes included.
+Each commit is checked out into a temporary directory and trains the same tasks there: every adapter kind, optimizer and
+padding, on tiny random Llama and GPT-2 backbones, with plans that flags fix (spatial, temporal, serial; micro-batches
+and chunks of a given size), in one CPU process with one thread. Then all tensors of all checkpoints are compared.
+Without NEW_COMMIT the working tree is compared, including uncommitted changes.
 
 Exit status: 0 if all tensors are equal, 1 if one differs or a run fails.
 """
@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
 
 
 def tasks_for(family: str) -> list[dict[str, Any]]:
-    """Tasks of every adapter kind that both commits are expected to know."""
+    """Make tasks of each adapter kind that both commits are expected to support."""
     query, inputs, outputs = {
         "llama": (["q_proj", "v_proj"], "down_proj", "o_proj"),
         "gpt2": (["c_attn"], "mlp.c_proj", "attn.c_proj"),
@@ -68,7 +68,7 @@ def tasks_for(family: str) -> list[dict[str, Any]]:
 
 
 def write_inputs(directory: Path) -> None:
-    """Backbones with a tokenizer, records and task files; the same on every call."""
+    """Write backbones with a tokenizer, records and task files; they are the same on every call."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
@@ -117,7 +117,7 @@ def write_inputs(directory: Path) -> None:
 
 
 def check_out(commit: str | None, directory: Path) -> None:
-    """The files of a commit, or of the working tree, in `directory`."""
+    """Put the files of a commit, or of the working tree if None, into `directory`."""
     if commit is None:
         names = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z", "megatron_mux", "pretrain_mux.py"],
@@ -138,7 +138,7 @@ def check_out(commit: str | None, directory: Path) -> None:
 
 
 def train(code: Path, inputs: Path, results: Path) -> str:
-    """Train all runs with the code in `code`; returns what went wrong, if anything."""
+    """Train all runs with the code in `code`; returns the end of the output if training fails, else an empty string."""
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_MUX_CACHE": str(results / "cache")}
     script = (
@@ -164,18 +164,18 @@ def train(code: Path, inputs: Path, results: Path) -> str:
 
 
 def differences(old: Path, new: Path) -> tuple[int, list[str]]:
-    """How many tensors were compared, and what differs between the checkpoints of two trees of runs."""
+    """Compare the checkpoints of two directories of runs; returns the number of tensors and a line per difference."""
     import torch
     from safetensors.torch import load_file
 
     pattern = "*/*/checkpoint-*/adapter_model.safetensors"
     files = {root: sorted(str(p.relative_to(root)) for p in root.glob(pattern)) for root in (old, new)}
-    found = [f"{name}: only one commit has it" for name in sorted(set(files[old]) ^ set(files[new]))]
+    found = [f"{name}: written by one commit only" for name in sorted(set(files[old]) ^ set(files[new]))]
     compared = 0
     for name in sorted(set(files[old]) & set(files[new])):
         before, after = load_file(old / name), load_file(new / name)
         if before.keys() != after.keys():
-            found.append(f"{name}: other tensors: {sorted(before.keys() ^ after.keys())[:3]}")
+            found.append(f"{name}: different tensors: {sorted(before.keys() ^ after.keys())[:3]}")
         for key in before.keys() & after.keys():
             compared += 1
             if before[key].dtype != after[key].dtype or not torch.equal(before[key], after[key]):

@@ -1,10 +1,11 @@
-"""The structured template on the simulator: bubbles with and without the paper's context, and other orders.
+"""The structured template on the simulator: bubbles with and without the paper's assumptions, and other orders.
 
 python benchmarks/schedules.py                                           # 500 random bucket sets: half a minute
 python benchmarks/schedules.py --output benchmarks/results/schedules.json  # the JSON, and the tables as schedules.md
 
-Seconds are made up and nothing is measured: what comes out is the same on every machine. MuxTune's context (section
-3.4.1, appendix A): F = B, equal stages, no transfer time, memory to spare. Each line after the first gives up one.
+Costs are random and nothing is measured: the result is the same on every machine. MuxTune assumes (section 3.4.1,
+appendix A) that F = B, that stages are equal, that transfers take no time and that memory is unlimited. Each row after
+the first drops one of these assumptions.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from bucket_sets import (
-    PREMISES,
+    ASSUMPTIONS,
     BucketSet,
-    halved_stages,
-    least_latency,
+    descending_order,
+    latency_bound,
     longest_in_the_middle,
     random_set,
-    sorted_down,
-    varying,
+    random_variation,
+    split_stages,
 )
 
 from megatron_mux.pipeline.bucket import sizes_of
@@ -38,11 +39,11 @@ from megatron_mux.pipeline.structured import schedule, structured
 from megatron_mux.pipeline.template import interleaved, one_f_one_b
 
 ROUNDING = 1e-9
-"""What two sums of the same seconds may differ by."""
+"""Largest difference that rounding makes between two sums of the same seconds."""
 SPREADS = (0.1, 0.2)
-"""Deviations of what passes really take from what they are predicted to take."""
+"""Standard deviations of the time of a pass, relative to the predicted time."""
 COMPARED = ("the paper's", "memory limited")
-"""PlanningContext under which orders are compared."""
+"""Assumptions under which orders are compared."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,11 +55,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, print, leave the JSON."""
+    """Simulate and publish."""
     arguments = parse(argv)
     result = {
         "sets": arguments.sets,
-        "context": {name: bubbles(name, arguments.sets) for name in PREMISES},
+        "assumptions": {name: bubbles(name, arguments.sets) for name in ASSUMPTIONS},
         "varied": {str(deviation): varied(deviation, arguments.sets) for deviation in SPREADS},
         "orders": {name: slowdowns(name, arguments.sets) for name in COMPARED},
     }
@@ -66,15 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# -- with and without the context
+# -- with and without the assumptions
 
 
-def bubbles(premise: str, count: int) -> dict[str, Any]:
-    """What the structured template leaves idle, and what no order could have kept busy."""
+def bubbles(assumptions: str, count: int) -> dict[str, Any]:
+    """Measure the bubbles of the structured template, and the bubbles that no order can avoid."""
     inside, idle, least, over = [], [], [], []
     for seed in range(count):
-        case = random_set(seed, PREMISES[premise])
-        found, bound = run(case), least_latency(case)
+        case = random_set(seed, ASSUMPTIONS[assumptions])
+        found, bound = simulate_structured(case), latency_bound(case)
         inside.append(found.internal_bubble(case.stages - 1) / found.latency)
         idle += [found.bubble(stage) for stage in range(case.stages)]
         least += [1 - found.busy(stage) / bound for stage in range(case.stages)]
@@ -88,30 +89,30 @@ def bubbles(premise: str, count: int) -> dict[str, Any]:
     }
 
 
-def run(case: BucketSet) -> Simulation:
-    """The structured template of a set, all its steps."""
-    buckets = sorted_down(case.buckets)
+def simulate_structured(case: BucketSet) -> Simulation:
+    """Simulate the structured template of a bucket set, all steps."""
+    buckets = descending_order(case.buckets)
     sizes = sizes_of(buckets) * case.steps
     passes = structured(buckets, case.memory_limit, sizes)
     return simulate(with_updates(passes, sizes, len(buckets)), buckets, sizes=sizes)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile and largest."""
+    """Return the median, the 95th percentile and the maximum."""
     ordered = sorted(values)
     most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": statistics.median(ordered), "95%": most, "max": ordered[-1]}
 
 
-# -- passes that do not take what they should
+# -- passes that take longer or shorter than predicted
 
 
 def varied(deviation: float, count: int) -> dict[str, Any]:
-    """What passes that vary cost three rolling steps: latency over that of the same template without variation."""
+    """Latency of three rolling steps when pass times vary, over that of the same template without variation."""
     found: dict[str, list[float]] = {"structured": [], "1F1B": []}
     for seed in range(count):
-        case = random_set(seed, PREMISES["three steps rolled"])
-        buckets = sorted_down(case.buckets)
+        case = random_set(seed, ASSUMPTIONS["three steps rolled"])
+        buckets = descending_order(case.buckets)
         sizes = sizes_of(buckets) * case.steps
         for name, passes in (
             ("structured", structured(buckets, None, sizes)),
@@ -119,7 +120,7 @@ def varied(deviation: float, count: int) -> dict[str, Any]:
         ):
             template = with_updates(passes, sizes, len(buckets))
             usual = simulate(template, buckets, sizes=sizes)
-            really = simulate(template, buckets, sizes=sizes, vary=varying(deviation, seed))
+            really = simulate(template, buckets, sizes=sizes, vary=random_variation(deviation, seed))
             found[name].append(really.latency / usual.latency)
     return {name: spread(ratios) for name, ratios in found.items()}
 
@@ -128,12 +129,12 @@ def varied(deviation: float, count: int) -> dict[str, Any]:
 
 
 def eager(order: Callable[[list[Any]], list[Any]]) -> Callable[[BucketSet], float | None]:
-    """Buckets enter in another order; all else is as in the structured template."""
+    """The structured template with buckets in another order."""
     return lambda case: schedule(order(case.buckets), case.memory_limit)[1]
 
 
 def not_eager(order: Callable[[list[Any]], list[Any]]) -> Callable[[BucketSet], float | None]:
-    """1F1B: a stage launches no more forward passes ahead than there are stages behind it."""
+    """1F1B: a stage runs at most one forward pass ahead for each later stage."""
 
     def latency(case: BucketSet) -> float:
         buckets = order(case.buckets)
@@ -143,8 +144,8 @@ def not_eager(order: Callable[[list[Any]], list[Any]]) -> Callable[[BucketSet], 
 
 
 def two_virtual_stages(case: BucketSet) -> float | None:
-    """Interleaved 1F1B, two virtual stages to a rank; None: the ranks do not divide the micro-batches."""
-    buckets = halved_stages(sorted_down(case.buckets))
+    """Interleaved 1F1B, two virtual stages per rank; None where micro-batches are not a multiple of the ranks."""
+    buckets = split_stages(descending_order(case.buckets))
     sizes = sizes_of(buckets)
     if case.memory_limit is not None or sum(map(len, sizes)) % case.stages:
         return None
@@ -152,22 +153,22 @@ def two_virtual_stages(case: BucketSet) -> float | None:
 
 
 def eager_virtual_stages(case: BucketSet) -> float | None:
-    """The structured template with two virtual stages to a rank, on the sets that interleaved 1F1B has an order for."""
+    """The structured template, two virtual stages per rank; None where interleaved 1F1B does not apply."""
     if two_virtual_stages(case) is None:
         return None
-    return schedule(halved_stages(sorted_down(case.buckets)), virtual=2)[1]
+    return schedule(split_stages(descending_order(case.buckets)), virtual=2)[1]
 
 
 def each_alone(case: BucketSet) -> float:
-    """Each bucket's step by itself, with a flush after it."""
+    """Each bucket's step alone, with a flush after it."""
     return sum(schedule([bucket], case.memory_limit)[1] for bucket in case.buckets)
 
 
 ORDERS: dict[str, Callable[[BucketSet], float | None]] = {
-    "ascending, eager": eager(lambda buckets: sorted_down(buckets)[::-1]),
+    "ascending, eager": eager(lambda buckets: descending_order(buckets)[::-1]),
     "unsorted, eager": eager(list),
     "longest in the middle, eager": eager(longest_in_the_middle),
-    "descending, not eager (1F1B)": not_eager(sorted_down),
+    "descending, not eager (1F1B)": not_eager(descending_order),
     "unsorted, not eager": not_eager(list),
     "longest in the middle, not eager": not_eager(longest_in_the_middle),
     "descending, eager, two virtual stages": eager_virtual_stages,
@@ -176,12 +177,12 @@ ORDERS: dict[str, Callable[[BucketSet], float | None]] = {
 }
 
 
-def slowdowns(premise: str, count: int) -> dict[str, Any]:
-    """Latency of each order over that of the structured template."""
+def slowdowns(assumptions: str, count: int) -> dict[str, Any]:
+    """Compare each order's latency with that of the structured template."""
     ratios: dict[str, list[float]] = {name: [] for name in ORDERS}
     for seed in range(count):
-        case = random_set(seed, PREMISES[premise])
-        best = schedule(sorted_down(case.buckets), case.memory_limit)[1]
+        case = random_set(seed, ASSUMPTIONS[assumptions])
+        best = schedule(descending_order(case.buckets), case.memory_limit)[1]
         for name, order in ORDERS.items():
             latency = order(case)
             if latency is not None:
@@ -199,13 +200,13 @@ def slowdowns(premise: str, count: int) -> dict[str, Any]:
     }
 
 
-# -- for people
+# -- tables
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The tables."""
+    """Render the tables."""
     rows: list[Sequence[object]] = []
-    for name, found in result["context"].items():
+    for name, found in result["assumptions"].items():
         rows.append(
             (
                 name,
@@ -216,16 +217,16 @@ def markdown(result: Mapping[str, Any]) -> str:
                 _three(found["latency_over_bound"], ".3f"),
             )
         )
-    said = (
-        f"{result['sets']} random bucket sets, simulated; nothing is measured. Triples are median / 95% / largest; "
-        "bubbles are shares of the latency. The bound is what no order of the passes can beat."
+    summary = (
+        f"{result['sets']} random bucket sets, simulated; nothing is measured. Triples are median / 95th percentile / "
+        "maximum; bubbles are shares of the latency. The bound is a lower bound on the latency of any order."
     )
     lines = [
-        said,
+        summary,
         "",
         *table(
-            "context | sets with an internal bubble on the last stage | that bubble | bubble of a stage | "
-            "the least by the bound | latency / bound",
+            "assumptions | sets with an internal bubble on the last stage | that bubble | bubble of a stage | "
+            "lower bound on the bubble | latency / bound",
             rows,
         ),
     ]
@@ -234,14 +235,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         "Three steps rolled, passes that take longer or shorter than predicted: latency over that without variation.",
         "",
         *table(
-            "deviation | structured | 1F1B",
+            "standard deviation | structured | 1F1B",
             [
                 (deviation, *(_three(own, ".3f") for own in found.values()))
                 for deviation, found in result["varied"].items()
             ],
         ),
     ]
-    for premise, found in result["orders"].items():
+    for assumptions, found in result["orders"].items():
         compared = [
             (name, *(f"{own[key]:.3f}" for key in ("mean", "median")), f"{own['slower']:.0%}")
             + (f"{own['faster']:.0%}", own["sets"])
@@ -249,7 +250,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         ]
         lines += [
             "",
-            f"Latency over that of the structured template (descending, eager), context: {premise}.",
+            f"Latency over that of the structured template (descending, eager), assumptions: {assumptions}.",
             "",
         ]
         lines += table("order | mean | median | slower in | faster in | sets", compared)

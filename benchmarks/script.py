@@ -1,6 +1,6 @@
-"""What every script here has: its flags, its tables, and the files it leaves.
+"""What all benchmark scripts share: common flags, Markdown tables and result files.
 
-Nothing heavy is imported: flags are read, and what is wrong with them said, before torch is loaded.
+It imports nothing heavy, so that a wrong flag is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
-    """A parser that describes the script by the first line of its docstring."""
+    """Make a parser whose description is the first line of the script's docstring."""
     return argparse.ArgumentParser(description=(doc or "").partition("\n")[0], allow_abbrev=False)
 
 
 def add_machine(parser: argparse.ArgumentParser, device: bool = True) -> None:
-    """What is measured on: `--device`, unless the script is for CPUs only, and `--threads`."""
+    """Add `--threads` and, unless the script runs on CPUs only, `--device`."""
     if device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """`--output`, for `publish`."""
+    """Add `--output`, which `publish` takes."""
     parser.add_argument("--output", type=Path, help="write the JSON here, and the table beside it as .md")
 
 
 def publish(result: Mapping[str, Any], markdown: str, output: Path | None) -> None:
-    """Print the tables; leave the result as JSON and the tables as .md beside it, if a place is given."""
+    """Print the tables; with `output`, also write the result there as JSON, and the tables as .md beside it."""
     print(markdown)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
@@ -38,13 +38,13 @@ def publish(result: Mapping[str, Any], markdown: str, output: Path | None) -> No
 
 
 def measured_on(backbone: str, dtype: str, hardware: str, versions: Mapping[str, str]) -> str:
-    """The line above all tables."""
+    """Return the line above all tables: backbone, data type, hardware and versions."""
     numbers = ", ".join(f"{name} {number}" for name, number in versions.items())
     return f"**{backbone}** ({dtype}) on {hardware}. {numbers}."
 
 
 def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table in Markdown; headings are given as they will stand there, `a | b`."""
+    """Return the lines of a Markdown table; `headings` are joined by ` | `."""
     columns = headings.count(" | ") + 1
     below = [" | ".join(map(str, row)) for row in rows]
     return [f"| {headings} |", "|" + "---|" * columns, *(f"| {row} |" for row in below)]

@@ -1,11 +1,12 @@
-"""Simulated against measured latency of templates on processes that sleep as long as a pass would take.
+"""Simulated against measured latency of templates, in processes that sleep for the duration of each pass.
 
 torchrun --nproc-per-node 4 benchmarks/simulated.py                       # 20 random bucket sets: two minutes
 torchrun --nproc-per-node 4 benchmarks/simulated.py --output result.json  # the JSON, and the table as result.md
 
-A stage on each process, small tensors over gloo: what differs from the simulation is what execution itself costs, and
-what else the machine does. Sleeping takes a little longer than asked, much longer on a busy machine: the simulation is
-made of both. All turns of a set are shown; its error is the least of them.
+Each process runs a stage and sends small tensors over gloo, so that the difference from the simulation is the overhead
+of execution and other load of the machine. A sleep takes a little longer than requested, much longer on a busy machine:
+the latency is simulated both with the requested and with the actual seconds. The error of a set is that of its median
+turn.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--sets", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=2.0, help="that each set should take")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds that each set should take")
     parser.add_argument("--turns", type=int, default=3)
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on every rank; the first one prints."""
+    """Measure on all ranks, and publish on rank 0."""
     arguments = parse(argv)
     import torch
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     stages = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = runtime.initialize(1, stages, device="cpu")
-    turn(random_pipeline(0, stages, 0.1), parallel)  # neighbours meet
+    turn(random_pipeline(0, stages, 0.1), parallel)  # warm up: connect neighbours
     sets = []
     for seed in range(arguments.sets):
         pipeline = random_pipeline(seed, stages, arguments.seconds)
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """Render the table."""
     rows = []
     middle: dict[str, list[float]] = {"asked": [], "slept": []}
     for one in result["sets"]:
@@ -81,22 +82,24 @@ def markdown(result: Mapping[str, Any]) -> str:
         for key, own in errors.items():
             middle[key].append(statistics.median(own))
         span = f"{1e3 * one['shortest_pass_s']:.0f}-{1e3 * one['longest_pass_s']:.0f}"
-        said = [", ".join(f"{error:+.1%}" for error in own) for own in errors.values()]
-        rows.append((one["template"], one["buckets"], one["steps"], one["passes_of_a_stage"], span, *said))
-    heading = "template | buckets | steps | passes of a stage | ms of a pass | against asked | against slept"
-    asked, slept = (
+        cells = [", ".join(f"{error:+.1%}" for error in own) for own in errors.values()]
+        rows.append((one["template"], one["buckets"], one["steps"], one["passes_of_a_stage"], span, *cells))
+    heading = (
+        "template | buckets | steps | passes of a stage | ms of a pass | against requested | against actual"
+    )
+    requested, actual = (
         f"median **{statistics.median(own):+.1%}**, worst {max(own, key=abs):+.1%}" for own in middle.values()
     )
-    what = (
-        f"{result['stages']} processes that sleep, on {result['cores']} cores: how much longer than simulated each "
-        "turn takes, simulated on the seconds that passes are asked to sleep, and on those that they did sleep."
+    summary = (
+        f"{result['stages']} processes that sleep, on {result['cores']} cores: excess of the measured latency "
+        "of each turn over the simulated one, with the requested and with the actual seconds of sleep."
     )
     lines = [
-        what,
+        summary,
         "",
         *table(heading, rows),
         "",
-        f"Median turn of each set: against asked {asked}; against slept {slept}.",
+        f"Median turn of each set: against requested {requested}; against actual {actual}.",
     ]
     return "\n".join(lines)
 

@@ -1,11 +1,11 @@
-"""megatron-mux against Hugging Face PEFT: the same LoRA tasks together, and one at a time.
+"""megatron-mux against Hugging Face PEFT: the same LoRA tasks trained together, and one at a time.
 
-    python benchmarks/vs_peft.py                    # what `make prepare` left in .quickstart/, two threads
+    python benchmarks/vs_peft.py                    # backbone and data of `make prepare`, two threads
     python benchmarks/vs_peft.py --device cuda      # bf16, a random backbone of Llama-3-8B's shape, eight tasks
 
-Both sides start from the same adapters and train on the same records in the same order, on the same threads, taking
-turns, each side in a process of its own: what disturbs the machine disturbs both, and neither finds the other's memory
-mapped for it. So is memory measured, a process per case.
+Both sides start from the same adapters and train on the same records in the same order with the same number of threads.
+They take turns, so that other load of the machine affects both, and run in separate processes, so that they do not
+share an allocator. Memory is measured in a new process for each case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkou
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags."""
+    """Parse and check the command line."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--backbone", type=Path, help="Hugging Face directory (default on CPU: .quickstart/backbone)"
@@ -39,15 +39,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--backbone-shape",
         choices=("tiny", "llama3-8b"),
-        help="a random backbone and made-up records instead (default on a GPU: llama3-8b)",
+        help="use a random backbone of this shape and random records (default on a GPU: llama3-8b)",
     )
     parser.add_argument(
-        "--scratch", type=Path, help="where a random backbone is written (default: a temporary place)"
+        "--scratch", type=Path, help="directory for the random backbone (default: a temporary directory)"
     )
     add_machine(parser)
-    parser.add_argument("--repeats", type=int, default=7, help="turns of every side")
+    parser.add_argument("--repeats", type=int, default=7, help="turns of each side")
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before the first turn, not counted")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps before the first turn, which are not timed"
+    )
     parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"])
     parser.add_argument("--skip-memory", action="store_true")
     add_output(parser)
@@ -64,14 +66,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 arguments.data or QUICKSTART / "data",
             )
             if not (arguments.backbone / "config.json").exists():
-                parser.error(f"{arguments.backbone} is not there: run `make prepare`, or give --backbone DIR")
+                parser.error(
+                    f"{arguments.backbone} does not exist: run `make prepare`, or give --backbone DIR"
+                )
     if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
         parser.error("--warm-up, --repeats and --steps must be at least 1")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a table, leave the JSON."""
+    """Measure, print the tables, and write the result if --output is given."""
     arguments = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -82,17 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.backbone = scratch / arguments.backbone_shape
             _write_backbone(arguments)
         if arguments.part:
-            import parts
+            import vs_peft_measure
 
-            print(json.dumps(parts.memory_of(arguments, arguments.part)))
+            print(json.dumps(vs_peft_measure.measure_memory(arguments, arguments.part)))
             return 0
         memory = {} if arguments.skip_memory else _memory(arguments)
-        import parts
-        from tables import markdown
+        import vs_peft_measure
+        from vs_peft_tables import markdown
 
         result: dict[str, Any] = {
-            **parts.surroundings(arguments),
-            **parts.speed(arguments, Path(temporary)),
+            **vs_peft_measure.environment(arguments),
+            **vs_peft_measure.measure_speed(arguments, Path(temporary)),
             "memory": memory,
         }
     publish(result, markdown(result), arguments.output)
@@ -108,11 +112,11 @@ def _write_backbone(arguments: argparse.Namespace) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Each case in a fresh process, before this one has loaded anything; for PEFT, one task of each kind of batch."""
-    from workload import alike, mix_of
+    """Measure each case in a new process, before this one loads anything; for PEFT, one task per shape of batch."""
+    from workload import mix_of, tasks_per_batch_shape
 
     found = {case: _in_new_process(arguments, case) for case in ("mux:mix", "mux:one", "mux:eight")}
-    for i, count in alike(mix_of(arguments.backbone_shape, arguments.device)).items():
+    for i, count in tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device)).items():
         found[f"peft:{i}"] = {**_in_new_process(arguments, f"peft:{i}"), "tasks_of_this_kind": count}
     return found
 

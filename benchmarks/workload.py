@@ -1,4 +1,4 @@
-"""What is measured: task mixes, their records, and random backbones of a named shape."""
+"""Workloads of the benchmarks: mixes of tasks, random records, and random backbones of a named shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
-"""Token ids `[L]` int64 and which of them are labels `[L]` bool."""
+"""Token ids `[L]` int64, and a mask `[L]` bool of the tokens that are labels."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class TaskShape:
     """One LoRA task of a mix.
 
     Attributes:
-        name: Its name.
-        batch: Sequences of one step.
-        max_length: Where records are cut.
-        records: File name within the data directory; records are made up where there is none.
+        name: Name of the task.
+        batch: Sequences in one step.
+        max_length: Tokens to which records are truncated.
+        records: File name within the data directory; empty for random records.
     """
 
     name: str
@@ -33,7 +33,7 @@ class TaskShape:
 
     @property
     def short(self) -> bool:
-        """Whether the task is one of the short ones that are also measured alone."""
+        """Whether the task is among the short ones, which are also measured without the others."""
         return self.max_length <= 64
 
 
@@ -50,7 +50,7 @@ CPU_MIX = (
 # Eight tasks on a GPU, 8 sequences each.
 GPU_LENGTHS = (64, 64, 64, 128, 128, 128, 256, 256)
 GPU_MIX = tuple(TaskShape(f"task-{i}-{length}", 8, length) for i, length in enumerate(GPU_LENGTHS))
-# To try the script out.
+# For trying the script out.
 TINY_MIX = (
     TaskShape("short-a", 4, 16),
     TaskShape("short-b", 4, 16),
@@ -60,14 +60,14 @@ TINY_MIX = (
 
 
 def mix_of(shape: str | None, device: str) -> tuple[TaskShape, ...]:
-    """The tasks to measure, by the random backbone's shape (if it is one) and the device."""
+    """Choose the tasks by the shape of the random backbone, None for a real backbone, and by the device."""
     if shape == "tiny":
         return TINY_MIX
     return GPU_MIX if device == "cuda" else CPU_MIX
 
 
-def alike(mix: Sequence[TaskShape]) -> dict[int, int]:
-    """One task's index for each kind of batch in the mix, and how many tasks have that kind."""
+def tasks_per_batch_shape(mix: Sequence[TaskShape]) -> dict[int, int]:
+    """Count the tasks of each batch shape (sequences, `max_length`), by the index of the first such task."""
     kinds = [(task.batch, task.max_length) for task in mix]
     return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
@@ -105,12 +105,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> None:
-    """A Hugging Face Llama directory of random weights, written layer by layer: host memory holds one layer.
+    """Write a Hugging Face Llama directory with random weights, layer by layer, so that host memory holds one layer.
 
     Args:
-        shape: One of `SHAPES`.
-        directory: Where it goes; left alone if it is there already.
-        dtype: Of the weights.
+        shape: A name in `SHAPES`.
+        directory: Directory to write; unchanged if it is complete already.
+        dtype: Data type of the weights.
     """
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -149,8 +149,8 @@ def _random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, generato
     )
 
 
-def made_up_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list[Pair]:
-    """Random tokens; lengths spread evenly over [max/4, max], the second half of each record labelled."""
+def random_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list[Pair]:
+    """Make records of random tokens: lengths uniform over [max/4, max], the second half of each record labelled."""
     generator = torch.Generator().manual_seed(seed)
     records: list[Pair] = []
     for _ in range(count):
@@ -163,14 +163,14 @@ def made_up_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list
 
 
 def padding_share(steps: Sequence[Sequence[Pair]]) -> float:
-    """Share of a padded batch's positions that hold no token."""
+    """Share of the positions of padded batches that are padding."""
     real = sum(len(tokens) for step in steps for tokens, _ in step)
     padded = sum(len(step) * max(len(tokens) for tokens, _ in step) for step in steps)
     return 1 - real / padded
 
 
-def as_plain(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
-    """The mix as JSON."""
+def mix_to_json(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
+    """Convert a mix to JSON."""
     return [
         {"name": t.name, "sequences": t.batch, "max_length": t.max_length, "records": t.records} for t in mix
     ]

@@ -1,8 +1,7 @@
-"""Let Megatron's own training loop run where there is no GPU: what asks for CUDA gets the CPU.
+"""Runs Megatron's own training loop on the CPU, by replacing what it calls of `torch.cuda`.
 
-For trying things out and for tests; with a GPU nothing of this is needed. Megatron's loop allocates on `"cuda"`, keeps
-a generator per device and reads memory figures: each of these is answered below. Its fused kernels are not, so it has
-to be told to do without (`FLAGS`).
+This is for tests and for trying the example without a GPU. Megatron's loop allocates on `"cuda"`, keeps a generator per
+device and reads memory statistics; these calls are replaced below. Its fused kernels are not: `FLAGS` turns them off.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ FLAGS = (
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
     "--no-gradient-accumulation-fusion --disable-gloo-process-groups --clip-grad 0"
 ).split()
-"""What to call Megatron with. Its clipping of gradients accepts CUDA tensors alone."""
+"""Flags for Megatron on the CPU. Its gradient clipping accepts CUDA tensors only."""
 
 _CPU = torch.device("cpu")
 
 
 class OnCpu(TorchFunctionMode):
-    """While it is entered, calls of torch with CUDA as their device are made with the CPU."""
+    """A mode in which calls of torch with a CUDA device use the CPU instead."""
 
     def __torch_function__(
         self,
@@ -47,7 +46,7 @@ def _moved(device: Any) -> Any:
 
 
 class _Stream:
-    """A stream of work that is done at once."""
+    """A stand-in for a CUDA stream, on which all work is already done."""
 
     def wait_stream(self, other: Any) -> None:
         """Nothing to wait for."""
@@ -56,21 +55,23 @@ class _Stream:
         """Nothing to wait for."""
 
     def is_capturing(self) -> bool:
-        """No graph of work is recorded."""
+        """Return False: there are no CUDA graphs."""
         return False
 
 
 def use_cpu() -> None:
-    """Answer for CUDA in this process from now on."""
+    """Replace `torch.cuda` in this process from now on."""
     import torch._dynamo
 
-    torch._dynamo.config.disable = True  # it would ask the device for its streams
+    torch._dynamo.config.disable = True  # it would use the device's streams
     OnCpu().__enter__()  # type: ignore[no-untyped-call]
-    answers: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: _CPU,
-        "get_device_properties": lambda device=None: SimpleNamespace(major=10),  # none that needs settings
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            major=10
+        ),  # a GPU that needs no extra settings
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
@@ -85,13 +86,13 @@ def use_cpu() -> None:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
     torch.accelerator.current_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
 
 
 def use_cpu_generators() -> None:
-    """Let Megatron-Core's tracker of generators keep the CPU's; it is imported by now."""
+    """Let Megatron-Core's RNG tracker use the CPU's generator; call this once Megatron-Core is imported."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

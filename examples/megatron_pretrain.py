@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/megatron_pretrain.py --pipeline-model-parallel-size 2 --train-iters 20
 
-A tiny GPT learns arithmetic progressions. The loop, the model, the optimizer and the flags are Megatron's; the one
-thing changed is the function that the loop asks for a schedule. `--schedule megatron` leaves that too, for comparison:
-Megatron's own 1F1B then asks for the shape of every tensor before it is sent. Losses are the same.
+A tiny GPT learns arithmetic progressions. The loop, the model, the optimizer and the flags are Megatron's; only the
+function that returns the loop's schedule is replaced. With `--schedule megatron` it is not, for comparison: Megatron's
+own 1F1B then exchanges the shape of every tensor before sending it. The losses are the same.
 
-It needs `megatron.training`, which Megatron-Core has since 0.19. Without a GPU it runs on the CPU. On GPUs without
-Transformer Engine and apex, Megatron has to be told: `--transformer-impl local --no-persist-layer-norm
---no-masked-softmax-fusion --no-gradient-accumulation-fusion`.
+The example needs `megatron.training`, which Megatron-Core has since 0.19. Without a GPU it runs on the CPU. On GPUs
+without Transformer Engine and apex, add `--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
+--no-gradient-accumulation-fusion`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-decay-style constant --train-iters 10 --eval-iters 1 "
     "--eval-interval 5 --log-interval 1 --dataloader-type external"
 ).split()
-"""Flags of the command line come after these, and so replace them."""
+"""Default flags for Megatron, which flags of the command line override."""
 
 
 class Progressions:
-    """Micro-batches of all sources, source after source: each counts up in steps of its own, from anywhere.
+    """Iterator over the micro-batches of all sources; the progressions of a source share a step and start at random.
 
     Args:
-        seed: Of what is drawn.
+        seed: Seed of the random starts.
     """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._coming = self._micro_batches()
+        self._iterator = self._micro_batches()
 
     def __next__(self) -> Tensor:
-        """The next micro-batch: tokens `[sequences, L + 1]`."""
-        return next(self._coming)
+        """Return the next micro-batch: tokens `[sequences, L + 1]`."""
+        return next(self._iterator)
 
     def _micro_batches(self) -> Iterator[Tensor]:
         while True:
@@ -59,7 +59,7 @@ class Progressions:
 
 
 def data(samples: Any) -> tuple[Progressions, Progressions, None]:
-    """Data to train, to validate and to test, made alike on all ranks of a data-parallel rank."""
+    """Make the training, validation and test data, the same on all ranks of one data-parallel replica."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
@@ -70,28 +70,28 @@ data.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(batches: Progressions, model: Any) -> tuple[Tensor, Any]:
-    """A micro-batch through this stage, and what makes its loss."""
+    """Run a micro-batch through this stage; returns its output and the loss function."""
     tokens = next(batches).cuda()
     positions = torch.arange(tokens.size(1) - 1, device=tokens.device).expand(tokens.size(0), -1)
     return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), loss
 
 
 def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum over a micro-batch's tokens, their number, and both for the report."""
+    """Return the loss summed over a micro-batch's tokens, the number of tokens, and both for the log."""
     total = losses.float().sum()
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
 
 def flags(parser: ArgumentParser) -> ArgumentParser:
-    """Ours, beside Megatron's."""
+    """Add our flag to Megatron's parser."""
     group = parser.add_argument_group("multi-bucket schedule")
     group.add_argument("--schedule", choices=("multi-bucket", "megatron"), default="multi-bucket")
     return parser
 
 
 def arguments() -> Namespace:
-    """Megatron's, checked and known to it."""
+    """Parse and check Megatron's arguments, and set them as its global ones."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
@@ -112,16 +112,14 @@ def main() -> None:
     try:
         from megatron.training import training
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"megatron.training is not to be had here ({error}): install megatron-core 0.19 (Python 3.12)"
-        )
+        sys.exit(f"megatron.training cannot be imported ({error}): install megatron-core 0.19 (Python 3.12)")
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.enums import ModelType
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     if on_cpu:
         use_cpu_generators()
-    # Megatron compiles its index builder when it starts; the installed package has it compiled, and no makefile.
+    # Megatron would compile its index builder, which the installed package has compiled already, without a makefile.
     dataset_utils.compile_helpers = lambda: None
     args = arguments()
     model = gpt_config_from_args(args)
@@ -130,7 +128,7 @@ def main() -> None:
         training.get_forward_backward_func = lambda *args, **kwargs: schedule
     else:
         model.transformer.variable_seq_lengths = (
-            True  # ask for each tensor's shape: ours knows them beforehand
+            True  # exchange each tensor's shape, which our schedule knows in advance
         )
     training.pretrain(
         pretrain_cfg_container_from_args(args, model), data, ModelType.encoder_or_decoder, forward_step

@@ -1,11 +1,11 @@
-"""Draw a plan's schedule as simulated and, below it on the same scale, as a run has measured it.
+"""Draw a plan's simulated schedule and, below it on the same scale, the schedule that a run has measured.
 
     python tools/draw_schedule.py --plan plan.json
     python tools/draw_schedule.py --plan plan.json --measured DIR/schedule.json --output both.svg --trace both.json
     python tools/draw_schedule.py --run DIR
 
-The plan is one of tools/plan.py --output FILE, or the one in a run's --save DIR, beside which lies schedule.json. The
-trace is for Perfetto or chrome://tracing.
+The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which also has schedule.json. The trace is
+for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.plan import Plan
     from megatron_mux.pipeline.action import TimedAction
 
-_PLAN_IT = (
-    "make a plan with tools/plan.py --backbone DIR --tasks tasks.yaml --output plan.json, or take one of a run with "
+_HOW_TO_PLAN = (
+    "make a plan with tools/plan.py --backbone DIR --tasks tasks.yaml --output plan.json, or use that of a run with "
     "--mux-policy auto"
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
+    """Make the parser of the command line."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
     add("--measured", type=path, metavar="FILE", help="a run's schedule.json")
-    add("--run", type=path, metavar="DIR", help="both from a run's --save DIR")
+    add("--run", type=path, metavar="DIR", help="take both from a run's --save DIR")
     add(
         "--output", type=path, default=Path("schedule.svg"), metavar="FILE", help="the picture (schedule.svg)"
     )
@@ -55,12 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, draw and print; 2 when the input was wrong."""
+    """Simulate, draw and print; returns 2 if the input is wrong."""
     return exit_status(lambda: run(build_parser().parse_args(argv)), "draw_schedule.py")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The work, once the command line is good."""
+    """Simulate, draw and print, with a parsed command line."""
     plan_file, trace_file = _sources(arguments)
 
     from megatron_mux.fusion.check import read_plan
@@ -68,14 +68,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     plan = read_plan(plan_file)
     if not plan.buckets:
-        raise UserError(f"{plan_file}: has no buckets, so there is nothing to draw: {_PLAN_IT}")
+        raise UserError(f"{plan_file}: has no buckets, so there is nothing to draw: {_HOW_TO_PLAN}")
     schedules: dict[str, Sequence[TimedAction]] = {}
     steps = 1
     if trace_file is not None:
         actions = measured(trace_file, plan)
         steps = steps_of(actions, plan)
         schedules["measured"] = actions
-    # Above what was measured, which takes as many steps.
+    # The simulated schedule comes first, with as many steps as were measured.
     schedules = {"simulated": simulated(plan, plan_file, steps), **schedules}
     for note in _differences(plan, schedules.get("measured")):
         print(f"note: {trace_file}: {note}", file=sys.stderr)
@@ -91,27 +91,27 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _sources(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Where the plan and the measured schedule are read; neither may be written over."""
+    """Return the files of the plan and of the measured schedule, and check that no output overwrites them."""
     plan, measured = arguments.plan, arguments.measured
     if arguments.run is not None:
         if plan is not None or measured is not None:
-            raise UserError("--run: stands for --plan and --measured: leave them out")
+            raise UserError("--run: replaces --plan and --measured: leave them out")
         plan, measured = arguments.run / "plan.json", arguments.run / "schedule.json"
     if plan is None:
         raise UserError("--plan FILE or --run DIR: one of them is needed")
     for flag, file in (("--output", arguments.output), ("--trace", arguments.trace)):
         if file.resolve() in {source.resolve() for source in (plan, measured) if source is not None}:
-            raise UserError(f"{flag} {file}: is what is read: choose another file")
+            raise UserError(f"{flag} {file}: is an input: choose another file")
     if arguments.output.resolve() == arguments.trace.resolve():
-        raise UserError(f"--trace {arguments.trace}: is --output too: choose another file")
+        raise UserError(f"--trace {arguments.trace}: is the same file as --output: choose another file")
     return plan, measured
 
 
 def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
-    """Steps of typical lengths by the plan's predicted costs, one after the other, on its first pipeline.
+    """Simulate steps of typical lengths with the plan's predicted costs, on its first pipeline.
 
     Raises:
-        UserError: The plan has no costs, or contradicts itself.
+        UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
     from megatron_mux.fusion.step import bucket_costs, step_template
@@ -119,8 +119,8 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
 
     without = [str(b) for b, bucket in enumerate(plan.buckets) if not (bucket.forward and bucket.backward)]
     if without:
-        raise UserError(f"{file}: has no predicted costs of bucket {', '.join(without)}: {_PLAN_IT}")
-    try:  # against itself: for which backbone and ranks it is does not matter here
+        raise UserError(f"{file}: has no predicted costs for bucket {', '.join(without)}: {_HOW_TO_PLAN}")
+    try:  # against its own backbone and ranks, which are irrelevant for drawing
         check_plan(plan, plan.backbone, plan.mesh, plan.tasks)
     except UserError as error:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
@@ -133,10 +133,10 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
 
 
 def measured(file: Path, plan: Plan) -> list[TimedAction]:
-    """What a run has measured, from its `schedule.json`.
+    """Read the schedule that a run has measured, from its `schedule.json`.
 
     Raises:
-        UserError: It is no such file, or one of another pipeline than the plan's.
+        UserError: The file is not such a schedule, or has another number of stages than the plan.
     """
     from megatron_mux.pipeline.draw import from_trace
 
@@ -148,26 +148,26 @@ def measured(file: Path, plan: Plan) -> list[TimedAction]:
         raise UserError(f"{file}: is no JSON: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: {error}") from error
-    # Without a name as runs write it; by name as this tool does.
+    # Runs write the schedule without a name, this tool writes it by name.
     found = schedules.get("measured", schedules.get("", []))
     if not found:
-        raise UserError(f"{file}: holds no measured action: give a run's schedule.json")
+        raise UserError(f"{file}: has no measured actions: give a run's schedule.json")
     stages = max(timed.action.stage for timed in found) + 1
     if stages != plan.stages:
         raise UserError(
-            f"{file}: is of {stages} stage(s), the plan of {plan.stages}: they are not of one run"
+            f"{file}: has {stages} stage(s), but the plan has {plan.stages}: they belong to different runs"
         )
     return found
 
 
 def steps_of(actions: Sequence[TimedAction], plan: Plan) -> int:
-    """How many steps were measured: buckets are counted on from step to step."""
+    """Return the number of measured steps; bucket indices continue from step to step."""
     steps, left = divmod(len({timed.action.bucket for timed in actions}), len(plan.buckets))
-    return 1 if left else steps  # else the run had another plan then
+    return 1 if left else steps  # with a remainder, the run had another plan then
 
 
 def _differences(plan: Plan, actions: Sequence[TimedAction] | None) -> Iterator[str]:
-    """What makes a comparison lame: tasks come and go while a run's plan and its picture are of one moment each."""
+    """Yield notes on tasks that only the plan or only the measured schedule has, since tasks join and leave a run."""
     from megatron_mux.pipeline.draw import tasks_of
 
     if actions is None:
@@ -182,9 +182,9 @@ def _differences(plan: Plan, actions: Sequence[TimedAction] | None) -> Iterator[
 
 
 def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: int) -> dict[str, Any]:
-    """What is printed, as plain data: seconds of all steps, and bubbles as shares of a schedule's whole latency.
+    """Return the figures to print as JSON: seconds of all steps, and bubbles as shares of a schedule's latency.
 
-    `predicted_latency_s` is the plan's own: of one step, with what it needs beside its passes.
+    `predicted_latency_s` is the plan's own prediction for one step, including overheads outside its passes.
     """
     from megatron_mux.pipeline.draw import bubble, busy, latency
 
@@ -208,7 +208,7 @@ def _write(flag: str, file: Path, text: str) -> None:
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    """The figures as a table, and how well the latency was predicted."""
+    """Print the figures as a table, and the predicted next to the measured latency."""
     from rich.console import Console
     from rich.table import Table
 
@@ -225,7 +225,9 @@ def _print(found: Mapping[str, Any]) -> None:
     console.print(table)
     simulated, own = found["simulated_latency_s"], found["predicted_latency_s"]
     whole = (
-        "" if own is None else f" (the plan says {own:.4g} s a step, with what it needs beside its passes)"
+        ""
+        if own is None
+        else f" (the plan predicts {own:.4g} s a step, including overheads outside its passes)"
     )
     console.print(f"predicted latency: {simulated:.4g} s{whole}", soft_wrap=True)
     if "measured" in names:

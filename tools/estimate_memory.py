@@ -1,4 +1,4 @@
-"""Predict the peak memory of a training step, what fits on which parallel method, and which to choose.
+"""Predict the peak memory of a training step, and choose a parallel method that fits.
 
     python tools/estimate_memory.py --model DIR --gpus 4 --gpu-memory 16GiB --sequence-length 512
     python tools/estimate_memory.py --model config.json --gpus 8 --gpu-memory 80GB --sequence-length 2048 --json
@@ -9,15 +9,15 @@
 Only config.json is read: no weights, and no GPU is needed. Methods:
 
 - `ours`: every division among GPUs (data, tensor, pipeline, expert; ZeRO; recomputation; offload), ranked by predicted
-  speed. Of a task file by closed forms of this engine; of full fine-tuning by traces of the model's layers in
-  `transformers`, with closed forms for how ranks divide weights, gradients and optimizer states.
+  speed. For a task file it uses closed forms of this engine; for full fine-tuning it traces the model's layers in
+  `transformers`, and uses closed forms for how ranks divide weights, gradients and optimizer states.
 - `trace`: a step of `transformers` (and `peft`, for a task file of one task) traced with fake tensors and replayed
   through PyTorch's caching allocator with the options in PYTORCH_ALLOC_CONF; on one GPU or with plain data parallelism.
-- `dry-run`: this engine's own step with fake tensors, of the best of `ours` or of `--plan`.
+- `dry-run`: a step of this engine with fake tensors, with the best method of `ours` or with `--plan`.
 - `all` (default): `ours`, and for full fine-tuning `trace`.
 
 The papers' own estimators (LLMem, DNNMem) are in benchmarks/llmem_tables.py. `--plot` draws memory over time. Answers,
-traces and models' sizes are kept in the user's cache directory.
+traces and sizes of models are cached in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     arguments = build_parser().parse_args(argv)
     settle(arguments)
     return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
+    """Make the parser of the command line."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -64,26 +64,26 @@ def build_parser() -> argparse.ArgumentParser:
         type=path,
         required=True,
         metavar="CONFIG_OR_DIR",
-        help="config.json, by itself under any name, or its directory (which --method dry-run needs)",
+        help="config.json, under any name, or its directory (which --method dry-run needs)",
     )
     add("--gpus", type=at_least(1), required=True, metavar="N", help="how many GPUs")
     add(
         "--gpu-memory", type=size, required=True, metavar="SIZE",
-        help="of each GPU, such as 16GiB (GB is the same, 2^30 bytes). A card has less than its name says: give what "
-        "its driver or torch shows, such as 79.1GiB of an 80 GB card",
+        help="memory of each GPU, such as 16GiB (GB is the same, 2^30 bytes). A card has less than its name says: "
+        "give the size that its driver or torch shows, such as 79.1GiB for an 80 GB card",
     )  # fmt: skip
     add(
         "--sequence-length",
         type=at_least(2),
         metavar="L",
-        help="tokens of a sequence; with --tasks each task's data.max_length counts, and must not be more",
+        help="tokens of a sequence; with --tasks each task uses its data.max_length, which must not exceed L",
     )
     add(
         "--batch-size",
         type=at_least(1),
         metavar="B",
-        help="sequences on each GPU at once (default: as many as fit, and with ours micro-batches that make a step of "
-        "at least 64); with --tasks the file says it",
+        help="sequences in a micro-batch on each GPU (default: as many as fit; ours then adds micro-batches up to a "
+        "step of at least 64); with --tasks the file defines it",
     )
     add(
         "--method",
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tasks",
         type=path,
         metavar="FILE",
-        help="tasks.yaml: train these tasks, with their own batches and lengths (default: every parameter)",
+        help="tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)",
     )
     _add_recipe(parser)
     _add_dry_run(parser)
@@ -103,51 +103,56 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot",
         type=path,
         metavar="FILE",
-        help="draw memory over time, a picture for each method (.png, .svg)",
+        help="plot memory over time, one plot per method (.png, .svg)",
     )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    """How the model is trained; `memory.method_flags` says which method uses which."""
+    """Add the flags for how the model is trained; `memory.method_flags` defines which method uses which."""
     add = parser.add_argument_group("training").add_argument
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="of weights (bf16)")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="precision of weights (bf16)")
     add(
         "--optimizer", choices=tuple(OPTIMIZERS), metavar="NAME",
-        help=f"of full fine-tuning, as TrainingArguments.optim has it: {', '.join(OPTIMIZERS)} ({DEFAULT})",
+        help=f"optimizer of full fine-tuning, a name of TrainingArguments.optim: {', '.join(OPTIMIZERS)} ({DEFAULT})",
     )  # fmt: skip
     add(
         "--master-weights", action=argparse.BooleanOptionalAction,
-        help="fp32 copies, gradients and moments beside half-precision weights; traced: fp32 weights that autocast "
-        "computes with, as bf16=True of transformers has it (default)",
+        help="fp32 copies, gradients and moments next to half-precision weights; when traced: fp32 weights with "
+        "autocast, like bf16=True of transformers (default)",
     )  # fmt: skip
-    add("--attention", choices=("flash", "eager"), help="eager: scores are kept (flash)")
+    add("--attention", choices=("flash", "eager"), help="eager keeps attention scores (flash)")
     add(
         "--recompute", choices=("none", "selective", "full"),
-        help="what a traced step (not selective), or a dry run of --plan, computes again in the backward pass "
-        "(none); ours ranks methods with and without",
+        help="recomputation in a traced step (full or none) or in a dry run of --plan (none); ours ranks methods "
+        "with and without it",
     )  # fmt: skip
-    add("--device", default="A100", metavar="NAME", help="the GPU, such as H100: speed and kernels (A100)")
+    add(
+        "--device",
+        default="A100",
+        metavar="NAME",
+        help="the GPU, such as H100, whose speed and kernels to assume (A100)",
+    )
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """What only a dry run asks."""
+    """Add the flags of --method dry-run."""
     add = parser.add_argument_group("for --method dry-run").add_argument
-    add("--plan", type=path, metavar="FILE", help="use this plan of tools/plan.py, and no other")
+    add("--plan", type=path, metavar="FILE", help="dry-run this plan of tools/plan.py only")
     add(
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
-        help="where frozen weights live between uses, as the plan's run will have it",
+        help="where frozen weights are kept between uses, as in the run of the plan",
     )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict and print; 2 when the input was wrong."""
+    """Predict and print; returns 2 if the input is wrong."""
     return exit_status(lambda: run(parse(argv)), "estimate_memory.py")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer from the cache or anew, and print."""
+    """Read the answer from the cache or compute it, and print it."""
     start = time.perf_counter()
     from megatron_mux.memory.store import Answers, Store
 
@@ -161,21 +166,21 @@ def run(arguments: argparse.Namespace) -> None:
         return
     shape = (console.width, console.color_system) if console is not None else None
     answers = Answers(Store("answers"), arguments, shape)
-    said = None if arguments.plot else answers.read()
-    if said is None:
-        said, lasting = _said(arguments, console)
-        if lasting:
-            answers.write(said)
+    saved = None if arguments.plot else answers.read()
+    if saved is None:
+        saved, cacheable = _answer(arguments, console)
+        if cacheable:
+            answers.write(saved)
     if console is None:
-        print(json.dumps({**json.loads(said.output), "seconds": time.perf_counter() - start}))
+        print(json.dumps({**json.loads(saved.output), "seconds": time.perf_counter() - start}))
     else:
-        print(said.output, end="")
-    for line in said.errors:
+        print(saved.output, end="")
+    for line in saved.errors:
         print(line, file=sys.stderr)
 
 
-def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[SavedOutput, bool]:
-    """The answer, as a table if there is a console for it; and whether it would be the same another time."""
+def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[SavedOutput, bool]:
+    """Compute the answer, as tables if there is a console; also returns whether it may be cached."""
     from megatron_mux.choice.memory_answer import MemoryAnswer
     from megatron_mux.memory.plot import check
     from megatron_mux.memory.store import SavedOutput
@@ -199,7 +204,7 @@ def _said(arguments: argparse.Namespace, console: Console | None) -> tuple[Saved
 
 
 def _dry_run(arguments: argparse.Namespace, console: Console | None, start: float) -> None:
-    """Print what dry runs say."""
+    """Predict with dry runs and print."""
     from megatron_mux.choice.memory_answer import about
     from megatron_mux.dry_run import command
     from megatron_mux.memory.plot import check
@@ -209,18 +214,18 @@ def _dry_run(arguments: argparse.Namespace, console: Console | None, start: floa
     if arguments.plot:
         check(arguments.plot)
     skeleton = Skeleton(arguments.model, Store("models"))
-    question, told = command.run(arguments, skeleton, lambda text: print(text, file=sys.stderr, flush=True))
+    question, result = command.run(arguments, skeleton, lambda text: print(text, file=sys.stderr, flush=True))
     if console is None:
-        print(json.dumps({**told, **about(question), "seconds": time.perf_counter() - start}))
+        print(json.dumps({**result, **about(question), "seconds": time.perf_counter() - start}))
     else:
-        command.show(console, told, _command(arguments, question))
+        command.show(console, result, _command(arguments, question))
 
 
 def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:
-    """The question that the command line asks; and the tasks, where they train together.
+    """Convert the command line to a question; also returns the task file, unless a single task is traced.
 
     Raises:
-        UserError: It cannot be asked.
+        UserError: Flags are missing or contradict each other or the task file.
     """
     from megatron_mux.memory.caching.settings import Settings
     from megatron_mux.memory.question import Question
@@ -240,14 +245,14 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
     )
     skeleton = Skeleton(arguments.model, Store("models"), tracer.sizes)
     if not skeleton.is_known:
-        tracer.begin()  # what it imports takes seconds
+        tracer.begin()  # its imports take seconds
     length, batch, file = arguments.sequence_length, arguments.batch_size, None
     if arguments.tasks is None:
         if length is None:
             raise UserError("--sequence-length: is missing: give the tokens of a sequence, or --tasks FILE")
     elif batch is not None:
         raise UserError(
-            "--batch-size: --tasks says it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
+            "--batch-size: --tasks defines it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
         )
     elif arguments.method == "trace":
         options, batch, longest = of_task(arguments.tasks, options)
@@ -266,7 +271,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
 
 
 def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
-    """The tasks that train together; they say all that a step computes."""
+    """Read the task file, and check its tasks against the model and --sequence-length."""
     from megatron_mux.choice.task_file import TaskFile
 
     file = TaskFile.read(skeleton.path, arguments.tasks)
@@ -275,7 +280,7 @@ def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
 
 
 def _command(arguments: argparse.Namespace, question: Question) -> str:
-    """Start of the command line that trains a task file. A config.json by itself does not say whose it is."""
+    """Return the start of the command that trains the task file; DIR where the backbone's directory is unknown."""
     config = question.skeleton.path
     backbone = config.parent if config.name == "config.json" else "DIR"
     return (

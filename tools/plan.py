@@ -1,11 +1,11 @@
-"""Plan how tasks share a backbone: which are batched, which are interleaved, in how many micro-batches, cut how.
+"""Plan how tasks share a backbone: hybrid tasks, buckets, micro-batches and chunks.
 
     python tools/plan.py --backbone DIR --tasks tasks.yaml
     python tools/plan.py --backbone DIR --tasks tasks.yaml --stages 2 --memory-limit 40GiB --output plan.json
     python tools/plan.py --backbone DIR --tasks tasks.yaml --gpus 8 --device H100
 
-No weight is read. Predicted figures come from the profile of tools/profile_backbone.py where there is one for this
-backbone, device and tensor-parallel degree, else from a roofline of the device.
+No weights are read. Predictions use the profile of tools/profile_backbone.py if there is one for this backbone, device
+and tensor-parallel size, else a roofline of the device.
 """
 
 from __future__ import annotations
@@ -33,24 +33,31 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
+    """Make the parser of the command line."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
     add("--tasks", type=path, required=True, metavar="FILE", help="tasks.yaml")
     add("--stages", type=at_least(1), metavar="S", help="pipeline stages (1)")
-    add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="stages of each rank (1)")
+    add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="pipeline stages per rank (1)")
     add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")
-    add("--data-parallel", type=at_least(1), metavar="N", help="pipelines (1)")
-    add("--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism of N ranks")
-    add("--memory-limit", type=size, metavar="SIZE", help="what a rank may use, such as 40GiB")
+    add("--data-parallel", type=at_least(1), metavar="N", help="data-parallel pipelines (1)")
+    add(
+        "--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism for N ranks"
+    )
+    add("--memory-limit", type=size, metavar="SIZE", help="memory that a rank may use, such as 40GiB")
     add(
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
-        help="where frozen weights live between uses, as the run will have it",
+        help="where frozen weights are kept between uses, as in the run",
     )  # fmt: skip
     add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
-    add("--recompute-granularity", choices=("full", "selective"), help="as the run will have it")
-    add("--micro-batches", type=at_least(1), metavar="N", help="parts of a bucket's step (default: chosen)")
+    add("--recompute-granularity", choices=("full", "selective"), help="recomputation, as in the run")
+    add(
+        "--micro-batches",
+        type=at_least(1),
+        metavar="N",
+        help="micro-batches of a bucket's step (default: chosen by the planner)",
+    )
     add(
         "--chunk-size",
         type=auto_or_none(at_least(1)),
@@ -59,8 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens, none, or auto (default)",
     )
     add("--align", choices=("dense", "max-length", "longest"), default="dense", help="padding (dense: none)")
-    add("--device", metavar="NAME", help="cpu, cuda, or a GPU elsewhere such as H100 (default: what is here)")
-    add("--threads", type=at_least(1), metavar="N", help="threads that compute on a CPU (default: torch's)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, or a GPU of another machine such as H100 (default: this machine's)",
+    )
+    add("--threads", type=at_least(1), metavar="N", help="threads per rank on a CPU (default: torch's)")
     add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
     add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
     add("--json", action="store_true", help="print one JSON object instead of tables")
@@ -68,12 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan and print; 2 when the input was wrong."""
+    """Plan and print; returns 2 if the input is wrong."""
     return exit_status(lambda: run(build_parser().parse_args(argv)), "plan.py")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The work, once the command line is good."""
+    """Plan and print, with a parsed command line."""
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
@@ -84,9 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     given = (arguments.tensor_parallel, arguments.stages, arguments.data_parallel)
     if arguments.gpus is not None and any(value is not None for value in given):
-        raise UserError(
-            "--gpus: chooses --stages, --tensor-parallel and --data-parallel itself: leave them out"
-        )
+        raise UserError("--gpus: chooses --stages, --tensor-parallel and --data-parallel: leave them out")
     if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
         raise UserError("--virtual-stages: needs --stages of at least 2")
     specs = load_task_file(arguments.tasks, data_later=True)
@@ -122,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _plans(
     arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad], meshes: Sequence[Mesh]
 ) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
-    """A planner and its plan for each mesh on which the tasks fit, the fastest first, and the seconds planning took."""
+    """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
     import torch
 
     from megatron_mux.fusion.balance import balanced_split
@@ -133,7 +142,7 @@ def _plans(
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no GPU here: name one, such as H100")
+        raise UserError("--device cuda: this machine has no GPU: name one, such as H100")
     if kind not in ("cpu", "cuda"):
         known(kind, "cpu", "cuda")
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
@@ -170,7 +179,7 @@ def _plans(
 
 
 def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
-    """Every way to divide the ranks that the backbone allows."""
+    """List all ways to divide the ranks that the backbone allows."""
     from megatron_mux.fusion.mesh import Mesh
 
     return [
@@ -184,7 +193,7 @@ def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
 
 
 def flags(mesh: Mesh) -> str:
-    """How a run is started on a mesh; data parallelism follows from the number of processes."""
+    """Return the flags of a run on a mesh; data parallelism follows from the number of processes."""
     text = ""
     if mesh.tensor > 1:
         text += f"--tensor-model-parallel-size {mesh.tensor} "
@@ -194,7 +203,7 @@ def flags(mesh: Mesh) -> str:
 
 
 def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
-    """The command line that runs the plan."""
+    """Return the command that runs the plan."""
     words = [
         f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone {arguments.backbone}"
     ]
@@ -228,7 +237,7 @@ def _say(text: str) -> None:
 
 
 def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], seconds: float) -> None:
-    """The plan as tables."""
+    """Print the plan as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -278,17 +287,17 @@ def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], se
     console.print(compared)
     shares = comparison.padding
     console.print(
-        f"tokens that carry no information: {shares['plan']:.1%}; padded within each task "
+        f"share of padding: {shares['plan']:.1%}; if padded within each task "
         f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
     )
     memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
     limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
     console.print(f"predicted memory of each stage: {memory}{limit} GiB")
-    console.print(f"by the {plan.costs}; planned in {seconds:.3f} s")
+    console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
 
 
 def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
-    """What else the ranks could be divided into."""
+    """Print all ways to divide the ranks, with their predictions."""
     from rich.console import Console
     from rich.table import Table
 

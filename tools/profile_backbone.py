@@ -1,10 +1,11 @@
-"""Measure what a backbone's operators take on this device, for the planner.
+"""Measure the time of a backbone's operators on this device, for the planner.
 
     python tools/profile_backbone.py --backbone DIR
     torchrun --nproc-per-node 2 tools/profile_backbone.py --backbone DIR --tensor-model-parallel-size 2
 
-A minute on two cores. The profile is kept under a name made of everything it depends on; runs and tools/plan.py find it
-there. With two processes or more, all-reduce and transfers between ranks are measured too.
+This takes a minute on two cores. The profile is kept in the user's cache directory, where runs and tools/plan.py with
+the same backbone, device and versions find it. With two or more processes, all-reduce and transfers between ranks are
+measured, too.
 """
 
 from __future__ import annotations
@@ -26,33 +27,39 @@ from megatron_mux.errors import UserError, tell
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
+    """Make the parser of the command line."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
-    add("--tensor-model-parallel-size", type=at_least(1), default=1, metavar="N", help="ranks to a layer (1)")
+    add(
+        "--tensor-model-parallel-size",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="ranks that share each layer (1)",
+    )
     add("--bf16", action="store_true", help="in bfloat16 (default: fp32)")
     add(
         "--most-tokens",
         type=at_least(32),
         metavar="N",
-        help="rows of the largest measurement (2048; on a GPU 16384)",
+        help="tokens of the largest measurement (2048; on a GPU 16384)",
     )
-    add("--rounds", type=at_least(1), default=7, metavar="N", help="turns of each measurement (7)")
-    add("--directory", type=path, metavar="DIR", help="where to keep it (default: the user's cache)")
-    add("--force", action="store_true", help="measure again what is there already")
+    add("--rounds", type=at_least(1), default=7, metavar="N", help="repetitions of each measurement (7)")
+    add("--directory", type=path, metavar="DIR", help="directory for the profile (default: the user's cache)")
+    add("--force", action="store_true", help="measure again even if there is a profile")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, keep, print; 2 when the input was wrong."""
-    with ExitStack() as at_the_end:
+    """Measure, save and print; returns 2 if the input is wrong."""
+    with ExitStack() as cleanup:
         try:
             arguments = build_parser().parse_args(argv)
             from megatron_mux.runtime import shutdown
 
-            at_the_end.callback(shutdown)
+            cleanup.callback(shutdown)
             run(arguments)
         except UserError as error:
             tell(error, "profile_backbone.py")
@@ -61,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The work, once the command line is good."""
+    """Measure, save and print, with a parsed command line."""
     import torch
 
     from megatron_mux.backbone.model import Backbone
@@ -78,14 +85,14 @@ def run(arguments: argparse.Namespace) -> None:
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)
     if profile is not None and parallel.world_size > 1 and not profile.links:
-        profile = None  # measured by a process alone: transfers are wanting
+        profile = None  # measured by one process, so without transfers between ranks
     seconds = 0.0
     if profile is None:
         backbone = Backbone.load(arguments.backbone, parallel, dtype)
         most = arguments.most_tokens or (2048 if parallel.device.type == "cpu" else 16384)
         start = time.perf_counter()
-        with _progress(parallel.rank == 0) as told:
-            profile = measure(backbone, about, Measuring(most, arguments.rounds), told)
+        with _ProgressBar(parallel.rank == 0) as progress:
+            profile = measure(backbone, about, Measuring(most, arguments.rounds), progress)
         seconds = time.perf_counter() - start
         if parallel.rank == 0:
             save_profile(profile, directory)
@@ -95,11 +102,11 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({**asdict(profile), "path": str(where), "seconds": seconds}))
     else:
-        _table(profile, where, seconds)
+        _print(profile, where, seconds)
 
 
-class _progress:
-    """A bar on standard error."""
+class _ProgressBar:
+    """A progress bar on standard error."""
 
     def __init__(self, shown: bool) -> None:
         from rich.console import Console
@@ -114,7 +121,7 @@ class _progress:
             disable=not shown or not sys.stderr.isatty(),
         )
 
-    def __enter__(self) -> _progress:
+    def __enter__(self) -> _ProgressBar:
         self._bar.start()
         self._task = self._bar.add_task("measuring", total=None)
         return self
@@ -126,8 +133,8 @@ class _progress:
         self._bar.update(self._task, completed=done, total=total)
 
 
-def _table(profile: object, where: Path, seconds: float) -> None:
-    """Forward and backward milliseconds of every curve at four of its sizes."""
+def _print(profile: object, where: Path, seconds: float) -> None:
+    """Print forward and backward milliseconds of each curve at four of its sizes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,7 +156,7 @@ def _table(profile: object, where: Path, seconds: float) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"{'measured in ' + format(seconds, '.0f') + ' s' if seconds else 'was there already'}: {where}"
+        f"{'measured in ' + format(seconds, '.0f') + ' s' if seconds else 'found an existing profile'}: {where}"
     )
 
 

@@ -1,8 +1,8 @@
-"""The chunk size that wastes least memory, as PatrickStar's chunk-based memory management searches for it.
+"""Searches for the chunk size that wastes the least memory, as PatrickStar's chunk-based memory management does.
 
-Parameters are laid into chunks of one size in the order of the modules, a parameter never divided: what a chunk cannot
-take starts the next, and the rest of the full one is wasted (Fang et al., 2022, cited by LLMem's section 4.1; the
-search's bounds are those of Colossal-AI's Gemini, with which LLMem was measured).
+Parameters fill chunks of equal size in the order of the modules. A parameter is never split: if it does not fit into
+the current chunk, it starts the next one, and the rest of the current chunk is wasted (Fang et al., 2022, cited by
+LLMem's section 4.1). The bounds of the search are those of Colossal-AI's Gemini, with which LLMem was measured.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ChunkSearch:
-    """Which sizes are tried, all in values (not bytes)."""
+    """The chunk sizes to try, in values (not bytes)."""
 
     least: int = 32 << 20
-    """No chunk is smaller, unless the whole model is: then one chunk holds it exactly."""
+    """Smallest chunk size. A smaller model gets one chunk of exactly its size."""
     width: int = 32 << 20
-    """Sizes are tried up to so much above the smallest that can serve."""
+    """Range of sizes to try above the smallest possible one."""
     step: int = 1024
-    """Sizes are multiples of it."""
+    """Sizes are multiples of this number."""
 
     def best(self, counts: Sequence[int]) -> int:
-        """The size of a chunk, in values.
+        """Return the chunk size that wastes the fewest values, the smallest of equals.
+
+        Every parameter fits into a chunk of this size.
 
         Args:
             counts: Values of each parameter, in order. (LLMem's formula keeps the token embedding out of the chunks.)
-
-        Returns:
-            The smallest of the sizes that waste least. Every parameter fits into a chunk.
         """
         total = sum(counts)
         if total <= self.least:
@@ -43,11 +42,11 @@ class ChunkSearch:
 
 
 def wasted(counts: Sequence[int], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Values that stay empty in chunks of each of several sizes, the end of the last chunk included.
+    """Count the unused values of all chunks, including the last one, for each chunk size.
 
     Args:
-        counts: Values of each parameter, none larger than any of the sizes.
-        sizes: Sizes of a chunk.
+        counts: Values of each parameter; none exceeds the smallest size.
+        sizes: Chunk sizes.
     """
     free = np.zeros_like(sizes)
     waste = np.zeros_like(sizes)

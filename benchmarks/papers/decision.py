@@ -1,4 +1,4 @@
-"""Which parallel method to train with: LLMem's Algorithm 1 over estimates of each method's peak memory."""
+"""LLMem's Algorithm 1: selects a parallel method from estimates of each method's peak memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 OFFLOAD = "offload"
-"""What is selected when no method fits: parameters on the GPU, optimizer and its states in host memory."""
+"""Selected when no method fits: parameters on the GPU, the optimizer and its states in host memory."""
 _COMMUNICATION_OF_ZERO3 = 1.5
-"""ZeRO-3 communicates so many times what plain data parallelism does (section 6)."""
+"""Communication volume of ZeRO-3 over that of plain data parallelism (section 6)."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it takes."""
+        """Number of GPUs."""
         return self.data * self.tensor
 
     @property
     def name(self) -> str:
-        """As LLMem's Table 3 has it. It calls both kinds of data parallelism `4DP`; `kind` tells them apart."""
+        """Name as in LLMem's Table 3, which calls both kinds of data parallelism `4DP`; `kind` distinguishes them."""
         if self.kind == "DP+TP":
             return f"{self.data}DP+{self.tensor}TP"
         return f"{self.tensor}TP" if self.kind == "TP" else f"{self.data}DP"
 
     def score(self, batch: int) -> float:
-        """What it is ranked by: sequences of a step on all GPUs, those of CDP worth half as much again.
+        """Score by which layouts are ranked: sequences in a step on all GPUs, times 1.5 for CDP.
 
         Args:
             batch: Sequences of a step on each GPU.
@@ -42,10 +42,10 @@ class Layout:
 
 
 def layouts(gpus: int) -> list[Layout]:
-    """The methods for a number of GPUs, in the order in which they win ties.
+    """List the layouts of a number of GPUs; the first of equal scores wins.
 
-    The paper has one combination of DP and TP, on four GPUs. On more, every one is listed, the least tensor-parallel
-    first. On one GPU there is one method.
+    The paper has one combination of DP and TP, on four GPUs. For more GPUs all combinations are listed, those with the
+    fewest tensor ranks first. For one GPU there is one layout.
     """
     found = [Layout("CDP", gpus, 1)]
     if gpus > 1:
@@ -60,10 +60,10 @@ def _combined(gpus: int) -> Iterator[Layout]:
 
 
 def select(batches: Sequence[tuple[Layout, int]]) -> Layout | None:
-    """The layout with the highest score, the first of equals; None if nothing fits.
+    """Select the layout with the highest score, the first of equals; None if none fits.
 
     Args:
-        batches: Layouts in the order in which they win ties, each with its largest batch.
+        batches: Layouts with their largest batch, in the order of `layouts`.
     """
     best = max(batches, key=lambda entry: entry[0].score(entry[1]))
     return best[0] if best[1] else None

@@ -1,18 +1,19 @@
 """DNNMem (Gao et al., ESEC/FSE 2020) as LLMem's section 3.1 rebuilds it: one GPU, fp32, live tensors along the graph.
 
-The peak is the CUDA context, the weights, their gradients, a constant buffer of the allocator, and the most that is
-alive at an operator of the forward pass: its inputs and outputs, and tensors not released yet, each in whole 512 bytes.
+The peak is the sum of the CUDA context, the weights, their gradients, a constant buffer of the allocator, and the
+largest total of live tensors at any operator of the forward pass: its inputs and outputs, and tensors not released yet,
+each rounded up to 512 bytes.
 
-Readings taken:
+The paper is read as follows:
 
 - The graph is the model's own, up to its logits: "the computation graph from a given pre-trained DL model". The loss
-  is no operator of it.
-- Everything is fp32, since DNNMem "does not handle mixed precision". Gradients have memory of their own, since it does
-  not know that they "share the same GPU memory space" with parameters (section 3.2). Optimizer states are left out,
-  as there.
-- Gradient checkpointing (section 7.2): what a layer computes dies with its last reader in the layer; what another layer
-  reads, its output, is kept. What is computed outside layers is kept: the backward pass reads it.
-- Attention is computed as plain operators, scores and all: fused kernels came after the paper's PyTorch 2.0 models.
+  is not part of it.
+- Everything is fp32, since DNNMem "does not handle mixed precision". Gradients have separate memory, since DNNMem does
+  not know that they "share the same GPU memory space" with parameters (section 3.2). Optimizer states are left out, as
+  in that section.
+- Gradient checkpointing (section 7.2): a tensor made in a layer lives until its last reader in that layer. Tensors that
+  other layers read (a layer's output), and those made outside layers, are kept for the backward pass.
+- Attention runs as separate operators that keep their scores: fused kernels came after the paper's PyTorch 2.0 models.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ class Constants:
     """The constants of the estimate."""
 
     context: int = 512 * MIB
-    """What the CUDA context takes, about (neither paper says)."""
+    """Approximate size of the CUDA context, which neither paper states."""
     buffer: int = 64 * MIB
-    """What the allocator holds beyond live tensors (section 3.1)."""
+    """Memory of the allocator beyond live tensors (section 3.1)."""
     alignment: int = 512
-    """Bytes of a tensor are a multiple of it."""
+    """Sizes of tensors are rounded up to a multiple of this many bytes."""
     value: int = 4
     """Bytes of a weight and of its gradient."""
 
 
-_FOREVER = 1 << 60
-"""After every operator."""
+_NEVER_RELEASED = 1 << 60
+"""Last reader of a tensor that is kept for the backward pass."""
 
 
 @dataclass
@@ -56,11 +57,11 @@ class _Tensor:
     size: int
     """Bytes."""
     born: int
-    """The operator that makes it, by its place in the graph."""
+    """Index of the operator that makes it."""
     read: int
-    """The last operator that reads it; beyond the graph if it is kept."""
+    """Index of the last operator that reads it, or `_NEVER_RELEASED`."""
     layer: int | None
-    """The layer that makes it, None outside layers."""
+    """Index of the layer that makes it; None outside layers."""
 
 
 class DNNMem:
@@ -72,13 +73,13 @@ class DNNMem:
         constants: The estimate's constants.
 
     Raises:
-        UserError: The model's forward pass cannot be followed without values.
+        UserError: The model's forward pass cannot be traced on the meta device.
     """
 
     def __init__(self, skeleton: Skeleton, length: int, constants: Constants = Constants()) -> None:
         self.constants = constants
         self.weights = sum(self._aligned(t.count * constants.value) for t in skeleton.tensors.tensors)
-        # Bytes are a constant and a part in proportion to the sequences: two batches tell which. (1 would be special.)
+        # Sizes are linear in the batch: two batches give both coefficients. (Models treat a batch of 1 differently.)
         two, three = (_graph(skeleton, batch, length) for batch in (2, 3))
         if [(t.born, t.read) for t in two] != [(t.born, t.read) for t in three]:
             raise UserError(f"dnnmem: {skeleton.path}: its graph depends on the number of sequences.")
@@ -93,7 +94,7 @@ class DNNMem:
         return sum(self.breakdown(batch).values())
 
     def breakdown(self, batch: int) -> dict[str, int]:
-        """Bytes at the peak by what they are for.
+        """Bytes at the peak, by kind.
 
         Args:
             batch: Sequences.
@@ -102,12 +103,12 @@ class DNNMem:
             "base": self.constants.context,
             "parameters": self.weights,
             "gradients": self.weights,
-            "outputs": self._most_alive(batch),
+            "outputs": self._peak_of_live_tensors(batch),
             "buffer": self.constants.buffer,
         }
 
-    def _most_alive(self, batch: int) -> int:
-        """The most bytes of tensors alive at any operator."""
+    def _peak_of_live_tensors(self, batch: int) -> int:
+        """Largest total of live tensors at any operator, in bytes."""
         changes: dict[int, int] = {}
         for tensor, more in self._tensors:
             size = self._aligned(tensor.size + (batch - 2) * more)
@@ -124,27 +125,27 @@ class DNNMem:
 
 
 def _graph(skeleton: Skeleton, batch: int, length: int) -> list[_Tensor]:
-    """The tensors that a forward pass makes, its input included, in the order in which it does."""
+    """Trace a forward pass; returns its tensors, including the input, in the order in which they are made."""
     tokens, mask = (torch.ones(batch, length, dtype=torch.long, device="meta") for _ in range(2))
     recorder = _Recorder(skeleton.module, tokens, mask)
     with recorder:
         try:
             with torch.no_grad(), torch.device("meta"):
                 skeleton.module(input_ids=tokens, attention_mask=mask, use_cache=False)
-        except Exception as error:  # models raise whatever they do without values
-            said = f"dnnmem: {skeleton.path}: its forward pass cannot be followed: {one_line(error)}"
-            raise UserError(said) from None
+        except Exception as error:  # models raise anything when tensors have no values
+            message = f"dnnmem: {skeleton.path}: its forward pass cannot be traced: {one_line(error)}"
+            raise UserError(message) from None
     return recorder.tensors
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes which operator makes and which last reads each storage."""
+    """Records for each storage the operator that makes it and the last one that reads it."""
 
     def __init__(self, module: nn.Module, *inputs: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[_Tensor] = []
         self._places: dict[int, _Tensor] = {}
-        self._held: list[torch.UntypedStorage] = []  # so that no two have the same address
+        self._held: list[torch.UntypedStorage] = []  # keeps addresses unique
         self._operators = 0
         self._layer: int | None = None
         for weight in (*module.parameters(), *module.buffers()):
@@ -172,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
-        """The operator under way makes or reads a tensor."""
+        """Record that the current operator makes or reads a tensor."""
         key = self._key(tensor)
         found = self._places.get(key)
         if found is None:
@@ -181,7 +182,7 @@ class _Recorder(TorchDispatchMode):
             self._places[key] = found
             self.tensors.append(found)
         inside = self._layer is not None and found.layer == self._layer
-        found.read = max(found.read, self._operators if inside else _FOREVER)
+        found.read = max(found.read, self._operators if inside else _NEVER_RELEASED)
 
     def _key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -203,7 +204,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that gradient checkpointing computes anew."""
+    """Layers that gradient checkpointing recomputes."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]

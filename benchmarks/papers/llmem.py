@@ -1,25 +1,26 @@
 """LLMem's closed forms (Kim et al., IJCAI 2024): peak memory of mixed-precision full fine-tuning, by parallel method.
 
-Sections 4 and 5 leave some things open. The readings taken here:
+Sections 4 and 5 leave some points open. They are read as follows:
 
-- Brackets around a quotient by the page size are ceilings: memory is taken in whole pages. Where a term is then
-  divided by the number of GPUs, no page is rounded to again.
-- `embed_p` is the token embedding, "large dictionary" and all; position embeddings are among `other_p`.
-- `lm_p` counts in fp16, once, in `m_lm`, tied to the embedding or not: Table 1 has it beside `embed_p`, and the
-  authors' program adds it for tied models, too. It is in neither `m_p` nor `m_os`, whose sums are over "the given
-  transformer model". (No base memory then gives all nine choices of Table 3 at once.)
+- Brackets around a quotient by the page size are ceilings: memory is allocated in whole pages. A term that is then
+  divided by the number of GPUs is not rounded to pages again.
+- `embed_p` is the token embedding (the "large dictionary"); position embeddings belong to `other_p`.
+- `lm_p` is counted once, in fp16, as part of `m_lm`, whether or not it is tied to the embedding: Table 1 lists it next
+  to `embed_p`, and the authors' program adds it for tied models, too. It is part of neither `m_p` nor `m_os`, whose
+  sums are over "the given transformer model". (With this reading no base memory gives all nine choices of Table 3 at
+  once.)
 - `m_os` counts weights of Embedding and Linear modules, not their biases, which "can use space with other memory
   fragmentation".
-- `e_n` is the number of Embedding modules: 1 where positions are not embedded (BLOOM, CodeGen, LLaMA), else 2.
+- `e_n` is the number of Embedding modules: 1 for models without position embeddings (BLOOM, CodeGen, LLaMA), else 2.
 - `o_n` is the hidden size, for every embedding and layer. OPT-350m's embedding is half as wide; its two projections
-  are Linear operators like others.
-- `B` of `m_lm` is by family: 4 bytes where `transformers` 4.29, which the paper used, makes logits fp32 (CodeGen,
-  GPT-Neo), else 2.
-- `m_p,16 * tp_n / gpu_n` of DP+TP is taken as printed. It leaves the share `1 - tp_n / gpu_n` of the fp16 parameters,
-  which is `1 / tp_n` for 2DP+2TP on four GPUs but for hardly any other combination.
+  count as Linear operators.
+- `B` of `m_lm` depends on the family: 4 bytes where `transformers` 4.29, which the paper used, makes logits fp32
+  (CodeGen, GPT-Neo), else 2.
+- `m_p,16 * tp_n / gpu_n` of DP+TP is used as printed. It leaves the share `1 - tp_n / gpu_n` of the fp16 parameters,
+  which equals `1 / tp_n` for 2DP+2TP on four GPUs, but not in general.
 - Table 3's `4DP` is conventional or advanced data parallelism, whichever scores higher.
-- Algorithm 1's text is followed: offload if every score is 0 (its last line looks at that of TP only), and a batch
-  of 1 must fit (its loops, read to the letter, begin checking at 2).
+- Algorithm 1 follows the paper's text: it offloads if every score is 0 (its last line tests the score of TP only), and
+  a batch of 1 must fit (its loops as printed begin at 2).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Constants:
     """The paper's constants."""
 
     base_memory: int = 512 * MIB
-    """`m_base`: what is in use before parameters are. The paper measures it on the GPU and does not say what it found:
-    this is about what a CUDA context takes. benchmarks/llmem_tables.py tells for which values Table 3 comes out."""
+    """`m_base`: memory in use before the parameters are allocated. The paper does not publish the value; this
+    is about the size of a CUDA context. For values that reproduce Table 3, see benchmarks/llmem_tables.py."""
     page: int = 2 * MIB
     """`cu_p`, bytes."""
     half: int = 2
@@ -65,21 +66,23 @@ class Constants:
 
 
 class LLMem:
-    """The forms for one model and sequence length.
+    """The closed forms for one model and sequence length.
 
     Args:
-        model: Of one of the families of `constants.logits`.
+        model: A model of a family in `constants.logits`.
         length: Tokens of a sequence.
         constants: The paper's constants.
 
     Raises:
-        UserError: The model is of another family.
+        UserError: The model belongs to another family.
     """
 
     def __init__(self, model: ModelTensors, length: int, constants: Constants = Constants()) -> None:
         if model.model_type not in constants.logits:
             known = ", ".join(constants.logits)
-            raise UserError(f"llmem: has no forms for model_type {model.model_type!r}: it knows {known}.")
+            raise UserError(
+                f"llmem: model_type {model.model_type!r} is not supported; supported are {known}."
+            )
         self.model = model
         self.length = length
         self.constants = constants
@@ -89,10 +92,10 @@ class LLMem:
         return sum(self.breakdown(layout, batch).values())
 
     def breakdown(self, layout: Layout, batch: int) -> dict[str, int]:
-        """Bytes of one GPU at the peak by what they are for.
+        """Bytes of one GPU at the peak, by kind.
 
         Args:
-            layout: How GPUs are divided.
+            layout: Division of the GPUs.
             batch: Sequences on each GPU.
         """
         return {
@@ -105,7 +108,7 @@ class LLMem:
         }
 
     def _parameters(self, layout: Layout) -> int:
-        """What `m_p` becomes under a layout, with gradients, which take the place of the fp16 parameters."""
+        """`m_p` under a layout. Gradients reuse the memory of the fp16 parameters."""
         if layout.kind == "CDP":
             return self.parameters(self.constants.half + self.constants.full)
         if layout.kind == "TP":
@@ -121,7 +124,7 @@ class LLMem:
 
     @cached_property
     def _chunked(self) -> list[int]:
-        """Values of each parameter that lives in chunks."""
+        """Values of each parameter that is stored in chunks."""
         apart = {self.model.embedding, *(tensor.name for tensor in self.model.head_tensors)}
         return [tensor.count for tensor in self.model.tensors if tensor.name not in apart]
 
@@ -148,13 +151,13 @@ class LLMem:
         )
 
     def outputs(self, batch: int) -> int:
-        """`m_out`: what gradient checkpointing keeps."""
+        """`m_out`: the outputs that gradient checkpointing keeps."""
         embeddings = sum(tensor.operator == "Embedding" for tensor in self.model.tensors)
         kept = embeddings + self.model.layers
         return self._paged(kept * self._hidden_states(batch))
 
     def head(self, batch: int) -> int:
-        """`m_lm`: logits, their shifted copy and its loss, and the output layer."""
+        """`m_lm`: the logits, their shifted copy, its loss, and the output layer."""
         row = self.model.vocabulary * self.constants.logits[self.model.model_type]
         shifted = self._paged(batch * (self.length - 1) * row)
         return self._paged(batch * self.length * row) + 2 * shifted + self._head_weights
@@ -177,5 +180,5 @@ class LLMem:
         return batch * self.length * self.model.hidden * self.constants.half
 
     def _paged(self, count: int) -> int:
-        """Bytes in whole pages."""
+        """Round bytes up to whole pages."""
         return -(-count // self.constants.page) * self.constants.page

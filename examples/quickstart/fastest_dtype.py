@@ -1,7 +1,7 @@
-"""Print the dtype in which the quickstart trains fastest here: bf16 if it multiplies matrices clearly faster, or fp32.
+"""Print the faster dtype for the quickstart on this machine: bf16 if its matrix products are clearly faster, else fp32.
 
-Processors with bfloat16 instructions and GPUs train the quickstart about twice as fast in bfloat16, to like losses.
-Others would emulate it, slower than fp32. A second's measurement on one thread tells them apart.
+Processors with bfloat16 instructions and GPUs train the quickstart about twice as fast in bfloat16, to similar losses.
+Other processors emulate it, slower than fp32. A measurement of one second on one thread decides.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 
 import torch
 
-ENOUGH = 1.3  # times as fast: less would be lost in everything that is no matrix product
+MIN_SPEEDUP = 1.3  # of matrix products; with less, the rest of a step would outweigh the gain
 
 
 def seconds(dtype: torch.dtype, device: str, rounds: int = 9) -> float:
-    """The median time of a product as large as those of the quickstart's backbone."""
+    """Return the median time of four matrix products of the size of the quickstart's backbone."""
     x = torch.randn(512, 576, dtype=dtype, device=device)
     weight = torch.randn(576, 1536, dtype=dtype, device=device)
     times = []
@@ -28,11 +28,11 @@ def seconds(dtype: torch.dtype, device: str, rounds: int = 9) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the dtype."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     ratio = seconds(torch.float32, device) / seconds(torch.bfloat16, device)
-    print("bf16" if ratio > ENOUGH else "fp32")
+    print("bf16" if ratio > MIN_SPEEDUP else "fp32")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_a_whole_plan(estimate: Call, tmp_path: Path) -> None:
     ("flags_more", "said"),
     [
         (("--precision", "fp16"), "--precision fp16: --method dry-run supports bf16 and fp32"),
-        (("--batch-size", "4"), "--batch-size: --tasks says it"),
+        (("--batch-size", "4"), "--batch-size: --tasks defines it"),
         (("--plan", "nowhere.json"), "nowhere.json: cannot be read"),
         (("--plan", "p", "--method", "ours"), "--plan: --method ours does not use it for --tasks"),
         (("--gpu-memory", "80"), "is no GPU's"),

@@ -388,7 +388,7 @@ def test_a_picture_of_each_method(estimate: Call, tmp_path: Path, method: str) -
         (OPT, ["--precision", "int4"], "--precision: invalid choice: 'int4'"),
         (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
         (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
-        (OPT, ["--tasks", "x.yaml", "--batch-size", "4"], "--batch-size: --tasks says it"),
+        (OPT, ["--tasks", "x.yaml", "--batch-size", "4"], "--batch-size: --tasks defines it"),
         *(
             (OURS, ["--method", method, "--device", "V100"], "--device V100: has no bf16")
             for method in ("trace", "ours", "all")

@@ -59,13 +59,13 @@ def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any
 def test_what_is_measured_together_trains(scripts: Any, name: str, parallel: Parallel) -> None:
     _, cases, worker = scripts
     (run_spec,) = (
-        one for known, (_, one) in cases.settings(Gpu()).items() if known.endswith(f"together: {name}")
+        one for known, (_, one) in cases.run_specs(Gpu()).items() if known.endswith(f"together: {name}")
     )
-    casts = [
+    tasks = [
         replace(one, lengths=[16] * len(one.lengths), labels=[8] * len(one.labels)) for one in run_spec.tasks
     ]
     config = {**CONFIGS["llama"], "max_position_embeddings": 64}
-    tiny = replace(run_spec, config=config, tasks=casts, device="cpu", dtype="float32")
+    tiny = replace(run_spec, config=config, tasks=tasks, device="cpu", dtype="float32")
     worker.train_together(asdict(tiny), parallel.device)
 
 
@@ -77,9 +77,9 @@ def test_a_history_that_is_replayed_otherwise_is_found(scripts: Any) -> None:
         {"action": "alloc", "addr": 1 << 30, "size": 512, "stream": 0},
         {"action": "alloc", "addr": (1 << 30) + 512, "size": 512, "stream": 0},
     ]
-    assert worker.replayed(trace) == {"events": 2, "first_event_replayed_otherwise": None}
+    assert worker.replay_history(trace) == {"events": 2, "first_event_replayed_otherwise": None}
     more = {"action": "segment_alloc", "addr": 2 << 30, "size": 2 * mib, "stream": 0}
-    assert worker.replayed([*trace[:2], more, trace[2]])["first_event_replayed_otherwise"] == 1
+    assert worker.replay_history([*trace[:2], more, trace[2]])["first_event_replayed_otherwise"] == 1
 
 
 def task(name: str, adapter: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def test_predictions_are_written_down_and_compared(
     tiny = Case(CONFIGS["llama"], 2, 2, 16)
     known = {"tiny full": ("tiny", tiny), "tiny LoRA": ("tiny", replace(tiny, adapter=ADAPTERS["lora"]))}
     monkeypatch.setattr(cases, "cases", lambda _: known)
-    casts = [TaskRecords(task("a", {"peft_type": "LORA", "target_modules": ["q_proj"]}), [16, 16], [8, 8])]
-    together = RunSpec(CONFIGS["llama"], casts, plan_for("spatial", {"a": 1}, 1))
-    monkeypatch.setattr(cases, "settings", lambda _: {"tiny together": ("tiny", together)})
+    tasks = [TaskRecords(task("a", {"peft_type": "LORA", "target_modules": ["q_proj"]}), [16, 16], [8, 8])]
+    together = RunSpec(CONFIGS["llama"], tasks, plan_for("spatial", {"a": 1}, 1))
+    monkeypatch.setattr(cases, "run_specs", lambda _: {"tiny together": ("tiny", together)})
     monkeypatch.setattr(cases, "LIMITS", {1: ("tiny full",)})
     path = tmp_path / "predicted.json"
     script.main(["predict", "--output", str(path)])
@@ -126,10 +126,10 @@ def test_predictions_are_written_down_and_compared(
         return {**peaks, "outside": 512 << 20, "fits": True, "first_event_replayed_otherwise": 7}
 
     monkeypatch.setattr(script, "run", run)
-    monkeypatch.setattr(script, "machine", lambda: {"gpu": "made up"})
+    monkeypatch.setattr(script, "machine_info", lambda: {"gpu": "made up"})
     script.main(["measure", "--predicted", str(path), "--output", str(tmp_path / "measured.json")])
     said = (tmp_path / "measured.md").read_text()
-    assert "median 3.85% off (goal 1%), worst 3.85% (goal 3%), of 3; 0 histories" in said
+    assert "median 3.85% (goal 1%), worst 3.85% (goal 3%) of 3 cases; 0 histories" in said
     assert "not event 7" in said and "| runs | does not fit |" in said
     partial = json.loads((tmp_path / "measured.partial.json").read_text())
     assert partial["cases"].keys() == predicted["cases"].keys() and len(partial["limits"]) == 1

@@ -64,4 +64,4 @@ def both_schedules_learn_the_same(server: Server) -> None:
 def it_says_what_is_missing(server: Server) -> None:
     done = run([server.python])
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("megatron.training is not to be had here")
+    assert done.stderr.splitlines()[-1].startswith("megatron.training cannot be imported")

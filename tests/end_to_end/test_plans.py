@@ -64,7 +64,7 @@ def test_what_people_read(plan: Call) -> None:
         *TASKS,
         "zero-padded",
         "temporal",
-        "carry no information",
+        "share of padding",
         "of 1.00 GiB",
         "roofline",
         "torchrun",

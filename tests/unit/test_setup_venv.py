@@ -57,7 +57,7 @@ def test_without_a_python_it_says_so(
     setup_venv: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert setup_venv.main([str(tmp_path / "venv"), "--versions", "3.78"]) == 2
-    assert "no Python 3.78 found" in capsys.readouterr().out
+    assert "found no Python 3.78" in capsys.readouterr().out
 
 
 def test_a_stamped_environment_is_left_alone(

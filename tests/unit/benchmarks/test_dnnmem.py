@@ -68,14 +68,14 @@ def test_every_family_can_be_followed(tmp_path: Path, name: str) -> None:
     assert four - two == pytest.approx(2 * (two - one), rel=1e-3)
 
 
-def test_a_model_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = small(tmp_path, 1)
 
     def forward(**_: object) -> None:
         raise RuntimeError("data\ndependent")
 
     monkeypatch.setattr(skeleton.module, "forward", forward)
-    with pytest.raises(UserError, match=r"dnnmem: .*its forward pass cannot be followed: data dependent"):
+    with pytest.raises(UserError, match=r"dnnmem: .*its forward pass cannot be traced: data dependent"):
         DNNMem(skeleton, 16)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.base_range import LENGTH, Choices, published
+from benchmarks.papers.base_range import LENGTH, Choices, ranges_of_table
 from benchmarks.papers.decision import layouts
 from benchmarks.papers.llmem import Constants, LLMem
 from megatron_mux.errors import UserError
@@ -82,14 +82,14 @@ def test_logits_by_family(model: Models, name: str, width: int) -> None:
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
-    with pytest.raises(UserError, match="no forms for model_type 'gpt2': it knows opt, bloom"):
+    with pytest.raises(UserError, match="model_type 'gpt2' is not supported; supported are opt, bloom"):
         LLMem(Skeleton(write(tmp_path, config)).tensors, 8)
 
 
 def test_table_3_agrees_for_as_many_models_as_is_said(model: Models) -> None:
     choices = {n: Choices(LLMem(model(n).tensors, LENGTH, Constants(base_memory=0))) for n in TABLE_3}
-    assert published(choices, TABLE_3) == []  # no base memory gives all nine
-    same = [name for name, wanted in TABLE_3.items() if choices[name].at(512 * MIB) == wanted]
+    assert ranges_of_table(choices, TABLE_3) == []  # no base memory gives all nine
+    same = [name for name, wanted in TABLE_3.items() if choices[name].selected_method(512 * MIB) == wanted]
     assert len(same) == 6, same
 
 

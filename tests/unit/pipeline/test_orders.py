@@ -10,14 +10,14 @@ from statistics import mean
 import pytest
 
 from benchmarks.bucket_sets import (
-    PREMISES,
+    ASSUMPTIONS,
+    Assumptions,
     BucketSet,
-    Premise,
-    least_latency,
+    descending_order,
+    latency_bound,
     longest_in_the_middle,
     random_set,
-    sorted_down,
-    varying,
+    random_variation,
 )
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
@@ -89,28 +89,30 @@ def test_no_order_beats_the_bound_and_some_reach_it() -> None:
     reached = 0
     for seed in range(24):
         case = tiny(seed)
-        bound, best = least_latency(case), min(every_latency(case))
+        bound, best = latency_bound(case), min(every_latency(case))
         assert best >= bound * (1 - 1e-9), case
         reached += best <= bound * (1 + 1e-9)
-        ours = schedule(sorted_down(case.buckets), None, sizes_of(sorted_down(case.buckets)) * case.steps)[1]
+        ours = schedule(
+            descending_order(case.buckets), None, sizes_of(descending_order(case.buckets)) * case.steps
+        )[1]
         assert ours >= best * (1 - 1e-9), "nor does the structured template"
     assert reached >= 12, "a bound that says something"
 
 
-@pytest.mark.parametrize("premise", PREMISES.values(), ids=list(PREMISES))
-def test_the_structured_template_keeps_the_bound_on_whole_sets(premise: Premise) -> None:
+@pytest.mark.parametrize("assumptions", ASSUMPTIONS.values(), ids=list(ASSUMPTIONS))
+def test_the_structured_template_keeps_the_bound_on_whole_sets(assumptions: Assumptions) -> None:
     for seed in range(20):
-        case = random_set(seed, premise)
-        buckets = sorted_down(case.buckets)
+        case = random_set(seed, assumptions)
+        buckets = descending_order(case.buckets)
         latency = schedule(buckets, case.memory_limit, sizes_of(buckets) * case.steps)[1]
-        assert latency >= least_latency(case) * (1 - 1e-9)
+        assert latency >= latency_bound(case) * (1 - 1e-9)
 
 
 def test_other_orders_are_slower_on_average() -> None:
     slower: dict[str, list[float]] = {}
     for seed in range(150):
-        buckets = random_set(seed, PREMISES["the paper's"]).buckets
-        down, middle = sorted_down(buckets), longest_in_the_middle(buckets)
+        buckets = random_set(seed, ASSUMPTIONS["the paper's"]).buckets
+        down, middle = descending_order(buckets), longest_in_the_middle(buckets)
         latencies = {
             "ascending": schedule(down[::-1])[1],
             "unsorted": schedule(buckets)[1],
@@ -143,7 +145,9 @@ def test_a_lead_makes_up_for_passes_that_take_longer_than_usual(
     found = []
     for passes in (schedule(buckets, None, sizes)[0], one_f_one_b(2, sizes, 2)):
         template = with_updates(passes, sizes, 2)
-        runs = [simulate(template, buckets, sizes=sizes, vary=varying(0.2, seed)) for seed in range(5)]
+        runs = [
+            simulate(template, buckets, sizes=sizes, vary=random_variation(0.2, seed)) for seed in range(5)
+        ]
         found.append(mean(max(run.bubble(0), run.bubble(1)) for run in runs))
     assert found[0] < idle < idle_1f1b < found[1]
 

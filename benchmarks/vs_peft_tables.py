@@ -1,4 +1,4 @@
-"""The result of `vs_peft.py` as tables for people."""
+"""Renders the result of `vs_peft.py` as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPEED_HEADINGS = (
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Hardware, speed, memory and losses in Markdown."""
+    """Render hardware, speed, memory and losses."""
     return "\n".join([*_head(result), "", *_speed(result), "", *_memory(result), *_losses(result)])
 
 
@@ -52,7 +52,7 @@ def _speed(result: Mapping[str, Any]) -> list[str]:
             f"{part['padding_share_of_peft']:.0%}",
         )
         rows.append(row)
-    explained = "Tokens are real ones: padding is not counted on either side."
+    explained = "Tokens do not include padding, on either side."
     return [*table(_SPEED_HEADINGS, rows), "", explained]
 
 
@@ -67,7 +67,7 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
     one, eight = memory["mux:one"]["persistent"], memory["mux:eight"]["persistent"]
     rows = (
         (f"peak, PEFT, the largest of {count} tasks run one after the other", _mib(largest)),
-        (f"peak, PEFT, {count} tasks at once in processes of their own", _mib(together)),
+        (f"peak, PEFT, {count} tasks at once, one process each", _mib(together)),
         (f"peak, megatron-mux, {count} tasks together", _mib(_peak(memory["mux:mix"]))),
         ("persistent, megatron-mux, 1 task", _mib(one)),
         (
@@ -79,7 +79,7 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
 
 
 def _peak(found: Mapping[str, int]) -> int:
-    """What a process came to beyond its interpreter and libraries."""
+    """Peak memory of a process beyond its interpreter and libraries, in bytes."""
     return found["peak"] - found.get("before_loading", 0)
 
 
@@ -92,7 +92,7 @@ def _losses(result: Mapping[str, Any]) -> list[str]:
     return [
         *table("loss | first step | last step (PEFT) | last step (megatron-mux)", rows),
         "",
-        f"Largest relative difference of any step's loss: {part['largest_relative_loss_difference']:.1e}.",
+        f"Largest relative difference of a loss in any step: {part['largest_relative_loss_difference']:.1e}.",
     ]
 
 

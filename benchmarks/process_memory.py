@@ -1,4 +1,4 @@
-"""How much memory a process uses: peaks as the system saw them, and what the tensors that live on add up to."""
+"""Memory of this process: its peak as the operating system reports it, and the total of all live tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def tensor_bytes() -> int:
-    """Bytes of all storages that any tensor in this process holds, each counted once."""
+    """Return the bytes of all tensor storages in this process, each counted once."""
     gc.collect()
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
@@ -25,7 +25,7 @@ def tensor_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """What this process occupies now, freed blocks given back first."""
+    """Return the resident bytes of this process, after freed blocks are returned to the operating system."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -33,15 +33,15 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most this process has occupied, since its start or the last `reset_peak`.
+    """Return the highest resident size since the process started or since the last `reset_peak`, in bytes.
 
-    Not `ru_maxrss`, which a child process inherits from its parent.
+    `ru_maxrss` would not do: a child process inherits it from its parent.
     """
     return _status("VmHWM")
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new peak from here."""
+    """Start measuring a new peak."""
     resident_bytes()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -50,7 +50,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def report(device: torch.device) -> dict[str, int]:
-    """Peak since the last reset and what lives on, in bytes."""
+    """Return the peak since the last `reset_peak` and the memory of live tensors, in bytes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return {

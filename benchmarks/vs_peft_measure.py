@@ -1,4 +1,4 @@
-"""What is measured: speeds from the turns of all sides, memory of one case, and what they were measured on."""
+"""The measurements of `vs_peft.py`: speed of all sides, memory of one case, and the machine they ran on."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import memory
 import mux_side
 import peft_side
+import process_memory
 import torch
-from bench import Bench
-from turns import take_turns
-from workload import RANK, Pair, as_plain, padding_share
+from vs_peft_setup import Setup
+from vs_peft_sides import measure_sides
+from workload import RANK, Pair, mix_to_json, padding_share
 
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
 
 
-def speed(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Take turns; for the whole mix, and for its short tasks alone.
+def measure_speed(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the speed of all sides on the whole mix, and on its short tasks alone.
 
     Args:
         arguments: The script's flags.
-        scratch: A directory to pass tensors through.
+        scratch: Directory for the initial adapters, which all sides share.
     """
-    bench = Bench(arguments, arguments.warm_up + arguments.repeats * arguments.steps)
-    everything = list(range(len(bench.mix)))
-    short = [i for i in everything if bench.mix[i].short] or everything[:2]
+    setup = Setup(arguments, arguments.warm_up + arguments.repeats * arguments.steps)
+    everything = list(range(len(setup.mix)))
+    short = [i for i in everything if setup.mix[i].short] or everything[:2]
     if arguments.backbone_shape == "tiny":
         short = everything[:2]
-    found: dict[str, Any] = {"mix": as_plain(bench.mix)}
+    found: dict[str, Any] = {"mix": mix_to_json(setup.mix)}
     for part, members in (("all", everything), ("short", short)):
-        turns = take_turns(arguments, bench.steps, members, scratch)
+        turns = measure_sides(arguments, setup.steps, members, scratch)
         seconds = {name: side.seconds for name, side in turns.items()}
         losses = {name: turns[name].losses for name in ("mux", "peft")}
-        found[part] = _summary(bench, members, [bench.examples(i) for i in members], seconds, losses)
+        found[part] = _summary(setup, members, [setup.examples(i) for i in members], seconds, losses)
     return found
 
 
 def _summary(
-    bench: Bench,
+    setup: Setup,
     members: Sequence[int],
     examples: Sequence[Sequence[Sequence[Pair]]],
     seconds: dict[str, list[float]],
     losses: dict[str, list[list[float]]],
 ) -> dict[str, Any]:
-    size, start = bench.arguments.steps, bench.arguments.warm_up
-    of_step = [sum(len(ids) for task in examples for ids, _ in task[step]) for step in range(bench.steps)]
-    tokens = [sum(of_step[start + t * size : start + (t + 1) * size]) for t in range(bench.arguments.repeats)]
+    size, start = setup.arguments.steps, setup.arguments.warm_up
+    of_step = [sum(len(ids) for task in examples for ids, _ in task[step]) for step in range(setup.steps)]
+    tokens = [sum(of_step[start + t * size : start + (t + 1) * size]) for t in range(setup.arguments.repeats)]
     rates = {
         name: statistics.median(count / s for count, s in zip(tokens, times, strict=True))
         for name, times in seconds.items()
@@ -63,7 +63,7 @@ def _summary(
         for ours, theirs in zip(row, other, strict=True)
     )
     return {
-        "tasks": [bench.mix[i].name for i in members],
+        "tasks": [setup.mix[i].name for i in members],
         "tokens_of_turns": tokens,
         "seconds_of_turns": seconds,
         "tokens_per_second": rates,
@@ -73,7 +73,7 @@ def _summary(
         "step_over_ceiling": _median_ratio(seconds["mux"], seconds["ceiling"]),
         "padding_share_of_peft": padding_share([step for task in examples for step in task]),
         "losses": {
-            name: {bench.mix[i].name: [row[k] for row in rows] for k, i in enumerate(members)}
+            name: {setup.mix[i].name: [row[k] for row in rows] for k, i in enumerate(members)}
             for name, rows in losses.items()
         },
         "largest_relative_loss_difference": apart,
@@ -81,51 +81,51 @@ def _summary(
 
 
 def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median over turns: both sides of a turn saw the same records and the same machine."""
+    """Median over turns; both sides of a turn trained on the same records under the same load of the machine."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def memory_of(arguments: argparse.Namespace, part: str) -> dict[str, int]:
-    """Memory of one case in this process: `mux:mix`, `mux:one`, `mux:eight`, or `peft:<index>` (that task alone)."""
-    bench = Bench(arguments, MEMORY_STEPS)
+def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
+    """Measure memory in this process for one case: `mux:mix`, `mux:one`, `mux:eight`, or `peft:<index of a task>`."""
+    setup = Setup(arguments, MEMORY_STEPS)
     side, what = part.split(":")
-    before = memory.resident_bytes()
-    memory.reset_peak(bench.device)
+    before = process_memory.resident_bytes()
+    process_memory.reset_peak(setup.device)
     if side == "peft":
-        task = bench.peft_task(peft_side.load(arguments.backbone, bench.dtype, bench.device), int(what))
-        examples = bench.examples(int(what))
-        loaded = memory.peak_resident_bytes()
-        memory.reset_peak(bench.device)
+        task = setup.peft_task(peft_side.load(arguments.backbone, setup.dtype, setup.device), int(what))
+        examples = setup.examples(int(what))
+        loaded = process_memory.peak_resident_bytes()
+        process_memory.reset_peak(setup.device)
         for pairs in examples:
             task.step(pairs)
-        return {**_around_loading(bench, before, loaded), **memory.report(bench.device)}
-    parallel = bench.parallel()
-    count = {"mix": len(bench.mix), "one": 1, "eight": 8}[what]
-    chosen = [i % len(bench.mix) for i in range(count)]
-    # The largest task stands for "one": nothing is gained by comparing with the smallest.
-    chosen = [len(bench.mix) - 1] if what == "one" else chosen
+        return {**_around_loading(setup, before, loaded), **process_memory.report(setup.device)}
+    parallel = setup.parallel()
+    count = {"mix": len(setup.mix), "one": 1, "eight": 8}[what]
+    chosen = [i % len(setup.mix) for i in range(count)]
+    # A single task is the largest one of the mix.
+    chosen = [len(setup.mix) - 1] if what == "one" else chosen
     specs = [
-        bench.specs[i].model_copy(update={"name": f"{bench.mix[i].name}.{k}"}) for k, i in enumerate(chosen)
+        setup.specs[i].model_copy(update={"name": f"{setup.mix[i].name}.{k}"}) for k, i in enumerate(chosen)
     ]
     engine = mux_side.make_engine(
-        bench.backbone(parallel), parallel, specs, [bench.records[i] for i in chosen], [None] * count
+        setup.backbone(parallel), parallel, specs, [setup.records[i] for i in chosen], [None] * count
     )
-    loaded = memory.peak_resident_bytes()
-    memory.reset_peak(bench.device)
+    loaded = process_memory.peak_resident_bytes()
+    process_memory.reset_peak(setup.device)
     for _ in range(MEMORY_STEPS):
         engine.step()
-    return {**_around_loading(bench, before, loaded), **memory.report(bench.device)}
+    return {**_around_loading(setup, before, loaded), **process_memory.report(setup.device)}
 
 
-def _around_loading(bench: Bench, before: int, loaded: int) -> dict[str, int]:
-    """What the host held; on a GPU the measurement is of the device's memory, and this says nothing of it."""
-    if bench.device.type == "cuda":
+def _around_loading(setup: Setup, before: int, loaded: int) -> dict[str, int]:
+    """Host memory around loading; on a GPU reported apart, since the measurement is of the device's memory there."""
+    if setup.device.type == "cuda":
         return {"host_peak_while_loading": loaded}
     return {"before_loading": before, "peak_while_loading": loaded}
 
 
-def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Hardware, versions and settings."""
+def environment(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Describe hardware, versions and settings, for the result file."""
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     return {
         "hardware": {

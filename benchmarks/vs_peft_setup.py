@@ -1,4 +1,4 @@
-"""Backbone, records and specs of one measurement, the same in every process that takes part."""
+"""Backbone, records and task specs of `vs_peft.py`, the same in each of its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mux_side
 import peft_side
 import torch
 from torch import Tensor
-from workload import LEARNING_RATE, RANK, Pair, TaskShape, made_up_records, mix_of
+from workload import LEARNING_RATE, RANK, Pair, TaskShape, mix_of, random_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
@@ -18,12 +18,12 @@ from megatron_mux.runtime import Parallel, initialize
 from tests.reference.records import Records
 
 
-class Bench:
-    """Backbone, records and specs of one measurement.
+class Setup:
+    """Backbone, records and task specs of one measurement.
 
     Args:
         arguments: The script's flags.
-        steps: Steps each task could take: length of its schedule.
+        steps: Length of each task's learning rate schedule.
     """
 
     def __init__(self, arguments: argparse.Namespace, steps: int) -> None:
@@ -41,28 +41,28 @@ class Bench:
             tokenizer = load_tokenizer(self.arguments.backbone)
             return TaskDataset(self.arguments.data / shape.records, tokenizer, shape.max_length)
         vocab = _vocabulary(self.arguments.backbone)
-        return Records(made_up_records(shape, shape.batch * self.steps, vocab, seed=i)).as_dataset()
+        return Records(random_records(shape, shape.batch * self.steps, vocab, seed=i)).as_dataset()
 
     def parallel(self) -> Parallel:
-        """This process alone."""
+        """Initialize a world of this process alone."""
         return initialize(device=self.device)
 
     def backbone(self, parallel: Parallel) -> Backbone:
-        """A backbone of ours."""
+        """Load the backbone into megatron-mux."""
         return Backbone.load(self.arguments.backbone, parallel, self.dtype)
 
     def examples(self, i: int) -> list[list[Pair]]:
-        """What task `i` trains on, step by step."""
+        """Return the records of task `i` for each step."""
         return mux_side.examples(self.specs[i], self.records[i], self.steps)
 
     def peft_task(
         self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None
     ) -> peft_side.PeftTask:
-        """Task `i` for PEFT."""
+        """Set up task `i` to be trained by PEFT."""
         return peft_side.PeftTask(model, RANK, self.arguments.targets, LEARNING_RATE, self.steps, initial)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait until the GPU, if there is one, has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,4 +1,4 @@
-"""One engine whose plan is changed between steps, so that policies take turns on the same tasks and records."""
+"""An engine whose plan can be switched between steps, to time several plans on the same tasks and records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workload import TaskShape, made_up_records, write_random_backbone
+from workload import TaskShape, random_records, write_random_backbone
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
@@ -33,11 +33,11 @@ from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
 
 STEPS = 100_000
-"""Of each task: more than any measurement takes."""
+"""`max_steps` of each task, more than any measurement runs."""
 
 
-class Follows(Planning):
-    """Follows the plan it is told to."""
+class SwitchablePlanning(Planning):
+    """Planning that always returns the plan in its attribute `plan`."""
 
     def __init__(self) -> None:
         super().__init__("spatial", 1)
@@ -50,85 +50,93 @@ class Follows(Planning):
 
 
 @dataclass
-class Stand:
-    """Tasks on a backbone.
+class EngineBench:
+    """Tasks registered with one engine, and a planner for them.
 
     Attributes:
-        engine: Trains them.
-        follows: Its plan.
-        loads: The tasks, as the planner sees them.
-        planner: Makes plans for them.
+        engine: Trains the tasks.
+        planning: Holds the plan that the next step follows.
+        loads: The planner's view of each task, by name.
+        planner: Makes plans for these tasks.
     """
 
     engine: Engine
-    follows: Follows
+    planning: SwitchablePlanning
     loads: dict[str, TaskLoad]
     planner: Planner
 
     def seconds(self, plans: Sequence[Plan], steps: int = 1) -> float:
-        """Of one step of every task: `plans` one after another, `steps` of each without a flush; the slowest rank's."""
+        """Measure one step of every task, in seconds of the slowest rank.
+
+        Args:
+            plans: Run one after another; together they step every task.
+            steps: Steps to run under each plan without a flush; the result is the average of one.
+        """
         parallel = self.engine.parallel
-        parallel.most([0.0])  # waits for the others
+        parallel.most([0.0])  # a barrier
         start = time.perf_counter()
         for plan in plans:
-            self.follows.plan = plan
+            self.planning.plan = plan
             taken = 0
             while taken < steps:
                 taken += len(self.engine.steps(steps - taken))
         return parallel.most([time.perf_counter() - start])[0] / steps
 
     def alone(self) -> list[Plan]:
-        """A plan for each task by itself."""
+        """Make one plan per task, each for that task alone."""
         return [self.planner.fixed("spatial", {name: load}) for name, load in self.loads.items()]
 
     def close(self) -> None:
-        """Take the tasks away again."""
+        """Remove the tasks from the engine."""
         for name in self.engine.tasks:
             self.engine.remove_task(name)
 
 
-def stand(
+def make_bench(
     backbone: Backbone | Sequence[Backbone],
     parallel: Parallel,
     context: PlanningContext,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
-) -> Stand:
-    """Register tasks on a backbone, or this rank's stages of it."""
-    follows = Follows()
-    engine = Engine(backbone, parallel, follows)
+) -> EngineBench:
+    """Register tasks with an engine on a backbone, or on this rank's stages of one."""
+    planning = SwitchablePlanning()
+    engine = Engine(backbone, parallel, planning)
     engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-    return Stand(engine, follows, loads_of(specs, records, context.info), Planner(context))
+    return EngineBench(engine, planning, loads_of(specs, records, context.info), Planner(context))
 
 
-def stand_on_stages(
+def make_bench_on_stages(
     path: Path,
     parallel: Parallel,
     context: PlanningContext,
     specs: Sequence[TaskSpec],
     records: Sequence[Any],
-) -> Stand:
-    """The same on this rank's stages, layers divided by what these tasks make them take."""
+) -> EngineBench:
+    """Load this rank's stages, with layers divided by their cost for these tasks, and register the tasks."""
     if parallel.pp_size > 1:
         tasks = loads_of(specs, records, context.info)
         context = context.with_split(balanced_split(context.with_tasks(tasks)))
     dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
     stages = load_stages(path, parallel, dtype, split=context.mesh.split or None)
-    return stand(stages, parallel, context, specs, records)
+    return make_bench(stages, parallel, context, specs, records)
 
 
 def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:
-    """Tasks as the planner sees them."""
+    """Describe each task to the planner, by name."""
     return {
         s.name: TaskLoad.of(s, r.lengths, r.label_counts, info.shape)
         for s, r in zip(specs, records, strict=True)
     }
 
 
-def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
-    """This device's profile, measured if nobody has; the first process's, or others would make other plans."""
+def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Profile:
+    """Load this device's profile, or measure and save it if there is none.
+
+    All ranks use the profile of rank 0, so that they make the same plans.
+    """
     about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1)
-    profile = None if measure_anew else load_profile(about, profile_directory())
+    profile = None if remeasure else load_profile(about, profile_directory())
     if profile is None:
         if backbone.parallel.rank == 0:
             print("measuring the profile", file=sys.stderr)
@@ -142,7 +150,7 @@ def profile_of(backbone: Backbone, measure_anew: bool = False) -> Profile:
 
 
 def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:
-    """The directory of a random backbone that all processes share; the first makes it if nobody has."""
+    """Return the directory of a random backbone; rank 0 writes it if it does not exist yet."""
     path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}-{str(dtype).removeprefix('torch.')}"
     if rank == 0:
         write_random_backbone(shape, path, dtype)
@@ -153,14 +161,14 @@ def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:
 def random_tasks(
     count: int, shortest: int, longest: int, tokens: int, vocab: int, seed: int
 ) -> tuple[list[TaskSpec], list[Records]]:
-    """Tasks of mixed adapter kinds and lengths, each with the records of one step.
+    """Make random tasks of mixed adapter kinds and lengths, each with the records of one step.
 
     Args:
-        count: How many.
+        count: Number of tasks.
         shortest, longest: Bounds of their `max_length`, powers of two.
-        tokens: About how many of them a step has, all tasks together.
-        vocab: Of the backbone.
-        seed: Of everything.
+        tokens: Approximate number of tokens in a step of all tasks together.
+        vocab: Vocabulary size of the backbone.
+        seed: Seed of the adapter kinds, lengths and records.
     """
     r = random.Random(seed)
     lengths = [n for n in (16, 32, 64, 128, 256, 512) if shortest <= n <= longest]
@@ -169,7 +177,7 @@ def random_tasks(
         length = r.choice(lengths)
         batch = max(1, min(16, round(tokens / count / (0.6 * length))))
         specs.append(_spec(f"task-{i:02d}", r, batch, length))
-        pairs = made_up_records(TaskShape("", batch, length), batch, vocab, seed=1000 * seed + i)
+        pairs = random_records(TaskShape("", batch, length), batch, vocab, seed=1000 * seed + i)
         records.append(Records(pairs))
     return specs, records
 
@@ -188,9 +196,9 @@ def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
 
 
 def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, micro_batches: int = 1) -> TaskSpec:
-    """A task that takes `micro_batches` times `batch` sequences of at most `length` tokens a step, in file order.
+    """Make a task whose step has `micro_batches` times `batch` sequences of at most `length` tokens, in file order.
 
-    Its learning rate changes nothing worth mentioning, so that every step computes the same.
+    Its learning rate is negligible, so that every step computes the same.
     """
     return TaskSpec.model_validate(
         {
@@ -207,8 +215,8 @@ def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, micro_b
     )
 
 
-def surroundings(backbone: Backbone, threads: int) -> dict[str, Any]:
-    """Hardware and versions."""
+def environment(backbone: Backbone, threads: int) -> dict[str, Any]:
+    """Describe the backbone, the hardware and the versions, for the result file."""
     names = ("torch", "megatron-core")
     gpu = torch.cuda.get_device_name() if backbone.device.type == "cuda" else None
     return {

@@ -1,7 +1,7 @@
-"""Each side in a process of its own, as its users run it, one of them at work at a time.
+"""Runs the sides of `vs_peft.py` in turns, each in a process of its own.
 
-Within one process they would share an allocator: which of them finds its memory mapped already then depends on what
-ran before.
+In one process the sides would share an allocator, and the time of each would depend on the memory that the others had
+already mapped.
 """
 
 from __future__ import annotations
@@ -18,50 +18,53 @@ from typing import Any
 
 import mux_side
 import peft_side
-from bench import Bench
 from safetensors.torch import load_file, save_file
+from vs_peft_setup import Setup
 
 Step = Callable[[int], list[float]]
-"""Runs one step, given its number; returns each task's loss."""
+"""Runs the step of a given number and returns each task's loss."""
 
 SIDES = ("peft", "mux", "ceiling")
-"""In the order in which they are made: PEFT's leaves the adapters that megatron-mux starts from."""
+"""The sides in the order in which they start: megatron-mux loads the initial adapters that PEFT has saved."""
 
 
 @dataclass
-class Turns:
-    """What a side took and gave.
+class SideResult:
+    """Times and losses of one side.
 
     Attributes:
-        seconds: Of every counted turn.
-        losses: Of every step, those of the warm-up included, and within it of every task.
+        seconds: Time of each turn after the warm-up.
+        losses: Loss of each task in each step, `[steps][tasks]`, including the warm-up.
     """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
 
 
-def take_turns(
+def measure_sides(
     arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
-) -> dict[str, Turns]:
-    """Let all sides train these tasks of the mix, turn by turn; who goes first changes from turn to turn.
+) -> dict[str, SideResult]:
+    """Train some tasks of the mix on all sides, in turns; the side that goes first rotates from turn to turn.
 
     Args:
         arguments: The script's flags.
-        steps: Steps of every task in all.
-        members: Indices of the tasks.
-        scratch: A directory to pass tensors through.
+        steps: Length of each task's learning rate schedule.
+        members: Indices of the tasks in the mix.
+        scratch: Directory for the initial adapters, which all sides share.
+
+    Returns:
+        Each side's times and losses.
     """
-    sides = {name: _Process(name, arguments, steps, members, scratch) for name in SIDES}
-    turns = {name: Turns() for name in SIDES}
+    sides = {name: _SideProcess(name, arguments, steps, members, scratch) for name in SIDES}
+    turns = {name: SideResult() for name in SIDES}
     try:
         for name, side in sides.items():
-            turns[name].losses += side.take(0, arguments.warm_up)[1]
+            turns[name].losses += side.run_steps(0, arguments.warm_up)[1]
         step = arguments.warm_up
         for turn in range(arguments.repeats):
             first = turn % len(SIDES)
             for name in SIDES[first:] + SIDES[:first]:
-                seconds, losses = sides[name].take(step, arguments.steps)
+                seconds, losses = sides[name].run_steps(step, arguments.steps)
                 turns[name].seconds.append(seconds)
                 turns[name].losses += losses
             step += arguments.steps
@@ -71,8 +74,8 @@ def take_turns(
     return turns
 
 
-class _Process:
-    """The parent's end of a side: made when it is ready to work."""
+class _SideProcess:
+    """The process of one side, as its parent controls it; ready to train when the constructor returns."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
@@ -81,20 +84,20 @@ class _Process:
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(theirs, name, arguments, steps, list(members), scratch), daemon=True
+            target=_run_side, args=(theirs, name, arguments, steps, list(members), scratch), daemon=True
         )
         self.process.start()
         theirs.close()
         self._receive()
 
-    def take(self, first: int, count: int) -> tuple[float, list[list[float]]]:
-        """Steps `first` to `first + count`: seconds and losses."""
+    def run_steps(self, first: int, count: int) -> tuple[float, list[list[float]]]:
+        """Run `count` steps from step `first` on; returns their seconds and losses."""
         self.connection.send((first, count))
         seconds, losses = self._receive()
         return seconds, losses
 
     def end(self) -> None:
-        """Close the connection, which the process takes for the end."""
+        """Close the connection, upon which the process exits."""
         self.connection.close()
         self.process.join(timeout=30)
         if self.process.is_alive():
@@ -113,7 +116,7 @@ class _Process:
         return answer
 
 
-def _work(
+def _run_side(
     connection: Connection,
     name: str,
     arguments: argparse.Namespace,
@@ -121,53 +124,53 @@ def _work(
     members: list[int],
     scratch: Path,
 ) -> None:
-    """The side's process: says when it is ready, then answers each demand for steps."""
+    """Main function of a side's process: report that it is ready, then run the steps it is asked for."""
     try:
-        bench = Bench(arguments, steps)
-        step = {"peft": _peft, "mux": _mux, "ceiling": _ceiling}[name](bench, members, scratch)
+        setup = Setup(arguments, steps)
+        step = {"peft": _peft, "mux": _mux, "ceiling": _ceiling}[name](setup, members, scratch)
         connection.send(None)
         while True:
             first, count = connection.recv()
-            bench.synchronize()
+            setup.synchronize()
             start = time.perf_counter()
             losses = [step(k) for k in range(first, first + count)]
-            bench.synchronize()
+            setup.synchronize()
             connection.send((time.perf_counter() - start, losses))
     except EOFError:
         pass
-    except Exception:  # whatever it is, the parent tells it
+    except Exception:  # the parent reports it
         connection.send(traceback.format_exc())
 
 
-def _peft(bench: Bench, members: Sequence[int], scratch: Path) -> Step:
-    model = peft_side.load(bench.arguments.backbone, bench.dtype, bench.device)
-    tasks = [bench.peft_task(peft_side.share_weights(model), i) for i in members]
-    examples = [bench.examples(i) for i in members]
+def _peft(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
+    model = peft_side.load(setup.arguments.backbone, setup.dtype, setup.device)
+    tasks = [setup.peft_task(peft_side.share_weights(model), i) for i in members]
+    examples = [setup.examples(i) for i in members]
     for i, task in zip(members, tasks, strict=True):
         save_file(task.tensors(), _initial(scratch, i))
     return lambda step: [task.step(examples[k][step]) for k, task in enumerate(tasks)]
 
 
-def _mux(bench: Bench, members: Sequence[int], scratch: Path) -> Step:
-    parallel = bench.parallel()
+def _mux(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
+    parallel = setup.parallel()
     engine = mux_side.make_engine(
-        bench.backbone(parallel),
+        setup.backbone(parallel),
         parallel,
-        [bench.specs[i] for i in members],
-        [bench.records[i] for i in members],
+        [setup.specs[i] for i in members],
+        [setup.records[i] for i in members],
         [load_file(_initial(scratch, i)) for i in members],
     )
 
     def step(_: int) -> list[float]:
         results = engine.step()
-        return [results[bench.mix[i].name].loss for i in members]
+        return [results[setup.mix[i].name].loss for i in members]
 
     return step
 
 
-def _ceiling(bench: Bench, members: Sequence[int], scratch: Path) -> Step:
-    ceiling = mux_side.Ceiling(bench.backbone(bench.parallel()), bench.device)
-    examples = [bench.examples(i) for i in members]
+def _ceiling(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
+    ceiling = mux_side.Ceiling(setup.backbone(setup.parallel()), setup.device)
+    examples = [setup.examples(i) for i in members]
     return lambda step: [ceiling.step([task[step] for task in examples])]
 
 
