@@ -15,8 +15,7 @@ import pytest
 from megatron_mux.dry_run import selection
 from megatron_mux.dry_run.rank_estimate import RankEstimate
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.fusion.plan import dumps, plan_for
-from megatron_mux.fusion.plan_edits import keep_tasks
+from megatron_mux.fusion.plan import dumps, keep_tasks, plan_for
 from tests.end_to_end.forked import ROOT
 from tests.end_to_end.test_estimate_memory import OURS, TASKS, processor_seconds
 from tests.end_to_end.test_plans import tool
