@@ -42,7 +42,7 @@ LIMIT = 1.03
 """How much slower than the best of the plain policies `auto` may be."""
 
 
-STEPS_ON_A_PIPELINE = 4
+STEPS_ON_A_PIPELINE = 3
 """Without a flush, in each turn."""
 
 FAR = 1.3
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
     add_machine(parser)
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="default: 5; on two stages 3")
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     parser.add_argument("--measure", action="store_true", help="measure the profile anew")
     add_worker_flag(parser)
@@ -89,6 +89,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         pin_to_core()
     else:
         torch.set_num_threads(arguments.threads)
+    rounds = arguments.rounds or (3 if pipeline else 5)
     threads = torch.get_num_threads()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
@@ -97,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         path = random_backbone("mid", dtype, parallel.rank) if pipeline else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
     profile = load_or_measure_profile(backbone, arguments.measure)
-    result: dict[str, Any] = {**environment(backbone, threads), "rounds": arguments.rounds}
+    result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
     result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
@@ -105,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     parallel = initialize(pipeline_parallel=arguments.stages, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(path, parallel, context, seed, chosen, arguments.rounds)
+        found = _one_set(path, parallel, context, seed, chosen, rounds)
         result["sets"].append(found)
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
