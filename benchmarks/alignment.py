@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
     from megatron_mux.fusion.plan import plan_for
     from megatron_mux.fusion.step import Lengths, step_grid
 
-    dense, padded, longest = Padding(), Padding(), Padding()
+    dense: list[Padding] = []
+    padded: list[Padding] = []
+    longest: list[Padding] = []
     plan = plan_for("spatial", {spec.name: 1 for spec in specs}, 1, chunk=64)
     computed = 0
     limits = {spec.name: spec.data.max_length for spec in specs}
@@ -129,19 +131,22 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
             s.name: [int(d.lengths[i]) for i in sampler.batch(step)]
             for s, d, sampler in zip(specs, data, samplers, strict=True)
         }
-        dense += padding_of(lengths, {})
+        dense.append(padding_of(lengths, {}))
         grid = step_grid(plan, {name: Lengths(tuple(own), (0,) * len(own)) for name, own in lengths.items()})
         computed += sum(
             piece.tokens for chunks in grid.chunks.values() for chunk in chunks for piece in chunk
         )
-        padded += padding_of(lengths, padded_lengths("max-length", limits))
-        longest += padding_of(lengths, padded_lengths("longest", limits))
+        padded.append(padding_of(lengths, padded_lengths("max-length", limits)))
+        longest.append(padding_of(lengths, padded_lengths("longest", limits)))
+    of_dense, of_padded, of_longest = (
+        Padding(*map(sum, zip(*map(astuple, steps), strict=True))) for steps in (dense, padded, longest)
+    )
     return {
-        "dense": 1 - dense.real / computed,  # counted in the chunks that a step computes
-        "within_tasks": dense.share_within_tasks,
-        "zero_padded": dense.share_zero_padded,
-        "max_length": padded.share,
-        "longest": longest.share,
+        "dense": 1 - of_dense.real / computed,  # counted in the chunks that a step computes
+        "within_tasks": of_dense.shares["within_tasks"],
+        "zero_padded": of_dense.shares["zero_padded"],
+        "max_length": of_padded.shares["plan"],
+        "longest": of_longest.shares["plan"],
     }
 
 

@@ -22,7 +22,7 @@ from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.balance import balanced_split
 from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.measure import Measuring, measure
+from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
@@ -141,7 +141,7 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
         if backbone.parallel.rank == 0:
             print("measuring the profile", file=sys.stderr)
         most = 2048 if backbone.device.type == "cpu" else 16384
-        profile = measure(backbone, about, Measuring(most))
+        profile = measure(backbone, about, most)
         if backbone.parallel.rank == 0:
             save_profile(profile, profile_directory())
     shared = [profile]

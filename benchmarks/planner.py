@@ -25,14 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.fusion.balance import balanced_split
 from megatron_mux.fusion.cost import bucket_cost
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.fusion.grouping import balanced, every_grouping, imbalance
+from megatron_mux.fusion.grouping import balanced, every_grouping
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
+from megatron_mux.fusion.search import DoesNotFitError, search
 from megatron_mux.pipeline.bucket import sizes_of
-from megatron_mux.pipeline.structured import run_structured
+from megatron_mux.pipeline.structured import StructuredRun
 from tests.unit.fusion import backbone
+from tests.unit.fusion.exhaustive import exhaustive, imbalance, plain_equation_6
 from tests.unit.fusion.synthetic import Synthetic, synthetic
 
 COUNTS = (1, 2, 4, 8)
@@ -99,8 +100,8 @@ def _instance(seed: int) -> dict[str, Any] | None:
 def _simulated(model: Synthetic, found: Any) -> float:
     """Simulate all steps between two flushes; returns the seconds of one step."""
     count = found.micro_batches
-    buckets = [bucket_cost([model.hybrid(h, count) for h in hybrids], count) for hybrids in found.buckets]
-    return run_structured(buckets, None, sizes_of(buckets) * ROLLING_STEPS).latency / ROLLING_STEPS
+    buckets = [bucket_cost([model.hybrid(h, count) for h in hybrids]) for hybrids in found.buckets]
+    return StructuredRun(buckets, None, sizes_of(buckets) * ROLLING_STEPS).latency / ROLLING_STEPS
 
 
 def _grouping() -> dict[str, Any]:

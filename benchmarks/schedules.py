@@ -33,10 +33,10 @@ from bucket_sets import (
 )
 
 from megatron_mux.pipeline.bucket import sizes_of
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.simulate import Simulation, simulate
-from megatron_mux.pipeline.structured import schedule, structured
-from megatron_mux.pipeline.template import interleaved, one_f_one_b
+from megatron_mux.pipeline.structured import StructuredRun, structured
+from megatron_mux.pipeline.template import interleaved, one_f_one_b, with_updates
+from tests.unit.pipeline.idle import bubble_shares, busy_seconds, internal_bubble
 
 ROUNDING = 1e-9
 """Largest difference that rounding makes between two sums of the same seconds."""
@@ -76,9 +76,9 @@ def bubbles(assumptions: str, count: int) -> dict[str, Any]:
     for seed in range(count):
         case = random_set(seed, ASSUMPTIONS[assumptions])
         found, bound = simulate_structured(case), latency_bound(case)
-        inside.append(found.internal_bubble(case.stages - 1) / found.latency)
-        idle += [found.bubble(stage) for stage in range(case.stages)]
-        least += [1 - found.busy(stage) / bound for stage in range(case.stages)]
+        inside.append(internal_bubble(found, case.stages - 1) / found.latency)
+        idle += bubble_shares(found)
+        least += [1 - seconds / bound for seconds in busy_seconds(found)]
         over.append(found.latency / bound)
     return {
         "sets_with_an_internal_bubble_on_the_last_stage": sum(b > ROUNDING for b in inside) / count,
@@ -130,7 +130,7 @@ def varied(deviation: float, count: int) -> dict[str, Any]:
 
 def eager(order: Callable[[list[Any]], list[Any]]) -> Callable[[BucketSet], float | None]:
     """The structured template with buckets in another order."""
-    return lambda case: schedule(order(case.buckets), case.memory_limit)[1]
+    return lambda case: StructuredRun(order(case.buckets), case.memory_limit).latency
 
 
 def not_eager(order: Callable[[list[Any]], list[Any]]) -> Callable[[BucketSet], float | None]:
@@ -156,12 +156,12 @@ def eager_virtual_stages(case: BucketSet) -> float | None:
     """The structured template, two virtual stages per rank; None where interleaved 1F1B does not apply."""
     if two_virtual_stages(case) is None:
         return None
-    return schedule(split_stages(descending_order(case.buckets)), virtual=2)[1]
+    return StructuredRun(split_stages(descending_order(case.buckets)), virtual=2).latency
 
 
 def each_alone(case: BucketSet) -> float:
     """Each bucket's step alone, with a flush after it."""
-    return sum(schedule([bucket], case.memory_limit)[1] for bucket in case.buckets)
+    return sum(StructuredRun([bucket], case.memory_limit).latency for bucket in case.buckets)
 
 
 ORDERS: dict[str, Callable[[BucketSet], float | None]] = {
@@ -182,7 +182,7 @@ def slowdowns(assumptions: str, count: int) -> dict[str, Any]:
     ratios: dict[str, list[float]] = {name: [] for name in ORDERS}
     for seed in range(count):
         case = random_set(seed, ASSUMPTIONS[assumptions])
-        best = schedule(descending_order(case.buckets), case.memory_limit)[1]
+        best = StructuredRun(descending_order(case.buckets), case.memory_limit).latency
         for name, order in ORDERS.items():
             latency = order(case)
             if latency is not None:

@@ -71,7 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="cpu, cuda, or a GPU of another machine such as H100 (default: this machine's)",
     )
-    add("--threads", type=at_least(1), metavar="N", help="threads per rank on a CPU (default: torch's)")
+    add(
+        "--threads",
+        type=at_least(1),
+        metavar="N",
+        help="threads per rank on a CPU (default: torch's; 1 if there are several ranks)",
+    )
     add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
     add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
     add("--json", action="store_true", help="print one JSON object instead of tables")
@@ -149,8 +154,9 @@ def _plans(
     found: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
     for mesh in meshes:
+        threads = arguments.threads or (None if mesh.ranks == 1 else 1)
         context = PlanningContext(
-            find_profile(info.shape, kind, dtype, mesh.tensor, arguments.threads, arguments.profiles),
+            find_profile(info.shape, kind, dtype, mesh.tensor, threads, arguments.profiles, busy=mesh.ranks),
             info,
             mesh,
             dtype.itemsize,

@@ -1,11 +1,12 @@
 """Measure the time of a backbone's operators on this device, for the planner.
 
     python tools/profile_backbone.py --backbone DIR
-    torchrun --nproc-per-node 2 tools/profile_backbone.py --backbone DIR --tensor-model-parallel-size 2
+    torchrun --nproc-per-node 2 tools/profile_backbone.py --backbone DIR
 
 This takes a minute on two cores. The profile is kept in the user's cache directory, where runs and tools/plan.py with
-the same backbone, device and versions find it. With two or more processes, all-reduce and transfers between ranks are
-measured, too.
+the same backbone, device and versions find it. On a CPU, start as many processes as the run will have on a host: they
+measure at the same time, since they will compute at the same time. With two or more processes, all-reduce and transfers
+between ranks are measured, too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.fusion.measure import Measuring, measure
+    from megatron_mux.fusion.measure import measure
     from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
     from megatron_mux.runtime import initialize
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
         most = arguments.most_tokens or (2048 if parallel.device.type == "cpu" else 16384)
         start = time.perf_counter()
         with _ProgressBar(parallel.rank == 0) as progress:
-            profile = measure(backbone, about, Measuring(most, arguments.rounds), progress)
+            profile = measure(backbone, about, most, arguments.rounds, progress)
         seconds = time.perf_counter() - start
         if parallel.rank == 0:
             save_profile(profile, directory)

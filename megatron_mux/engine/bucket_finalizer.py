@@ -2,8 +2,8 @@
 
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
-(`pipeline.rolling`), as a table of fp64: a row per task of the bucket with its loss, its squared norm, and the number
-of ranks that ran out of memory.
+(`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
+and the number of ranks that ran out of memory.
 """
 
 from __future__ import annotations

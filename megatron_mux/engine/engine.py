@@ -57,7 +57,7 @@ class Engine:
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
-        self.communicator = Communicator.between_stages(parallel)
+        self.communicator = Communicator(parallel)
         if tries_plans is None:
             tries_plans = runtime.memory_can_run_out(parallel.device)
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None

@@ -18,8 +18,7 @@ from megatron_mux.backbone.split import Split
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Plan, Policy, Schedule, plan_for
-from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
+from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.planner import Planner
 
 _LEAST_SECONDS = 0.5

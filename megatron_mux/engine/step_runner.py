@@ -17,8 +17,7 @@ from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.plan import ROLLING, Plan
-from megatron_mux.fusion.plan_edits import keep_tasks, shrink_bucket
+from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.layout import PackedSequence
 from megatron_mux.pipeline.check import check

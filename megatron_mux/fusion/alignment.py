@@ -238,32 +238,19 @@ class Padding:
     within_tasks: int = 0
     zero_padded: int = 0
 
-    def __add__(self, other: Padding) -> Padding:
-        return Padding(
-            self.real + other.real,
-            self.computed + other.computed,
-            self.within_tasks + other.within_tasks,
-            self.zero_padded + other.zero_padded,
-        )
-
     @property
-    def share(self) -> float:
-        """Of all computed tokens, those that carry no information."""
-        return 1 - self.real / self.computed if self.computed else 0.0
-
-    @property
-    def share_within_tasks(self) -> float:
-        """The same, padded within each task."""
-        return 1 - self.real / self.within_tasks if self.within_tasks else 0.0
-
-    @property
-    def share_zero_padded(self) -> float:
-        """The same, padded to the longest of all."""
-        return 1 - self.real / self.zero_padded if self.zero_padded else 0.0
+    def shares(self) -> dict[str, float]:
+        """Of all computed tokens, those that carry no information: by this alignment (`plan`) and the two others."""
+        computed = {
+            "plan": self.computed,
+            "within_tasks": self.within_tasks,
+            "zero_padded": self.zero_padded,
+        }
+        return {name: 1 - self.real / tokens if tokens else 0.0 for name, tokens in computed.items()}
 
 
 def padding_of(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, int]) -> Padding:
-    """Count the tokens of one step, or of several added up.
+    """Count the tokens of one step.
 
     Args:
         lengths: Raw lengths of each task's sequences in the step.

@@ -10,32 +10,28 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron_mux.fusion.cost import CostModel, Hybrid, HybridCost, bucket_cost, fits, kept_limit, lower_bound
-from megatron_mux.fusion.entry_order import (
+from megatron_mux.fusion.cost import (
     BUSY_ENOUGH,
+    CostModel,
+    Hybrid,
+    HybridCost,
+    bucket_cost,
     busiest,
     entry_orders,
+    fits,
+    kept_limit,
+    lower_bound,
     seconds_per_step,
-    simulated_steps,
 )
-from megatron_mux.fusion.grouping import Grouping, balanced, every_grouping
-from megatron_mux.fusion.hybrid import Partition
+from megatron_mux.fusion.grouping import Grouping, Partition, balanced, every_grouping
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
-from megatron_mux.pipeline.structured import run_structured
-
-_ROUNDING = 1e-12
-"""Relative difference of sums of the same seconds in another order."""
+from megatron_mux.pipeline.structured import StructuredRun
 
 _NEAR = 1.1
 """An arrangement whose latency in the first entry order is not this near to the best is not tried in others."""
 
 _FEW_HYBRID_TASKS = 5
 """Up to this number of hybrid tasks all groupings into buckets are looked at: 52."""
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,11 @@ class Arrangement:
         buckets: The hybrid tasks of each bucket, in the order in which buckets enter the pipeline.
         micro_batches: C.
         latency: Seconds of a step, by the structured template.
-        surrogate: Equation 6's latency, where the arrangement comes from it; else not a number.
     """
 
     buckets: tuple[tuple[Hybrid, ...], ...]
     micro_batches: int
     latency: float
-    surrogate: float = math.nan
 
     @property
     def partition(self) -> Partition:
@@ -89,14 +83,6 @@ class ArrangementEvaluator:
         self.spent = 0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
         self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
-        self._bounds: dict[tuple[Hybrid, int], Array | None] = {}
-
-    def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
-        """The model's answer, asked for once."""
-        key = (tasks, micro_batches)
-        if key not in self._costs:
-            self._costs[key] = self.model.hybrid(tasks, micro_batches)
-        return self._costs[key]
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
         """The model's answers, the new ones asked for together."""
@@ -141,7 +127,7 @@ class ArrangementEvaluator:
         self, partition: Partition, micro_batches: int, below: float
     ) -> Iterator[tuple[float, Grouping]]:
         """Groupings to try, with bounds on their latency below `below`."""
-        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
+        costs = self.hybrids(partition, micro_batches)
         few = len(partition) <= _FEW_HYBRID_TASKS
         if not any(cost.communicates for cost in costs):
             groupings: Iterable[Grouping] = [tuple((i,) for i in range(len(partition)))]
@@ -150,11 +136,7 @@ class ArrangementEvaluator:
         else:
             latencies = [sum(cost.forward[:1]) for cost in costs]
             counts = range(len(partition), 0, -1)
-            groupings = (
-                balanced(latencies, count)
-                for count in counts
-                if self._least_work(partition, micro_batches, count) < below
-            )
+            groupings = (balanced(latencies, count) for count in counts)
         for grouping in groupings:
             self.spent += len(partition) if few else len(partition) ** 2 // 4
             grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
@@ -196,79 +178,26 @@ class ArrangementEvaluator:
         limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
         if limit is None and self.rank_limit is not None:
             return None
-        latencies: list[float] = []
         sizes = sizes_of(buckets)
-        work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
-        for steps in reversed(simulated_steps(self.steps)):
+
+        def simulated(steps: int) -> float:
             self.spent += 2 * steps * sum(bucket.micro_batches * bucket.stages for bucket in buckets)
-            seconds = run_structured(buckets, limit, sizes * steps, self.virtual).latency
-            latencies.insert(0, seconds)
-            if len(latencies) == 1 and (seconds + (self.steps - steps) * work) / self.steps >= below:
-                return None  # each further step adds at least its work
-        seconds = seconds_per_step(latencies, work, self.steps)
-        if seconds >= below:
+            return StructuredRun(buckets, limit, sizes * steps, self.virtual).latency
+
+        work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
+        seconds = seconds_per_step(simulated, work, self.steps, below)
+        if seconds is None:
             return None
         return Arrangement(tuple(tuple(hybrids) for hybrids in grouped), micro_batches, seconds)
 
     def bound(self, partition: Partition, micro_batches: int) -> float:
         """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
         self.spent += len(partition)
-        bounds: list[Array] = []
-        for hybrid in partition:
-            bound = self._bound_of(hybrid, micro_batches)
-            if bound is None:
-                return math.inf
-            bounds.append(bound)
-        together = np.stack(bounds)  # [N, 3, S]
-        fill = together[:, 1].min(axis=0) + together[:, 2].min(axis=0)
-        seconds = together[:, 0].sum(axis=0) + fill / self.steps
-        return float(seconds.max()) * (1 - _ROUNDING)
+        costs = self.hybrids(partition, micro_batches)
+        return lower_bound(costs, self.steps) if all(fits(cost, self.limit) for cost in costs) else math.inf
 
     def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
         key = (hybrids, micro_batches)
         if key not in self._buckets:
-            self._buckets[key] = bucket_cost([self.hybrid(h, micro_batches) for h in hybrids], micro_batches)
+            self._buckets[key] = bucket_cost(self.hybrids(hybrids, micro_batches))
         return self._buckets[key]
-
-    def _bound_of(self, hybrid: Hybrid, micro_batches: int) -> Array | None:
-        """`[3, S]` of a hybrid task without its communication: its work on each stage, and the seconds that a
-        micro-batch of it takes on the stages before and on the way back through them; None: it does not fit.
-        """
-        key = (hybrid, micro_batches)
-        if key not in self._bounds:
-            cost = self.hybrid(hybrid, micro_batches)
-            count = cost.count(micro_batches)
-            hidden = BucketCost(
-                count,
-                cost.forward,
-                cost.backward,
-                memory=cost.memory,
-                working=cost.working,
-                transfer=cost.transfer,
-            )
-            bound: Array | None = None
-            if fits(hidden, self.limit):
-                passes = np.array([cost.forward, cost.backward])
-                on_the_way = passes[:, :-1] + np.array(cost.transfer or [0.0] * (hidden.stages - 1))
-                before = np.concatenate([np.zeros((2, 1)), on_the_way.cumsum(axis=1)], axis=1)
-                bound = np.concatenate([count * passes.sum(axis=0)[None], before])
-            self._bounds[key] = bound
-        return self._bounds[key]
-
-    def _least_work(self, partition: Partition, micro_batches: int, buckets: int) -> float:
-        """The least seconds of work on the busiest stage in this number of buckets.
-
-        At least 2 P - N of N hybrid tasks then have a bucket to themselves, and nothing hides their communication.
-        """
-        costs = [self.hybrid(hybrid, micro_batches) for hybrid in partition]
-        alone = max(0, 2 * buckets - len(costs))
-        most = 0.0
-        for stage in range(len(costs[0].forward)):
-            alone_seconds = sorted(cost.count(micro_batches) * cost.communication(stage) for cost in costs)[
-                :alone
-            ]
-            passes = (
-                cost.count(micro_batches) * (cost.forward[stage] + cost.backward[stage]) for cost in costs
-            )
-            most = max(most, sum(passes) + sum(alone_seconds))
-        return most

@@ -7,95 +7,79 @@ Shapes: S stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_mux.pipeline.bucket import BucketCost
+import numpy as np
+
+from megatron_mux.pipeline.bucket import BucketCost, Sizes
+from megatron_mux.pipeline.structured import descending
+
+_ROUNDING = 1e-12
+"""Relative difference of sums of the same seconds in another order."""
+
+BUSY_ENOUGH = 1.002
+"""Latency over the busiest rank's work below which no other entry order is tried: there is hardly anything to gain."""
 
 Hybrid = tuple[int, ...]
 """A hybrid task: indices of its tasks, ascending."""
 
 
 @dataclass(frozen=True)
-class HybridCost:
-    """One micro-batch of a hybrid task (equation 3, and the activations of equation 5).
+class HybridCost(BucketCost):
+    """One hybrid task (equation 3, and the activations of equation 5), without the communication in its passes.
 
     Attributes:
-        forward: `[S]` seconds of computation in a stage's forward pass.
-        backward: `[S]` seconds of computation in its backward pass.
         communication_forward: `[S]` seconds of communication in the forward pass that only the computation of other
             hybrid tasks in the same clock can hide; empty: none. (The paper takes all communication as hidden.)
         communication_backward: `[S]` the same in the backward pass.
-        memory: `[S]` bytes kept between the two passes; empty: not counted.
-        working: `[S]` further bytes in use while a stage computes the micro-batch; empty: not counted.
-        transfer: `[S - 1]` seconds between stages; empty: none.
-        parts: Number of micro-batches on a pipeline, where the sequences are too few for the number asked for; 0: that
-            number.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
     communication_forward: tuple[float, ...] = ()
     communication_backward: tuple[float, ...] = ()
-    memory: tuple[float, ...] = ()
-    working: tuple[float, ...] = ()
-    transfer: tuple[float, ...] = ()
-    parts: int = 0
-
-    def count(self, micro_batches: int) -> int:
-        """Number of micro-batches if `micro_batches` are asked for."""
-        return min(micro_batches, self.parts) if self.parts else micro_batches
 
     @property
     def communicates(self) -> bool:
         """Whether its passes have any communication."""
         return any(self.communication_forward) or any(self.communication_backward)
 
-    def communication(self, stage: int) -> float:
-        """Seconds of communication of both passes on a stage."""
-        return sum(own[stage] for own in (self.communication_forward, self.communication_backward) if own)
-
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""
-        passes = zip(self.forward, self.backward, strict=True)
-        return tuple(f + b + self.communication(stage) for stage, (f, b) in enumerate(passes))
+        both = (self.forward, self.backward, self.communication_forward, self.communication_backward)
+        return tuple(map(sum, zip(*filter(None, both), strict=True)))
 
 
 class CostModel(Protocol):
     """Predicts the cost of hybrid tasks."""
 
-    def hybrid(self, tasks: Hybrid, micro_batches: int) -> HybridCost:
-        """One of `micro_batches` equal parts of a step of `tasks` together."""
-        ...
-
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
-        """The same for many hybrid tasks: the planner asks for thousands."""
+        """A step of each of these sets of tasks, in `micro_batches` equal parts or as many as there are sequences."""
         ...
 
 
-def pipeline_latency(cost: HybridCost, micro_batches: int) -> float:
+def pipeline_latency(cost: HybridCost) -> float:
     """Seconds of a step of one hybrid task in a pipeline of its own (equation 4).
 
     The first S - 1 stages once for warm-up and drain, then the slowest stage for every micro-batch. Forward and
     backward are counted as they are instead of as twice the forward.
     """
     passes = cost.alone()
-    return sum(passes[:-1]) + cost.count(micro_batches) * max(passes)
+    return sum(passes[:-1]) + cost.micro_batches * max(passes)
 
 
-def bucket_cost(costs: Sequence[HybridCost], micro_batches: int) -> BucketCost:
+def bucket_cost(costs: Sequence[HybridCost]) -> BucketCost:
     """Hybrid tasks interleaved in one clock: each one's communication hides behind the computation of the others."""
-    stages = range(len(costs[0].forward))
-    working = [cost.working for cost in costs if cost.working]
+    if len(costs) == 1 and not costs[0].communicates:
+        return costs[0]
+    stages = range(costs[0].stages)
     return BucketCost(
-        micro_batches=max(cost.count(micro_batches) for cost in costs),
+        micro_batches=max(cost.micro_batches for cost in costs),
         forward=tuple(_clock([(c.forward, c.communication_forward) for c in costs], s) for s in stages),
         backward=tuple(_clock([(c.backward, c.communication_backward) for c in costs], s) for s in stages),
-        memory=_sum(costs, "memory", len(stages)),
-        # Computed one after the other.
-        working=tuple(map(max, zip(*working, strict=True))) if working else (),
-        transfer=_sum(costs, "transfer", len(stages) - 1),
+        memory=tuple(sum(c.memory[s] for c in costs) for s in stages),
+        working=tuple(max(c.working[s] for c in costs) for s in stages),  # computed one after the other
+        transfer=tuple(sum(c.transfer[s] for c in costs) for s in stages[:-1]),
     )
 
 
@@ -113,17 +97,12 @@ def _clock(passes: Sequence[tuple[Sequence[float], Sequence[float]]], stage: int
     return max(computation, link, longest)
 
 
-def _sum(costs: Sequence[HybridCost], name: str, length: int) -> tuple[float, ...]:
-    rows = [getattr(cost, name) for cost in costs if getattr(cost, name)]
-    return tuple(sum(row[i] for row in rows) for i in range(length)) if rows else ()
-
-
 def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:
     """Whether one micro-batch of the bucket fits into every stage's memory (equation 5 is for what is in flight)."""
     if memory_limit is None:
         return True
     return all(
-        bucket.kept(s) * bucket.chunks + bucket.works_with(s) <= limit for s, limit in enumerate(memory_limit)
+        bucket.memory[s] * bucket.chunks + bucket.working[s] <= limit for s, limit in enumerate(memory_limit)
     )
 
 
@@ -137,7 +116,7 @@ def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> li
     ranks = len(rank_limit)
     left = [limit - works_with(buckets, rank, ranks) for rank, limit in enumerate(rank_limit)]
     for bucket in buckets:
-        kept = [sum(bucket.kept(s) for s in range(rank, bucket.stages, ranks)) for rank in range(ranks)]
+        kept = [sum(bucket.memory[rank::ranks]) for rank in range(ranks)]
         if any(own * bucket.chunks > most for own, most in zip(kept, left, strict=True)):
             return None
     return left
@@ -145,8 +124,7 @@ def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> li
 
 def works_with(buckets: Sequence[BucketCost], rank: int, ranks: int) -> float:
     """The most bytes that one of so many ranks takes while it computes a chunk of any of these buckets."""
-    stages = range(rank, buckets[0].stages, ranks) if buckets else ()
-    return max((bucket.works_with(stage) for bucket in buckets for stage in stages), default=0.0)
+    return max((max(bucket.working[rank::ranks]) for bucket in buckets), default=0.0)
 
 
 def lower_bound(buckets: Sequence[BucketCost], steps: int = 1) -> float:
@@ -155,12 +133,54 @@ def lower_bound(buckets: Sequence[BucketCost], steps: int = 1) -> float:
     Every stage does its own work; before its first forward some micro-batch has passed the stages before it, and after
     its last backward some micro-batch's gradient has still to go back through them.
     """
-    stages = buckets[0].stages
-    best, ahead, behind = 0.0, [0.0] * len(buckets), [0.0] * len(buckets)
-    for stage in range(stages):
-        work = math.fsum(b.micro_batches * (b.forward[stage] + b.backward[stage]) for b in buckets)
-        best = max(best, work + (min(ahead) + min(behind)) / steps)
-        if stage < stages - 1:
-            ahead = [t + b.forward[stage] + b.to_next(stage) for t, b in zip(ahead, buckets, strict=True)]
-            behind = [t + b.backward[stage] + b.to_next(stage) for t, b in zip(behind, buckets, strict=True)]
-    return best
+    paths = np.stack([bucket.path for bucket in buckets])  # [N, 3, S]
+    fill = paths[:, 1].min(axis=0) + paths[:, 2].min(axis=0)
+    return float((paths[:, 0].sum(axis=0) + fill / steps).max()) * (1 - _ROUNDING)
+
+
+def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:
+    """Orders worth trying, by first-stage latency: descending (MuxTune's rule 1), ascending, large and small in turn.
+
+    Where steps follow each other without a flush, the large bucket that begins a step no longer fills the pipeline
+    for the small ones at its end: other orders may be faster.
+    """
+    down = descending(buckets)
+    if buckets[0].stages == 1:
+        return [down]  # one stage is never idle
+    pairs = zip(down, reversed(down), strict=True)
+    alternating = list(dict.fromkeys(i for pair in pairs for i in pair))
+    return [list(order) for order in dict.fromkeys(map(tuple, (down, down[::-1], alternating)))]
+
+
+def busiest(buckets: Sequence[BucketCost], sizes: Sizes, ranks: int) -> float:
+    """Seconds of work that a step of these sizes has on the busiest rank."""
+    counts = [sum(own) for own in sizes]
+    return max(
+        math.fsum(
+            count * (bucket.forward[s] + bucket.backward[s])
+            for bucket, count in zip(buckets, counts, strict=True)
+            for s in range(rank, bucket.stages, ranks)
+        )
+        for rank in range(ranks)
+    )
+
+
+def seconds_per_step(
+    simulated: Callable[[int], float], work: float, steps: int, below: float = math.inf
+) -> float | None:
+    """Seconds of a step, averaged over the steps between two flushes: what plans are compared and published by.
+
+    Args:
+        simulated: Seconds of so many steps, without a flush between them.
+        work: Seconds of work that a step has on the busiest rank: each further step adds at least that.
+        steps: Steps between two flushes; at most three of them are simulated.
+        below: What is not faster need not be known: None is returned then.
+    """
+    count = min(steps, 3)
+    seconds = simulated(count)
+    if (seconds + (steps - count) * work) / steps >= below:
+        return None
+    if steps > 1:
+        further = max(work, (seconds - simulated(1)) / (count - 1))
+        seconds = (seconds + (steps - count) * further) / steps
+    return seconds if seconds < below else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_mux.gpus import GPUS, find
 
@@ -61,22 +59,6 @@ def device_of(kind: str, name: str, threads: int) -> Device:
         1e-4,
         adds=True,
     )
-
-
-def about_device(kind: str, threads: int) -> dict[str, Any]:
-    """What a profile depends on of a device.
-
-    Args:
-        kind: `cpu` or `cuda`: what this process computes on; or a GPU's name, such as `H100`, that is elsewhere.
-        threads: Threads that compute, on a CPU.
-    """
-    if kind not in ("cpu", "cuda"):
-        return {"device": kind, "kind": "cuda", "threads": 0}
-    if kind == "cuda":
-        import torch
-
-        return {"device": torch.cuda.get_device_name(), "kind": kind, "threads": 0}
-    return {"device": cpu_name(), "kind": kind, "threads": threads, "cores": os.cpu_count()}
 
 
 def cpu_name() -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.fusion.profile import Profile, summed
+from megatron_mux.fusion.profile import Curve, Profile, points, summed
 
 Array = npt.NDArray[np.float64]
 
@@ -82,51 +82,31 @@ class Attention:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self.pasts: dict[int, list[int]] = {}
-        for name in profile.curves:
+        self.in_one_call = profile.attention_in_one_call
+        known: dict[int, dict[float, tuple[float, float]]] = {}
+        for name, curve in profile.curves.items():
             if name.startswith("attention:"):
                 _, length, past = name.split(":")
-                self.pasts.setdefault(int(length), []).append(int(past))
-        for known in self.pasts.values():
-            known.sort()
-        self.lengths = sorted(self.pasts)
+                known.setdefault(int(length), {})[int(past)] = self._of_one(curve)
+        # For each length of the grid, seconds of one sequence over its past.
+        self.over_past = {length: points(known[length]) for length in sorted(known)}
+        self._shortest = profile.curves[f"attention:{min(known)}:0"]
 
     @property
     def launch(self) -> Array:
         """`[2]` seconds that a batch pays once, where one kernel serves all its sequences; else nothing."""
-        if not self.profile.attention_in_one_call:
-            return np.zeros(2)
-        return np.array(self.profile.curves[f"attention:{self.lengths[0]}:0"].at(1))
+        return np.array(self._shortest.at(1)) if self.in_one_call else np.zeros(2)
 
     def of(self, length: int, past: int) -> Array:
-        """Attention of one sequence in one layer: between the grid's lengths and pasts linear."""
-        low, high, share = _between(self.lengths, length)
-        found = np.zeros(2)
-        for n, weight in ((low, 1 - share), (high, share)):
-            if not weight:
-                continue
-            known = self.pasts[n]
-            a, b, part = _between(known, past)
-            for p, w in ((a, 1 - part), (b, part)):
-                if w:
-                    found += weight * w * self.point(n, p)
-        return found
+        """`[2]` seconds of one sequence in one layer, forward and backward: linear between the grid's points."""
+        over_length = points({n: curve.at(past) for n, curve in self.over_past.items()})
+        return np.array(over_length.at(length))
 
-    def point(self, length: int, past: int) -> Array:
-        """`[2]` seconds of one sequence at a point of the grid, forward and backward."""
-        curve = self.profile.curves[f"attention:{length}:{past}"]
-        one = np.array(curve.at(1))
-        if self.profile.attention_in_one_call:
-            # The launch is paid once a batch; a sequence takes what another one more takes.
-            return (np.array(curve.at(8)) - one) / 7 if len(curve.sizes) > 1 else one
-        return one
-
-
-def _between(known: Sequence[int], value: float) -> tuple[int, int, float]:
-    """The two known points to interpolate between or to extend beyond, and the share of the second."""
-    if len(known) == 1 or value <= known[0]:
-        return known[0], known[0], 0.0
-    i = next((i for i, k in enumerate(known) if k >= value), len(known) - 1)
-    low, high = known[i - 1], known[i]
-    return low, high, (value - low) / (high - low)
+    def _of_one(self, curve: Curve) -> tuple[float, float]:
+        """Seconds of one sequence, of a curve over their number."""
+        forward, backward = curve.at(1)
+        if not self.in_one_call or len(curve.sizes) == 1:
+            return forward, backward
+        # The launch is paid once a batch; a sequence takes what another one more takes.
+        more_forward, more_backward = curve.at(8)
+        return (more_forward - forward) / 7, (more_backward - backward) / 7

@@ -2,14 +2,17 @@
 
 Every probe is a forward and a backward pass of the real module. Machines are noisy, so all probes take turns, several
 rounds of them, and each one's figure is the median of its rounds; short ones are repeated within a turn.
+
+All ranks of the world run the same probes at the same time, as the ranks of a training run are busy at the same time:
+on a host's CPU, each of them is slower than it would be alone.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,37 +28,32 @@ Progress = Callable[[int, int], None]
 """Told how many measurements are done, of how many."""
 
 _TURN_SECONDS = 4e-3
-"""A probe shorter than this is repeated within its turn until it is not."""
+"""A probe shorter than this is repeated within its turn for as long."""
 
-
-@dataclass(frozen=True)
-class Measuring:
-    """How thoroughly.
-
-    Attributes:
-        most_tokens: Rows of the largest probes.
-        rounds: Turns that each probe gets.
-    """
-
-    most_tokens: int = 2048
-    rounds: int = 7
+_MOST_REPEATS = 20
+"""Within a turn."""
 
 
 def measure(
-    backbone: Backbone, about: dict[str, Any], how: Measuring, progress: Progress | None = None
+    backbone: Backbone,
+    about: dict[str, Any],
+    most_tokens: int,
+    rounds: int = 7,
+    progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a backbone on this device; every rank of a tensor group calls it.
+    """The profile of a backbone on this device; every rank of the world calls it.
 
     Args:
         backbone: One without adapters; its first layer stands for all.
         about: What names the profile.
-        how: How thoroughly.
+        most_tokens: Rows of the largest probes.
+        rounds: Turns that each probe gets.
         progress: Told how far it is.
     """
-    bench = _Bench(backbone, how)
+    bench = _Bench(backbone, most_tokens, rounds)
     probes = bench.probes.all()
-    total = len(probes) * (how.rounds + 1)
-    for turn in range(how.rounds + 1):  # the first one warms up
+    total = len(probes) * (rounds + 1)
+    for turn in range(rounds + 1):  # the first one warms up
         for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
             found = bench.time(probe)
             if turn:
@@ -71,11 +69,11 @@ def measure(
 class _Bench:
     """Times probes of a backbone, and makes curves of their seconds."""
 
-    def __init__(self, backbone: Backbone, how: Measuring) -> None:
+    def __init__(self, backbone: Backbone, most_tokens: int, rounds: int) -> None:
         self.backbone = backbone
-        self.how = how
+        self.rounds = rounds
         self.device, self.dtype = backbone.device, backbone.dtype
-        self.probes = Probes(backbone, how.most_tokens)
+        self.probes = Probes(backbone, most_tokens)
 
     # -- timing
 
@@ -84,11 +82,16 @@ class _Bench:
             torch.cuda.synchronize(self.device)
 
     def time(self, probe: Probe) -> tuple[float, float]:
-        """Mean forward and backward seconds of one turn."""
+        """Mean forward and backward seconds of one turn.
+
+        Ranks agree on how often a probe is repeated: it may have collectives inside, and they stay in step.
+        """
         forward = backward = 0.0
-        count = 0
-        while count == 0 or (forward + backward < _TURN_SECONDS and count < 20 and not self._in_company):
+        count, repeats = 0, 1
+        while count < repeats:
             run = probe.make()
+            if probe.cold:
+                self.probes.read_other_layers()
             self.synchronize()
             start = time.perf_counter()
             output, wanted = run()
@@ -103,12 +106,10 @@ class _Bench:
                 self.synchronize()
                 backward += time.perf_counter() - middle
             count += 1
+            if count == 1:
+                longest = self.backbone.parallel.most([forward + backward])[0]
+                repeats = min(_MOST_REPEATS, math.ceil(_TURN_SECONDS / longest))
         return forward / count, backward / count
-
-    @property
-    def _in_company(self) -> bool:
-        """With collectives inside, every rank must repeat a probe as often as the others: once."""
-        return self.backbone.parallel.world_size > 1
 
     # -- what was found
 
@@ -116,7 +117,7 @@ class _Bench:
         """Turn what whole things take into what their parts add; fill in what cannot be measured here."""
         shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
         itemsize = self.dtype.itemsize
-        estimated = roofline(shape, about, itemsize, tp, self.how.most_tokens)
+        estimated = roofline(shape, about, itemsize, tp, self.probes.most_tokens)
         plain = dict(curves)
         if "rotary" not in curves:
             curves["rotary"] = Curve((1,), (0.0,), (0.0,))
@@ -184,7 +185,7 @@ class _Bench:
             parameters = [torch.nn.Parameter(torch.zeros(size, device=self.device)) for _ in range(count)]
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
             rounds = []
-            for _ in range(self.how.rounds + 1):
+            for _ in range(self.rounds + 1):
                 for p in parameters:
                     p.grad = torch.ones_like(p)
                 self.synchronize()
@@ -202,7 +203,7 @@ class _Bench:
     def _sequence(self) -> float:
         """Seconds of laying out one sequence."""
         rounds = []
-        for _ in range(self.how.rounds + 1):
+        for _ in range(self.rounds + 1):
             start = time.perf_counter()
             self.probes.batch(32 * SEGMENT)
             rounds.append((time.perf_counter() - start) / 32)

@@ -6,14 +6,16 @@ the step's sequences, which every rank knows.
 
 A plain policy needs no planner (`plan_for`): `spatial` puts all active tasks into one hybrid task (MuxTune's batching),
 `temporal` gives each task its own bucket (its interleaving), `serial` runs one task at a time. The policy `auto` is the
-planner's (`planner.py`).
+planner's (`planner.py`). Between two steps tasks leave a plan, tasks join it, or a bucket gets smaller; the rest of it
+stays.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -143,17 +145,6 @@ class Plan:
         """All task names."""
         return tuple(name for bucket in self.buckets for name in bucket.tasks)
 
-    def bucket_of(self, task: str) -> int:
-        """Index of the bucket that holds a task.
-
-        Raises:
-            KeyError: No bucket holds it.
-        """
-        for i, bucket in enumerate(self.buckets):
-            if task in bucket.tasks:
-                return i
-        raise KeyError(task)
-
     def to_json(self) -> dict[str, Any]:
         """A plain object for `plan.json`."""
         return asdict(self)
@@ -245,6 +236,62 @@ def plan_for(
         # With several buckets in the pipeline at once, the other tasks fill the bubble.
         buckets = tuple(bucket([name], fill=len(names) == 1) for name in names)
     return Plan(policy, stages, buckets, alignment=alignment)
+
+
+def keep_tasks(plan: Plan, names: Collection[str]) -> Plan:
+    """The plan without the tasks that are not among `names`; predictions for all tasks together are dropped."""
+    if set(plan.tasks) <= set(names):
+        return plan
+    buckets = []
+    for bucket in plan.buckets:
+        hybrids = [
+            h if len(kept) == len(h.tasks) else HybridTask(kept)
+            for h in bucket.hybrid_tasks
+            if (kept := tuple(t for t in h.tasks if t in names))
+        ]
+        if hybrids:
+            buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=()))
+    return _changed(plan, buckets)
+
+
+def add_tasks(plan: Plan, names: Sequence[str], micro_batches: int) -> Plan:
+    """The plan with a new last bucket: one hybrid task of those `names` that the plan lacks."""
+    new = tuple(sorted(set(names) - set(plan.tasks)))
+    if not new:
+        return plan
+    # Its costs are unknown, so the template assumes equal passes: few micro-batches are in flight at once.
+    return _changed(plan, (*plan.buckets, Bucket((HybridTask(new),), micro_batches)))
+
+
+def shrink_bucket(plan: Plan, index: int, sequences: Mapping[str, int]) -> Plan | None:
+    """The plan with less of a bucket in memory at a time; None if the bucket already computes single sequences.
+
+    Args:
+        plan: The plan.
+        index: The bucket: it is cut into twice as many micro-batches or, once those hold one sequence, into its tasks.
+        sequences: Number of sequences in a step of each task.
+    """
+    bucket = plan.buckets[index]
+
+    def most(tasks: Sequence[str]) -> int:
+        return math.ceil(sum(sequences[name] for name in tasks) / plan.data)
+
+    count = max(most(hybrid.tasks) for hybrid in bucket.hybrid_tasks)
+    if bucket.micro_batches < count:
+        parts = [Bucket(bucket.hybrid_tasks, min(count, 2 * bucket.micro_batches), bucket.chunk)]
+    elif len(bucket.tasks) > 1:
+        parts = [Bucket((HybridTask((name,)),), most([name]), bucket.chunk) for name in bucket.tasks]
+    else:
+        return None
+    buckets = (*plan.buckets[:index], *parts, *plan.buckets[index + 1 :])
+    # 1F1B keeps the fewest in flight that fill the pipeline; GPipe and interleaved schedules keep more.
+    schedule: Schedule = "1f1b" if plan.virtual == 1 else "planned"
+    return replace(_changed(plan, buckets), schedule=schedule)
+
+
+def _changed(plan: Plan, buckets: Sequence[Bucket]) -> Plan:
+    """The plan with other buckets, without the predictions that were for the buckets it had."""
+    return replace(plan, buckets=tuple(buckets), predicted_latency_s=None, memory_bytes=())
 
 
 def dumps(plan: Plan) -> str:

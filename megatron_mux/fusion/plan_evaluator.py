@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,13 +10,14 @@ from typing import Literal
 
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.arrangement import Arrangement
-from megatron_mux.fusion.cost import bucket_cost, kept_limit, works_with
-from megatron_mux.fusion.entry_order import (
+from megatron_mux.fusion.cost import (
     BUSY_ENOUGH,
+    bucket_cost,
     busiest,
     entry_orders,
+    kept_limit,
     seconds_per_step,
-    simulated_steps,
+    works_with,
 )
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
@@ -32,7 +34,7 @@ from megatron_mux.fusion.step import (
 )
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import run_structured
+from megatron_mux.pipeline.structured import StructuredRun
 
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
@@ -47,14 +49,12 @@ class Evaluation:
         latency: Seconds of a step, averaged over the steps between two flushes.
         memory: `[ranks]` bytes at each rank's peak.
         fits: Whether that is within the limit, for the longest sequences too.
-        actions: Number of passes that were simulated.
     """
 
     plan: Plan
     latency: float
     memory: tuple[float, ...]
     fits: bool
-    actions: int
 
 
 class PlanEvaluator:
@@ -116,13 +116,13 @@ class PlanEvaluator:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
         limit = self.stage_limit
         assert limit is not None
-        low, high = 0, self.loads[task].longest_sequence
-        while low < high:
-            middle = (low + high + 1) // 2
-            needed = self.costs.longest(task, middle)
-            fits = all(k <= most for k, most in zip(needed, limit, strict=True))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+        def is_too_long(length: int) -> bool:
+            needed = self.costs.longest(task, length)
+            return any(k > most for k, most in zip(needed, limit, strict=True))
+
+        lengths = range(1, self.loads[task].longest_sequence + 1)
+        return bisect_left(lengths, True, key=is_too_long)
 
     def _divided(self, limit: Sequence[float]) -> list[float]:
         """`[S]` share of each stage in its rank's limit, by its number of layers."""
@@ -224,17 +224,16 @@ class PlanEvaluator:
             activation_limit=tuple(limit or ()),
         )
         runs = [_run(plan, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
-        peaks = [max(run.peaks[rank] for run in runs) + works[rank] for rank in range(plan.ranks)]
+        peaks = [max(kept[rank] for _, kept in runs) + works[rank] for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
         tasks = [self._index[name] for name in plan.tasks]
         return Evaluation(
             plan,
-            max(run.latency for run in runs) + self.costs.step_overhead(tasks),
+            max(latency for latency, _ in runs) + self.costs.step_overhead(tasks),
             tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
             fits,
-            sum(run.actions for run in runs),
         )
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
@@ -259,7 +258,7 @@ class PlanEvaluator:
         costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
         for bucket, chunks in units:
-            of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks], 1))
+            of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
@@ -269,9 +268,9 @@ class PlanEvaluator:
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
             chunks=max(max(own, default=1) for own in sizes),
-            memory=tuple(max(c.kept(s) for c in costs) for s in stages),
-            working=tuple(max(c.works_with(s) for c in costs) for s in stages),
-            transfer=tuple(sum(c.to_next(s) for c in costs) / count for s in stages[:-1]),
+            memory=tuple(max(c.memory[s] for c in costs) for s in stages),
+            working=tuple(max(c.working[s] for c in costs) for s in stages),
+            transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
 
 
@@ -286,29 +285,24 @@ def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Simulated steps of one pipeline: seconds, `[ranks]` peak bytes kept between passes, number of passes."""
-
-    latency: float
-    peaks: list[float]
-    actions: int
-
-
-def _run(plan: Plan, sizes: list[Sizes]) -> _Run:
-    """Seconds of a step of a plan on one pipeline, from as many simulated steps as that takes."""
+def _run(plan: Plan, sizes: list[Sizes]) -> tuple[float, list[float]]:
+    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that it keeps between passes."""
     costs = [bucket_costs(bucket) for bucket in plan.buckets]
-    runs = [_simulated(plan, costs, sizes * steps) for steps in simulated_steps(plan.rolling)]
-    latency = seconds_per_step([run.latency for run in runs], busiest(costs, sizes, plan.ranks), plan.rolling)
-    peaks = [max(own) for own in zip(*(run.peaks for run in runs), strict=True)]
-    return _Run(latency, peaks, sum(run.actions for run in runs))
+    most = [0.0] * plan.ranks
+
+    def simulated(steps: int) -> float:
+        latency, peaks = _simulated(plan, costs, sizes * steps)
+        most[:] = map(max, most, peaks)
+        return latency
+
+    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), plan.rolling)
+    assert seconds is not None, "without a bound there is an answer"
+    return seconds, most
 
 
-def _simulated(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> _Run:
+def _simulated(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:
     if is_structured(plan, sizes):  # its scheduler is a simulation already
-        run = run_structured(costs, plan.activation_limit or None, sizes, plan.virtual)
-        return _Run(run.latency, run.peaks(), run.actions)
-    template = step_template(plan, sizes)
-    found = simulate(template, costs, sizes=sizes)
-    peaks = [found.peak(rank) for rank in range(plan.ranks)]
-    return _Run(found.latency, peaks, sum(map(len, template)))
+        run = StructuredRun(costs, plan.activation_limit or None, sizes, plan.virtual)
+        return run.latency, run.peaks()
+    found = simulate(step_template(plan, sizes), costs, sizes=sizes)
+    return found.latency, list(found.peaks)

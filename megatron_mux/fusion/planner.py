@@ -25,8 +25,9 @@ _WORTH = 0.06
 """How much faster than a plain policy another layout must be predicted to be: predictions of two layouts of the same
 tasks err differently by about that much (the last line of `benchmarks/policies.py --stages 2`)."""
 
-_MAX_ACTIONS = 8_000
-"""Passes simulated while numbers of micro-batches and chunk sizes are compared: a fifth of a second."""
+_MAX_FORWARDS = 1_000
+"""Forward passes of a step on all stages, added up while numbers of micro-batches and chunk sizes are compared: a fifth
+of a second."""
 
 _MAX_COUNTS = 6
 """Numbers of micro-batches to try."""
@@ -112,13 +113,8 @@ class Planner:
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
             known = by.best_order(by.of_policy(policy))
             found[name] = known.latency if known.fits else None
-        shares = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
-        padding = {
-            "plan": shares.share,
-            "within_tasks": shares.share_within_tasks,
-            "zero_padded": shares.share_zero_padded,
-        }
-        return Comparison(found, padding)
+        padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
+        return Comparison(found, padding.shares)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
@@ -177,10 +173,10 @@ class Planner:
         counts = [found.micro_batches, *(c for c in self._counts(evaluator) if c != found.micro_batches)]
         for count in counts if self.context.mesh.pipeline > 1 else counts[:1]:
             for chunk in self._chunks(evaluator):
-                if spent > _MAX_ACTIONS:
+                if spent > _MAX_FORWARDS:
                     return
                 evaluation = evaluator.evaluate(evaluator.of_arrangement(found, count, chunk))
-                spent += evaluation.actions
+                spent += evaluation.plan.stages * sum(sum(b.chunks) for b in evaluation.plan.buckets)
                 yield evaluation
 
     def _chunks(self, evaluator: PlanEvaluator) -> list[int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,17 @@ SEGMENT = 64
 STACK = 4
 """Layers that are run on top of each other to measure what a layer takes beyond its operators."""
 
+_MOST_READ = 1 << 28
+"""Bytes of weights that are read before a cold probe: more than caches hold."""
+
 
 def adapter_samples() -> list[Sample]:
     """The adapters of all kinds whose seconds make a profile."""
     return [sample for kind in KINDS.values() for sample in kind.samples()]
+
+
+Run = Callable[[], tuple[Tensor, Sequence[Tensor]]]
+"""A forward pass: gives outputs, and the tensors whose gradients are wanted."""
 
 
 @dataclass
@@ -48,14 +56,16 @@ class Probe:
     Attributes:
         name: The curve it is a point of.
         size: The point.
-        make: Prepares what one pass needs; what it returns is called for the forward, and gives outputs and the
-            tensors whose gradients are wanted.
+        make: Prepares what one pass needs, and gives the pass.
+        cold: Whether its weights are to be out of the caches when it begins, as in a step, which uses each layer's
+            weights once a pass.
         rounds: Forward and backward seconds of each round.
     """
 
     name: str
     size: float
-    make: Callable[[], Callable[[], tuple[Tensor, Sequence[Tensor]]]]
+    make: Callable[[], Run]
+    cold: bool = False
     rounds: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -92,6 +102,14 @@ class Probes:
         found += self._collectives()
         return found
 
+    def read_other_layers(self) -> None:
+        """Read weights that no probe uses, so that the caches no longer hold those that one uses."""
+        read = 0
+        for p in (p for layer in list(self.layers)[STACK:] for p in layer.parameters()):
+            if read < _MOST_READ:
+                p.detach().sum()
+                read += p.nbytes
+
     def batch(self, rows: int, tasks: int = 1) -> MicroBatch:
         """Rows of several tasks, each made of short sequences."""
         sequences: list[layout.PackedSequence] = []
@@ -110,34 +128,32 @@ class Probes:
     def _input(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(0.1).requires_grad_()
 
-    def _module(self, name: str, rows: int, module: Callable[[Tensor], Any], width: int) -> Probe:
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            x, batch = self._input(rows, 1, width), self.batch(rows)
+    def _module(self, module: Callable[[Tensor], Any], rows: int, width: int) -> Run:
+        x, batch = self._input(rows, 1, width), self.batch(rows)
 
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                with layout.activate(batch):
-                    out = module(x)
-                return (out[0] if isinstance(out, tuple) else out), (x,)
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            with layout.activate(batch):
+                out = module(x)
+            return (out[0] if isinstance(out, tuple) else out), (x,)
 
-            return run
-
-        return Probe(name, rows, make)
+        return run
 
     def _dense(self, rows: int) -> list[Probe]:
-        shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
-        layer = self.layers[0]
-        half = shape.out_features("linear_fc1") // tp
-        found = [self._module(op, rows, self.ops[op].module, self._width(op)) for op in BASE_OPS]
-        found.append(self._module("norm", rows, layer.input_layernorm, shape.hidden))
-        mlp = layer.mlp
-        found.append(self._module("activation", rows, _activation(mlp), half))
+        shape, layer = self.backbone.shape, self.layers[0]
+        half = shape.out_features("linear_fc1") // self.backbone.parallel.tp_size
+        modules: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+            **{op: (self.ops[op].module, self._width(op)) for op in BASE_OPS},
+            "norm": (layer.input_layernorm, shape.hidden),
+            "activation": (_activation(layer.mlp), half),
+        }
+        found = [
+            Probe(name, rows, partial(self._module, module, rows, width))
+            for name, (module, width) in modules.items()
+        ]
         if shape.ropes[0] is not None:
-            found.append(self._rotary(rows))
-        for name, part in (
-            ("attention_half", megatron_core.attention_half),
-            ("mlp_half", megatron_core.mlp_half),
-        ):
-            found.append(self._stack(name, rows, part))
+            found.append(Probe("rotary", rows, partial(self._rotary, rows)))
+        for name in ("attention_half", "mlp_half"):
+            found.append(Probe(name, rows, partial(self._stack, name, rows), cold=True))
         return found
 
     def _width(self, op: str) -> int:
@@ -151,40 +167,29 @@ class Probes:
         shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
         return shape.heads // tp, shape.kv_heads_on_rank(tp), shape.head_dim
 
-    def _rotary(self, rows: int) -> Probe:
+    def _rotary(self, rows: int) -> Run:
         heads, keys, size = self._heads()
+        turns = self._angles(self.batch(rows))
+        assert turns is not None
+        query, key = self._input(rows, heads, size), self._input(rows, keys, size)
+        return lambda: (torch.cat([rotate(query, *turns), rotate(key, *turns)], dim=1), (query, key))
 
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            turns = self._angles(self.batch(rows))
-            assert turns is not None
-            query, key = self._input(rows, heads, size), self._input(rows, keys, size)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                return torch.cat([rotate(query, *turns), rotate(key, *turns)], dim=1), (query, key)
-
-            return run
-
-        return Probe("rotary", rows, make)
-
-    def _stack(self, name: str, rows: int, part: Callable[..., Tensor]) -> Probe:
+    def _stack(self, name: str, rows: int) -> Run:
         """Half layers on top of each other, so that what they keep is kept as in a step."""
-        hidden = self.backbone.shape.hidden
-        layers = list(self.layers)[:STACK]
+        x, batch = self._input(rows, 1, self.backbone.shape.hidden), self.batch(rows)
+        turns = self._angles(batch)
 
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            x, batch = self._input(rows, 1, hidden), self.batch(rows)
-            turns = self._angles(batch)
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            out = x
+            with layout.activate(batch):
+                for layer in list(self.layers)[:STACK]:
+                    if name == "attention_half":
+                        out = megatron_core.attention_half(layer, out, turns)
+                    else:
+                        out = megatron_core.mlp_half(layer, out)
+            return out, (x,)
 
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                out = x
-                with layout.activate(batch):
-                    for layer in layers:
-                        out = part(layer, out, turns) if name == "attention_half" else part(layer, out)
-                return out, (x,)
-
-            return run
-
-        return Probe(name, rows, make)
+        return run
 
     def _attention(self) -> list[Probe]:
         """One sequence and eight of each length; one with each past."""
@@ -195,65 +200,45 @@ class Probes:
                 if past and (length < 16 or length > 256):
                     continue
                 for count in (1, 8) if not past and length * 8 <= 2 * self.most_tokens else (1,):
-                    found.append(self._attention_of(length, past, count))
+                    make = partial(self._attention_of, length, past, count)
+                    found.append(Probe(f"attention:{length}:{past}", count, make))
         return found
 
-    def _attention_of(self, length: int, past: int, count: int) -> Probe:
+    def _attention_of(self, length: int, past: int, count: int) -> Run:
         heads, keys, size = self._heads()
-        shape = self.backbone.shape
+        scale, window = self.backbone.shape.scales[0], self.backbone.shape.windows[0]
         segments = [Segment("probe", i * length, length, i, past) for i in range(count)]
-
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            rows = length * count
-            q, k = self._input(rows, heads, size), self._input(rows + past, keys, size)
-            v = self._input(rows + past, keys, size)
-
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                out = segment_attention(q, k, v, segments, scale=shape.scales[0], window=shape.windows[0])
-                return out, (q, k, v)
-
-            return run
-
-        return Probe(f"attention:{length}:{past}", count, make)
+        rows = length * count
+        q, k = self._input(rows, heads, size), self._input(rows + past, keys, size)
+        v = self._input(rows + past, keys, size)
+        return lambda: (segment_attention(q, k, v, segments, scale=scale, window=window), (q, k, v))
 
     def _ends(self) -> list[Probe]:
         """The entry, by rows; the final norm and the loss head, by labels."""
-        backbone = self.backbone
-        found = [self._entry(rows) for rows in self.coarse] if backbone.first else []
-        if not backbone.last:
-            return found
-        norm: Any = backbone.model.decoder.final_layernorm
-        for labels in [n for n in (1, 4, *self.rows) if n <= max(self.most_tokens // 2, 16)]:
-
-            def make(labels: int = labels) -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-                x = self._input(labels, 1, backbone.shape.hidden)
-                targets = torch.zeros(labels, dtype=torch.int64, device=self.device)
-                batch = replace(
-                    self.batch(2 * labels),
-                    labels=targets,
-                    label_rows=targets,
-                    label_weights=torch.ones(labels, device=self.device),
-                )
-
-                def run() -> tuple[Tensor, Sequence[Tensor]]:
-                    return backbone.loss(norm(x), batch)[0], (x,)
-
-                return run
-
-            found.append(Probe("head", labels, make))
+        found: list[Probe] = []
+        if self.backbone.first:
+            found += [Probe("entry", rows, partial(self._entry, rows)) for rows in self.coarse]
+        if self.backbone.last:
+            labels = [n for n in (1, 4, *self.rows) if n <= max(self.most_tokens // 2, 16)]
+            found += [Probe("head", n, partial(self._head, n), cold=True) for n in labels]
         return found
 
-    def _entry(self, rows: int) -> Probe:
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-            batch = self.batch(rows)
+    def _entry(self, rows: int) -> Run:
+        batch = self.batch(rows)
 
-            def run() -> tuple[Tensor, Sequence[Tensor]]:
-                self._angles(batch)
-                return self.backbone._embed(batch), ()
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            self._angles(batch)
+            return self.backbone._embed(batch), ()
 
-            return run
+        return run
 
-        return Probe("entry", rows, make)
+    def _head(self, labels: int) -> Run:
+        norm: Any = self.backbone.model.decoder.final_layernorm
+        x = self._input(labels, 1, self.backbone.shape.hidden)
+        targets = torch.zeros(labels, dtype=torch.int64, device=self.device)
+        weights = torch.ones(labels, device=self.device)
+        batch = replace(self.batch(2 * labels), labels=targets, label_rows=targets, label_weights=weights)
+        return lambda: (self.backbone.loss(norm(x), batch)[0], (x,))
 
     def _adapters(self) -> list[Probe]:
         found: list[Probe] = []
@@ -278,7 +263,7 @@ class Probes:
         # Not through `add`: the module itself stays as it is.
         attached.adapters = {adapter.name: adapter.at[0] for adapter in adapters}
 
-        def make() -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
+        def make() -> Run:
             x, batch = self._input(rows, 1, self._width(op)), self.batch(rows, tasks)
 
             def run() -> tuple[Tensor, Sequence[Tensor]]:
@@ -291,8 +276,7 @@ class Probes:
 
     def _collectives(self) -> list[Probe]:
         """All-reduce among tensor ranks; a transfer from the first rank to the second and back, where there are two."""
-        parallel, hidden = self.backbone.parallel, self.backbone.shape.hidden
-        found: list[Probe] = []
+        parallel = self.backbone.parallel
 
         def reduce(x: Tensor) -> None:
             dist.all_reduce(x, group=parallel.tp_group)
@@ -305,25 +289,22 @@ class Probes:
                 dist.recv(x, 0)
                 dist.send(x, 0)
 
-        wanted = [("all_reduce", reduce)] * (parallel.tp_size > 1) + [("transfer", transfer)] * (
-            parallel.world_size > 1
-        )
-        for name, exchange in wanted:
-            for rows in self.rows:
+        wanted = [("all_reduce", reduce)] * (parallel.tp_size > 1)
+        wanted += [("transfer", transfer)] * (parallel.world_size > 1)
+        return [
+            Probe(name, rows, partial(self._exchange, exchange, rows))
+            for name, exchange in wanted
+            for rows in self.rows
+        ]
 
-                def make(
-                    rows: int = rows, exchange: Callable[[Tensor], None] = exchange
-                ) -> Callable[[], tuple[Tensor, Sequence[Tensor]]]:
-                    x = self._input(rows, hidden).detach()
+    def _exchange(self, exchange: Callable[[Tensor], None], rows: int) -> Run:
+        x = self._input(rows, self.backbone.shape.hidden).detach()
 
-                    def run() -> tuple[Tensor, Sequence[Tensor]]:
-                        exchange(x)
-                        return x, ()
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            exchange(x)
+            return x, ()
 
-                    return run
-
-                found.append(Probe(name, rows, make))
-        return found
+        return run
 
 
 def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:

@@ -133,7 +133,8 @@ class Profile:
         """Where predictions from it come from, for a plan and for people."""
         device = self.about.get("device", "?")
         if self.source == "measured":
-            return f"profile {self.key} measured on {device}"
+            busy = self.about.get("busy", 1)
+            return f"profile {self.key} measured on {device}{f', {busy} processes busy' * (busy > 1)}"
         return f"roofline of {device} (no profile: tools/profile_backbone.py measures one)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,26 +16,44 @@ from pydantic import TypeAdapter
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import cache_directory, write_atomically
-from megatron_mux.fusion.device import about_device
+from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.profile import Profile, key_of
 from megatron_mux.fusion.roofline import roofline
 
 
 def about_run(
-    shape: Any, kind: str, dtype: Any, tensor_parallel: int, threads: int | None = None
+    shape: Any,
+    kind: str,
+    dtype: Any,
+    tensor_parallel: int,
+    threads: int | None = None,
+    busy: int | None = None,
 ) -> dict[str, Any]:
     """Everything that the seconds of a backbone's operators depend on.
 
     Args:
         shape: The backbone's sizes.
-        kind: `cpu` or `cuda`.
+        kind: `cpu` or `cuda`: what this process computes on; or a GPU's name, such as `H100`, that is elsewhere.
         dtype: What it computes in.
         tensor_parallel: Ranks that share each layer.
-        threads: Threads that compute on a CPU; by default this process's.
+        threads: Threads of each process that compute on a CPU; by default this process's.
+        busy: Processes that compute on the host's CPU at the same time, sharing its caches and memory; by default this
+            run's, as torchrun says. A GPU belongs to one process.
     """
     config = json.dumps(shape.config, sort_keys=True, default=str)
+    about: dict[str, Any] = {"device": kind, "kind": "cuda", "threads": 0}
+    if kind == "cuda":
+        about["device"] = torch.cuda.get_device_name()
+    elif kind == "cpu":
+        about = {
+            "device": cpu_name(),
+            "kind": kind,
+            "threads": torch.get_num_threads() if threads is None else threads,
+            "cores": os.cpu_count(),
+            "busy": int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if busy is None else busy,
+        }
     return {
-        **about_device(kind, torch.get_num_threads() if threads is None else threads),
+        **about,
         "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel": tensor_parallel,
@@ -51,26 +70,42 @@ def find_profile(
     threads: int | None = None,
     directory: Path | None = None,
     say: Callable[[str], None] | None = None,
+    busy: int | None = None,
 ) -> Profile:
     """The measured profile of a backbone on a device, else a roofline.
 
+    On a CPU, a profile measured with another number of busy processes stands in for one that is missing: the one
+    nearest in number.
+
     Args:
-        shape, kind, dtype, tensor_parallel, threads: See `about_run`.
+        shape, kind, dtype, tensor_parallel, threads, busy: See `about_run`.
         directory: Where profiles are kept; by default `profile_directory`.
-        say: Told of a file that is not a profile, which is then ignored; without it, such a file is refused.
+        say: Told of a stand-in, and of a file that is not a profile, which is then ignored; without it, such a file is
+            refused.
 
     Raises:
         UserError: The file is not a profile.
     """
-    about = about_run(shape, kind, dtype, tensor_parallel, threads)
-    try:
-        found = load_profile(about, directory or profile_directory())
-    except UserError as error:
-        if say is None:
-            raise
-        say(f"{error}; going on without it")
-        found = None
-    return found or roofline(shape, about, dtype.itemsize, tensor_parallel)
+    about = about_run(shape, kind, dtype, tensor_parallel, threads, busy)
+    wanted = about.get("busy", 1)
+    others = range(1, max(wanted, os.cpu_count() or 1) + 1) if "busy" in about else ()
+    for count in sorted({wanted, *others}, key=lambda count: (abs(count - wanted), -count)):
+        measured_with = {**about, "busy": count} if "busy" in about else about
+        try:
+            found = load_profile(measured_with, directory or profile_directory())
+        except UserError as error:
+            if say is None:
+                raise
+            say(f"{error}; going on without it")
+            continue
+        if found is not None and count != wanted and say is not None:
+            say(
+                f"no profile was measured with {wanted} process(es) busy: using the one with {count} "
+                f"(torchrun --nproc-per-node {wanted} tools/profile_backbone.py measures it)"
+            )
+        if found is not None:
+            return found
+    return roofline(shape, about, dtype.itemsize, tensor_parallel)
 
 
 def profile_directory() -> Path:

@@ -24,7 +24,7 @@ def roofline(
 
     Args:
         shape: The backbone's sizes.
-        about: What `about_device` says, and whatever else names the run.
+        about: What `about_run` says: the device, and whatever else names the run.
         itemsize: Bytes of the backbone's dtype.
         tensor_parallel: Ranks that share each layer.
         most_tokens: Rows of the last point of the curves.

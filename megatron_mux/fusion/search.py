@@ -2,7 +2,6 @@
 
 Equation 6's and equation 7's answers are candidates: those with the best bounds are evaluated first, so that few have
 to be simulated; the best are then refined by moving single tasks, and at last by other buckets and entry orders.
-`exhaustive` evaluates all arrangements in the same way, to measure how far from optimal `search` is.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from itertools import combinations, permutations
 
 from megatron_mux.fusion.arrangement import Arrangement, ArrangementEvaluator
 from megatron_mux.fusion.cost import CostModel, Hybrid
-from megatron_mux.fusion.grouping import every_grouping
-from megatron_mux.fusion.hybrid import Partition, consecutive, every_partition
+from megatron_mux.fusion.grouping import Partition, consecutive
 
 _BUDGET = 60_000
 """Effort of finding a start, and of refining it: passes simulated or hybrid tasks compared; a tenth of a second."""
@@ -107,82 +105,11 @@ def _from_elsewhere(
     return best
 
 
-def plain_equation_6(
-    model: CostModel,
-    tokens: Sequence[float],
-    micro_batches: Sequence[int],
-    memory_limit: Sequence[float] | None = None,
-    steps: int = 1,
-) -> Arrangement:
-    """The partition of least F, whatever pipeline it makes: what the paper's surrogate alone finds.
-
-    Raises:
-        DoesNotFitError: See `search`.
-    """
-    evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
-    found = [
-        (value, count, partition)
-        for count in micro_batches
-        for value, partition in _equation_6(evaluator, tokens, count)
-    ]
-    if not found:
-        raise DoesNotFitError(_too_large(evaluator, len(tokens), micro_batches))
-    value, count, partition = min(found)
-    best = evaluator.best_grouping(partition, count, math.inf)
-    assert best is not None  # it fits: `consecutive` builds nothing else
-    return Arrangement(best.buckets, count, best.latency, value)
-
-
 def _equation_6(
     evaluator: ArrangementEvaluator, tokens: Sequence[float], micro_batches: int
 ) -> list[tuple[float, Partition]]:
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
     return consecutive(evaluator, order, micro_batches, evaluator.limit)
-
-
-def exhaustive(
-    model: CostModel,
-    tasks: int,
-    micro_batches: Sequence[int],
-    memory_limit: Sequence[float] | None = None,
-    steps: int = 1,
-    below: float = math.inf,
-    tolerance: float = 0.0,
-) -> Arrangement | None:
-    """The best of all partitions, all groupings into buckets and all entry orders. For up to six tasks.
-
-    Args:
-        model: Costs.
-        tasks: Number of tasks.
-        micro_batches: Values of C to try.
-        memory_limit: As for `search`.
-        steps: As for `search`.
-        below: A latency that is known to be reachable: only what is faster is looked for.
-        tolerance: Stop where nothing can be faster than the best found by more than this share of it.
-
-    Returns:
-        The best arrangement; None if none is faster than `below`.
-    """
-    evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
-    candidates = [
-        (evaluator.bound(partition, count), count, partition)
-        for partition in every_partition(range(tasks))
-        for count in micro_batches
-    ]
-    heapq.heapify(candidates)
-    best: Arrangement | None = None
-    below *= 1 - tolerance
-    while candidates and candidates[0][0] < below:
-        _, count, partition = heapq.heappop(candidates)
-        for grouping in every_grouping(len(partition)):
-            grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
-            if not evaluator.is_below(grouped, count, below):
-                continue
-            for order in permutations(grouped):
-                found = evaluator.latency(order, count, below)
-                if found is not None:
-                    best, below = found, found.latency * (1 - tolerance)
-    return best
 
 
 def _best_first(

@@ -109,7 +109,7 @@ class StageCosts:
             member @ self._attention / parts[:, None],
             (member * self._longest).max(axis=1),
             np.zeros(len(sets)),
-            np.ceil(parts / self.data).astype(int),
+            np.ceil(parts / self.data),
         )
 
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
@@ -127,8 +127,7 @@ class StageCosts:
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
                 # Put together with what comes before them, and left for later chunks: in each place a copy.
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        asked_for = np.zeros(len(chunks), np.int64)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, asked_for)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
 
     def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
         """`[S]` bytes of one sequence that a task may have: kept, and taken besides.
@@ -150,7 +149,7 @@ class StageCosts:
         attention: Array,
         longest: Array,
         copied: Array,
-        parts: npt.NDArray[np.int64],
+        parts: Array,
     ) -> list[HybridCost]:
         """Seconds and bytes of B batches.
 
@@ -160,7 +159,7 @@ class StageCosts:
             attention: `[B, 2]` seconds in one layer.
             longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
             copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
-            parts: `[B]` see `HybridCost`.
+            parts: `[B]` micro-batches like it on a pipeline.
         """
         total = rows.sum(axis=1)
         nothing = len(BASE_OPS) * self.shape.layers
@@ -186,9 +185,13 @@ class StageCosts:
             transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
         most = np.maximum(total, longest)
         memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        columns = (*_passes(seconds), *_passes(messages), memory.lasting, memory.working, transfer)
-        listed = (map(tuple, column.tolist()) for column in columns)
-        return list(map(HybridCost, *listed, parts.tolist()))
+        passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
+        columns = (*passes, memory.lasting, memory.working, transfer, *messages)
+        listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
+        return [
+            HybridCost(count, forward, backward, 1, kept, working, sent, (), *communication)
+            for count, forward, backward, kept, working, sent, *communication in listed
+        ]
 
     # -- adapters
 
@@ -266,16 +269,11 @@ class StageCosts:
         layers = self.shape.layers
         most = max(64.0, sum(load.total for load in self.loads) / 4)
         token = (sum(self._frozen.half.at(most)) + sum(self._frozen.mlp.at(most))) * layers / most
-        long = max(n for n in self._cores.lengths if n <= 1024)
-        pair = float(self._cores.point(long, 0).sum()) * layers / (long * (long + 1) / 2)
+        long = max(n for n in self._cores.over_past if n <= 1024)
+        pair = float(self._cores.of(long, 0).sum()) * layers / (long * (long + 1) / 2)
         head = self._curves["head"]
         label = (head.forward[-1] + head.backward[-1]) / head.sizes[-1]
         return Weights(token, pair, label)
-
-
-def _passes(both: Array) -> tuple[Array, Array]:
-    """Forward and backward of `[B, 2, S]`."""
-    return both[:, 0], both[:, 1]
 
 
 def _by_stage(

@@ -13,9 +13,15 @@ from megatron_mux.fusion.alignment import Chunk, Filled, Item, chunk_grid
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.structured import lead, structured
-from megatron_mux.pipeline.template import Template, fits_interleaved, gpipe, interleaved, one_f_one_b
+from megatron_mux.pipeline.template import (
+    Template,
+    fits_interleaved,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_updates,
+)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -20,10 +24,10 @@ class BucketCost:
         forward: `[S]` seconds of a chunk's forward pass on each stage.
         backward: `[S]` seconds of a chunk's backward pass on each stage.
         chunks: Number of chunks in each micro-batch.
-        memory: `[S]` bytes each stage keeps for a chunk between its forward and backward pass; empty if not counted.
-        working: `[S]` bytes each stage needs in addition while it computes a chunk; empty if not counted.
-        transfer: `[S - 1]` seconds to send a chunk from a stage to the next, or its gradient back; empty if free.
-        update: `[S]` seconds of the optimizer steps of the bucket's tasks on each stage; empty if free.
+        memory: `[S]` bytes each stage keeps for a chunk between its forward and backward pass (default: none).
+        working: `[S]` bytes each stage needs in addition while it computes a chunk (none).
+        transfer: `[S - 1]` seconds to send a chunk from a stage to the next, or its gradient back (none).
+        update: `[S]` seconds of the optimizer steps of the bucket's tasks on each stage (none).
     """
 
     micro_batches: int
@@ -37,16 +41,15 @@ class BucketCost:
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        optional = (len(own) or stages for own in (self.memory, self.working, self.update))
-        lengths = (len(self.backward), len(self.transfer) or stages - 1, *optional)
-        if not stages or lengths != (stages, stages - 1, stages, stages, stages):
+        for name in ("memory", "working", "transfer", "update"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * (stages - (name == "transfer")))
+        of_stages = (self.backward, self.memory, self.working, (*self.transfer, 0.0), self.update)
+        if not stages or any(len(own) != stages for own in of_stages):
             raise ValueError(f"a bucket's costs must all be for the same number of stages: {self}")
         if self.micro_batches < 0 or self.chunks < 1:
             raise ValueError(f"a bucket has at least 0 micro-batches of at least 1 chunk: {self}")
-        if (
-            min(*self.forward, *self.backward, *self.memory, *self.working, *self.transfer, *self.update, 0.0)
-            < 0
-        ):
+        if min(*self.forward, *self.backward, *self.memory, *self.working, *self.transfer, *self.update) < 0:
             raise ValueError(f"a bucket's costs must not be negative: {self}")
 
     @property
@@ -61,20 +64,16 @@ class BucketCost:
 
     def seconds(self, action: Action) -> float:
         """Seconds that an action takes."""
-        of_kind = {"F": self.forward, "B": self.backward, "U": self.update}.get(action.kind, ())
+        of_kind = {"F": self.forward, "B": self.backward, "U": self.update}.get(action.kind)
         return of_kind[action.stage] if of_kind else 0.0
 
-    def kept(self, stage: int) -> float:
-        """Bytes that a stage keeps for a chunk between its forward and backward pass."""
-        return self.memory[stage] if self.memory else 0.0
-
-    def works_with(self, stage: int) -> float:
-        """Bytes that a stage needs in addition while it computes a chunk."""
-        return self.working[stage] if self.working else 0.0
-
-    def to_next(self, stage: int) -> float:
-        """Seconds to send a chunk between `stage` and the next one, in either direction."""
-        return self.transfer[stage] if self.transfer else 0.0
+    @cached_property
+    def path(self) -> npt.NDArray[np.float64]:
+        """`[3, S]` seconds: of a stage's work; of a micro-batch on the stages before it; of the way back from it."""
+        passes = np.array([self.forward, self.backward])
+        on_the_way = (passes[:, :-1] + np.array(self.transfer)).cumsum(axis=1)
+        before = np.concatenate([np.zeros((2, 1)), on_the_way], axis=1)
+        return np.concatenate([self.micro_batches * passes.sum(axis=0)[None], before])
 
 
 Sizes = Sequence[Sequence[int]]

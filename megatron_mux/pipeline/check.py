@@ -51,15 +51,12 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
     _check_progress(template, stages)
 
 
-def marked(template: Template, cells: Collection[Action] = ()) -> str:
-    """The template as a grid with one row per rank; the actions in `cells` are marked as `>action<`."""
+def _refuse(template: Template, problem: str, *cells: Action) -> TemplateError:
+    """The problem, and the template as a grid with one row per rank; actions in `cells` are marked as `>action<`."""
     texts = [[f">{a}<" if a in cells else f" {a} " for a in actions] for actions in template]
     width = max((len(text) for row in texts for text in row), default=0)
-    return "\n".join(f"rank {i}: {''.join(text.ljust(width) for text in row)}" for i, row in enumerate(texts))
-
-
-def _refuse(template: Template, problem: str, *cells: Action) -> TemplateError:
-    return TemplateError(f"{problem}\n{marked(template, cells)}")
+    rows = (f"rank {i}: {''.join(text.ljust(width) for text in row)}" for i, row in enumerate(texts))
+    return TemplateError("\n".join((problem, *rows)))
 
 
 def _check_places(template: Template, stages: int, wanted: Collection[Unit], buckets: int) -> None:
@@ -83,19 +80,13 @@ def _passes(template: Template, stage: int, kind: Kind) -> list[Action]:
 
 
 def _check_passes(template: Template, stage: int, kind: Pass, sizes: Sizes, wanted: Collection[Unit]) -> None:
-    """Check one stage's passes of one kind: complete, chunks in order, same order as on the previous stage."""
+    """Check one stage's passes of one kind: complete, and chunks in order."""
     passes = _passes(template, stage, kind)
     missing = sorted(set(wanted) - {action.unit for action in passes})
     if missing:
         raise _refuse(template, f"{Action.of(stage, kind, missing[0])} is missing")
     for action, chunk in _chunks_out_of_order(passes, kind, sizes):
         raise _refuse(template, f"{action} comes before chunk {chunk} of its micro-batch", action)
-    if stage == 0:
-        return
-    for ours, theirs in zip(passes, _passes(template, stage - 1, kind), strict=False):
-        if ours.unit != theirs.unit:
-            problem = f"stages {stage - 1} and {stage} order their transfers differently"
-            raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)
 
 
 def _chunks_out_of_order(passes: Sequence[Action], kind: Pass, sizes: Sizes) -> Iterator[tuple[Action, int]]:
@@ -129,19 +120,16 @@ def _check_ends(template: Template, rank: int, each: int, sizes: Sizes, period: 
     left = [sum(own) * each for own in sizes]
     normed = updated = 0  # buckets end in their order
     for action in template[rank]:
-        if action.kind == "B":
-            left[action.bucket] -= 1
-        elif action.kind == "F" and action.bucket - period >= updated:
+        if action.kind in ("F", "N") and action.bucket - period >= updated:
             before = Action(rank, "U", action.bucket - period)
             raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
+        if action.kind == "B":
+            left[action.bucket] -= 1
         elif action.kind == "N":
             if action.bucket != normed or left[action.bucket]:
                 raise _refuse(
                     template, f"{action} comes before the last backward pass or out of turn", action
                 )
-            if action.bucket - period >= updated:
-                before = Action(rank, "U", action.bucket - period)
-                raise _refuse(template, f"{action} comes before {before}: its tasks have not stepped", action)
             normed += 1
         elif action.kind == "U":
             if action.bucket != updated or normed <= updated:
@@ -155,18 +143,25 @@ def _check_ends(template: Template, rank: int, each: int, sizes: Sizes, period: 
 
 
 def _check_links(template: Template, stages: int) -> None:
-    """What a stage sends its neighbour is taken in the order in which it is sent, where a stage is all that a rank has.
+    """What a stage sends its neighbour is taken in the order in which it is sent.
 
-    (With several stages to a rank, receives are posted in the sender's order, whatever they are used for first.)
+    Of ranks with several stages, passes alone are compared: what ends a bucket's step is received in the sender's
+    order, whatever it is used for first.
     """
-    if stages != len(template):
-        return
-    pairs: tuple[tuple[Kind, Kind], ...] = (("F", "U"), ("B", "N"))
+    ranks = len(template)
     for stage in range(stages - 1):
-        for kinds in pairs:
-            first, second = (stage, stage + 1) if "F" in kinds else (stage + 1, stage)
-            sent = [action for action in template[first] if action.kind in kinds]
-            taken = [action for action in template[second] if action.kind in kinds]
+        for backward in (False, True):
+            first, second = (stage + 1, stage) if backward else (stage, stage + 1)
+            sent, taken = (
+                [
+                    action
+                    for action in template[own % ranks]
+                    if action.stage == own
+                    and action.is_backward == backward
+                    and (action.is_pass or stages == ranks)
+                ]
+                for own in (first, second)
+            )
             for theirs, ours in zip(sent, taken, strict=True):
                 if (theirs.kind, theirs.unit) != (ours.kind, ours.unit):
                     problem = f"stages {first} and {second} order their transfers differently"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.liveness import Heartbeat
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
@@ -104,55 +102,25 @@ class Communicator:
     between two neighbours has a link of its own. NCCL matches operations in issue order within a communicator, so no
     transfer waits behind one that the neighbour issues later.
 
+    Every rank must make one, since NCCL links need process groups.
+
     Args:
-        previous, following: Global ranks of the neighbours in the ring.
-        from_previous, to_following: Links for hidden states.
-        from_following, to_previous: Links for gradients.
-        device: Device on which received tensors are allocated.
-        ranks: Number of ranks in the pipeline; bounds how many sent tensors are kept alive.
-        heartbeat: Told which action this process is running.
+        parallel: Where this rank stands.
     """
 
-    def __init__(
-        self,
-        previous: int,
-        following: int,
-        from_previous: Link,
-        to_following: Link,
-        from_following: Link,
-        to_previous: Link,
-        device: torch.device,
-        ranks: int,
-        heartbeat: Heartbeat,
-    ) -> None:
-        self.device = device
-        self.heartbeat = heartbeat
-        self._inward = {False: (previous, from_previous), True: (following, from_following)}
-        self._outward = {False: (following, to_following), True: (previous, to_previous)}
+    def __init__(self, parallel: Parallel) -> None:
+        ring = dist.get_process_group_ranks(parallel.pp_group)
+        rank, ranks = parallel.pp_rank, parallel.pp_size
+        own, before, after = (ring[other % ranks] for other in (rank, rank - 1, rank + 1))
+        links = _links(parallel, ring)
+        self.device = parallel.device
+        self.heartbeat = parallel.heartbeat
+        self._inward = {False: (before, links[False, before]), True: (after, links[True, after])}
+        self._outward = {False: (after, links[False, own]), True: (before, links[True, own])}
         # A tensor must stay alive until it is sent, and gloo completes a send only when it is waited for. Waiting for a
         # send that is more than a pipeline's depth old blocks nobody: its receiver has posted it, or posts it next.
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
-        self._most = sends_kept(ranks)
-        self._least = self._most
-
-    @classmethod
-    def between_stages(cls, parallel: Parallel) -> Self:
-        """Make the links of this rank. Every rank must call it, since NCCL links need process groups."""
-        ring = dist.get_process_group_ranks(parallel.pp_group)
-        rank, ranks = parallel.pp_rank, parallel.pp_size
-        before, after = (rank - 1) % ranks, (rank + 1) % ranks
-        links = _links(parallel, ring)
-        return cls(
-            ring[before],
-            ring[after],
-            links[False, ring[before]],
-            links[False, ring[rank]],
-            links[True, ring[after]],
-            links[True, ring[rank]],
-            parallel.device,
-            ranks,
-            parallel.heartbeat,
-        )
+        self._least = self._most = sends_kept(ranks)
 
     def expect(self, in_flight: int) -> None:
         """Set how many sent tensors are kept alive.

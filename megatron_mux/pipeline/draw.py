@@ -70,28 +70,22 @@ class Style:
         return f"hatch{self.hatch}-{shade[1:]}"
 
 
-def styles(labels: Iterable[str], order: Sequence[str] = ()) -> dict[str, Style]:
+def styles(labels: Iterable[str]) -> dict[str, Style]:
     """Choose a style for each label; it depends on the set of labels only, not on their order in time.
 
     Args:
         labels: Labels of actions: task names joined by `+` within a hybrid task and by `|` between hybrid tasks.
-        order: Labels that get the first colours, in this order, whether they occur or not (the buckets of a plan).
-            Others follow in the order of their first task's name.
 
     Returns:
         The style of every label. Of labels that share a colour, the one with the most tasks is not hatched.
     """
-    everything = sorted({*labels, *order})
+    everything = sorted(set(labels))
     bucket_of: dict[str, frozenset[str]] = {}
     for label in everything:
         together = tasks_of(label).union(*(bucket_of.get(task, frozenset()) for task in tasks_of(label)))
         bucket_of.update(dict.fromkeys(together, together))
     # Larger groups have replaced the smaller ones they grew from, so each task is in exactly one group.
-    rank = {bucket: len(order) for bucket in bucket_of.values()}
-    for i, label in enumerate(order):
-        bucket = bucket_of[min(tasks_of(label))]
-        rank[bucket] = min(rank[bucket], i)
-    buckets = sorted(rank, key=lambda bucket: (rank[bucket], min(bucket)))
+    buckets = sorted(set(bucket_of.values()), key=min)
     of_colour: dict[str, list[tuple[bool, int, int, str]]] = {colour: [] for colour in _COLOURS}
     for i, bucket in enumerate(buckets):
         own = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
@@ -140,20 +134,19 @@ def bubble(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
     return [1 - seconds / whole if whole else 0.0 for seconds in busy(actions, ranks)]
 
 
-def to_svg(actions: Schedules, title: str, labels: Sequence[str] = (), ranks: int = 0) -> str:
+def to_svg(actions: Schedules, title: str, ranks: int = 0) -> str:
     """Draw one row per rank, with time to the right; several schedules below each other on one scale.
 
     Args:
         actions: One schedule, or several by name.
         title: Title of the picture.
-        labels: Labels that get the first colours, see `styles`.
         ranks: Number of ranks; 0 for one per stage.
 
     Returns:
         The SVG document.
     """
     schedules = _named(actions)
-    drawn = _styles(schedules, labels)
+    drawn = _styles(schedules)
     span = max((latency(schedule) for schedule in schedules.values()), default=0.0)
     span = span if span > _LEAST else 1.0
     parts: list[str] = []
@@ -189,9 +182,9 @@ def _named(actions: Schedules) -> dict[str, Sequence[TimedAction]]:
     return dict(actions) if isinstance(actions, Mapping) else {"": actions}
 
 
-def _styles(schedules: Mapping[str, Sequence[TimedAction]], order: Sequence[str]) -> dict[str, Style]:
+def _styles(schedules: Mapping[str, Sequence[TimedAction]]) -> dict[str, Style]:
     """Styles of the passes' labels. Ticks have no colour, so their labels must not affect the passes."""
-    return styles((t.label for s in schedules.values() for t in s if t.action.kind in _FILL), order)
+    return styles(t.label for s in schedules.values() for t in s if t.action.kind in _FILL)
 
 
 def _rows(
@@ -274,21 +267,21 @@ def _shade(colour: str, brightness: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def to_trace(actions: Schedules, labels: Sequence[str] = (), ranks: int = 0) -> str:
+def to_trace(actions: Schedules, ranks: int = 0) -> str:
     """Write a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
 
-    Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule.
+    Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule. A slice's
+    arguments name its colour in the SVG.
 
     Args:
         actions: One schedule, or several by name.
-        labels: Labels that get the first colours, see `styles`; a slice's arguments name its colour in the SVG.
         ranks: Number of ranks; 0 for one per stage.
 
     Returns:
         JSON text.
     """
     schedules = _named(actions)
-    drawn = _styles(schedules, labels)
+    drawn = _styles(schedules)
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for pid, (name, schedule) in enumerate(schedules.items()):

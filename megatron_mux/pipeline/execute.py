@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -77,68 +78,65 @@ def execute(
     _Run(template, rank, compute, communicator, dtype, timer, stages or len(template)).run()
 
 
+@dataclass(frozen=True)
 class _Run:
-    """State of one call of `execute`; the arguments are the same."""
+    """One call of `execute`, its arguments, and the units whose backward pass is still to come."""
 
-    def __init__(
-        self,
-        template: Template,
-        rank: int,
-        compute: StageCompute,
-        communicator: Communicator,
-        dtype: torch.dtype,
-        timer: Timer | None,
-        stages: int,
-    ) -> None:
-        self.actions = template[rank]
-        self.ranks = len(template)
-        self.stages = stages
-        self.compute = compute
-        self.communicator = communicator
-        self.dtype = dtype
-        self.timer = timer
-        self.with_backward = {(action.stage, action.unit) for action in self.actions if action.kind == "B"}
-        self.alive: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = {}
-        self.inboxes = {
-            backward: communicator.inbox(self._messages(template[neighbour % self.ranks], backward), backward)
-            for backward, neighbour in ((False, rank - 1), (True, rank + 1))
-        }
+    template: Template
+    rank: int
+    compute: StageCompute
+    communicator: Communicator
+    dtype: torch.dtype
+    timer: Timer | None
+    stages: int
+    alive: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Run all actions, then wait for outstanding sends."""
-        for action in self.actions:
+        actions, ranks = self.template[self.rank], len(self.template)
+        inboxes = {
+            backward: self.communicator.inbox(self._messages(neighbour % ranks, backward), backward)
+            for backward, neighbour in ((False, self.rank - 1), (True, self.rank + 1))
+        }
+        with_backward = {(action.stage, action.unit) for action in actions if action.kind == "B"}
+        for action in actions:
             self.communicator.heartbeat.at(action)
-            travels = action.before(self.stages, self.ranks) is not None
-            received = self.inboxes[action.is_backward].take(action) if travels else None
+            travels = action.before(self.stages, ranks) is not None
+            received = inboxes[action.is_backward].take(action) if travels else None
             start = self._now()
-            made = self._compute(action, received)
+            made = self._compute(action, received, (action.stage, action.unit) in with_backward)
             stop = self._now()
-            if made is not None and action.after(self.stages, self.ranks) is not None:
+            if made is not None and action.after(self.stages, ranks) is not None:
                 self.communicator.send(made, action.is_backward)
             if self.timer is not None:
                 self.timer(TimedAction(action, start, stop, self.compute.label(action)))
         self.communicator.finish()
-        self.inboxes.clear()  # breaks a reference cycle that would keep tensors alive until garbage collection
 
-    def _messages(self, theirs: Sequence[Action], backward: bool) -> Iterator[Message]:
+    def _messages(self, neighbour: int, backward: bool) -> Iterator[Message]:
         """The messages that a neighbour sends to this rank in one direction, in its order."""
-        for action in theirs:
-            if action.is_backward == backward and (ours := action.after(self.stages, self.ranks)) is not None:
+        ranks = len(self.template)
+        for action in self.template[neighbour]:
+            if action.is_backward == backward and (ours := action.after(self.stages, ranks)) is not None:
                 dtype = self.dtype if ours.is_pass else torch.float64
                 yield Message(ours, self.compute.shape(ours), dtype)
 
-    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Compute the action; returns the tensor for the neighbour, if any."""
+    def _compute(self, action: Action, received: Tensor | None, kept: bool) -> Tensor | None:
+        """Compute the action; returns the tensor for the neighbour, if any.
+
+        Args:
+            action: The action.
+            received: What it needs of a neighbour.
+            kept: Whether a backward pass of the same unit follows.
+        """
         if action.kind == "F":
-            return self._forward(action, received)
+            return self._forward(action, received, kept)
         if action.kind == "B":
             return self._backward(action, received)
         if action.kind == "N":
             return self.compute.norm(action, received)
         return self.compute.update(action, received)
 
-    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        kept = (action.stage, action.unit) in self.with_backward
+    def _forward(self, action: Action, hidden: Tensor | None, kept: bool) -> Tensor:
         if hidden is not None and kept:
             hidden.requires_grad_(True)
         output = self.compute.forward(action, hidden)

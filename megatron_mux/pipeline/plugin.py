@@ -29,7 +29,7 @@ from megatron_mux.pipeline.megatron_stage import (
     StepFunctions,
     of_wrapped,
 )
-from megatron_mux.pipeline.structured import descending, schedule
+from megatron_mux.pipeline.structured import descending, structured
 from megatron_mux.pipeline.template import Template, most_in_flight
 from megatron_mux.runtime import Parallel, adopt
 
@@ -264,7 +264,7 @@ def _costs(buckets: Sequence[Bucket], stages: int, hidden_size: int) -> list[Buc
     given = [bucket.cost for bucket in buckets if bucket.cost is not None]
     if given and len(given) < len(buckets):
         raise ValueError("give the cost of every bucket or of none: seconds and operations do not compare")
-    if len({bool(cost.memory) for cost in given}) > 1:
+    if len({any(cost.memory) for cost in given}) > 1:
         raise ValueError(
             "give what every bucket keeps in memory or what none does: bytes and tokens do not compare"
         )
@@ -277,14 +277,14 @@ def _costs(buckets: Sequence[Bucket], stages: int, hidden_size: int) -> list[Buc
         # A layer's operations for a token: 24 H^2 in its matrices, 2 H L in causal attention; twice as many backward.
         passes = tokens * (12 * hidden_size + bucket.seq_length)
         cost = bucket.cost or BucketCost(bucket.micro_batches, (passes,) * stages, (2 * passes,) * stages)
-        costs.append(cost if cost.memory else replace(cost, memory=(tokens,) * stages))
+        costs.append(cost if any(cost.memory) else replace(cost, memory=(tokens,) * stages))
     return costs
 
 
 def _as_1f1b_keeps(costs: Sequence[BucketCost]) -> tuple[float, ...]:
     """For each stage, the memory of the largest micro-batch times the number of stages from it to the end."""
     stages = costs[0].stages
-    return tuple((stages - i) * max(cost.kept(i) for cost in costs) for i in range(stages))
+    return tuple((stages - i) * max(cost.memory[i] for cost in costs) for i in range(stages))
 
 
 @lru_cache(maxsize=64)
@@ -293,7 +293,7 @@ def _template(costs: tuple[BucketCost, ...], memory_limit: tuple[float, ...], fo
     stages = costs[0].stages
     if len(memory_limit) != stages:
         raise ValueError(f"memory_limit is for {len(memory_limit)} stage(s), not for {stages}")
-    template, _ = schedule(costs, memory_limit)
+    template = structured(costs, memory_limit)
     if forward_only:
         template = tuple(tuple(action for action in actions if action.kind == "F") for actions in template)
     check(template, sizes_of(costs), stages)
@@ -303,7 +303,7 @@ def _template(costs: tuple[BucketCost, ...], memory_limit: tuple[float, ...], fo
 @lru_cache(maxsize=8)
 def _communicator(parallel: Parallel) -> Communicator:
     """The transfers of a stage, cached because on GPUs they need process groups."""
-    return Communicator.between_stages(parallel)
+    return Communicator(parallel)
 
 
 def _shape(bucket: Bucket, parallel: Parallel, hidden_size: int) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_mux.pipeline.action import Action, TimedAction
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, sizes_of
-from megatron_mux.pipeline.check import TemplateError, check, marked
+from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
 
 
@@ -22,43 +22,22 @@ class Simulation:
 
     Attributes:
         timed: Actions of each rank with their times in seconds.
-        kept: Memory of each rank over time, as `(second, bytes)` after every change.
+        peaks: Most bytes that each rank keeps between forward and backward passes.
     """
 
     timed: tuple[tuple[TimedAction, ...], ...]
-    kept: tuple[tuple[tuple[float, float], ...], ...]
+    peaks: tuple[float, ...]
 
     @property
     def latency(self) -> float:
         """Seconds from the first action's start to the last one's end."""
         return max((actions[-1].stop for actions in self.timed if actions), default=0.0)
 
-    def busy(self, rank: int) -> float:
-        """Seconds that a rank computes."""
-        return sum(timed.stop - timed.start for timed in self.timed[rank])
-
-    def bubble(self, rank: int) -> float:
-        """Share of the latency during which a rank is idle."""
-        return 1 - self.busy(rank) / self.latency if self.latency else 0.0
-
-    def internal_bubble(self, rank: int) -> float:
-        """Seconds during which a rank is idle between its first and its last pass."""
-        passes = [timed for timed in self.timed[rank] if timed.action.is_pass]
-        if not passes:
-            return 0.0
-        first, last = passes[0].start, passes[-1].stop
-        return last - first - sum(t.stop - t.start for t in self.timed[rank] if first <= t.start < last)
-
-    def peak(self, rank: int) -> float:
-        """Peak bytes that a rank keeps between forward and backward passes."""
-        return max((size for _, size in self.kept[rank]), default=0.0)
-
 
 def simulate(
     template: Template,
     buckets: Sequence[BucketCost],
     labels: Sequence[str] | None = None,
-    memory_limit: Sequence[float] | None = None,
     sizes: Sizes | None = None,
     vary: Callable[[Action], float] = lambda action: 1.0,
 ) -> Simulation:
@@ -68,13 +47,12 @@ def simulate(
         template: Actions per rank. Stage `s` is on rank `s % ranks`.
         buckets: Costs of the buckets of one step, by the index that actions use.
         labels: Text on each bucket's actions; by default its index.
-        memory_limit: Bytes that each rank may keep; None for no limit.
         sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
             after the other.
         vary: Factor on the predicted seconds of an action.
 
     Raises:
-        TemplateError: The template is incomplete, breaks an order, exceeds the memory limit or deadlocks; the
+        TemplateError: The template is incomplete, breaks an order or deadlocks; the
             offending cell is marked.
     """
     stages = buckets[0].stages if buckets else len(template)
@@ -99,10 +77,8 @@ def simulate(
                 mine.append(TimedAction(action, start, stop, names[bucket]))
                 done[action] = stop
         waiting = [rank for rank in waiting if len(timed[rank]) < len(template[rank])]
-    kept = tuple(_kept(actions, buckets) for actions in timed)
-    if memory_limit is not None:
-        _check_memory(template, timed, buckets, memory_limit)
-    return Simulation(tuple(tuple(actions) for actions in timed), kept)
+    peaks = tuple(_peak(actions, buckets) for actions in timed)
+    return Simulation(tuple(tuple(actions) for actions in timed), peaks)
 
 
 def _arrival(
@@ -128,31 +104,16 @@ def _arrival(
         return max(sent, links.get(link, 0.0))
     # A link carries one tensor at a time in each direction, in the order in which they are received.
     cost = buckets[action.bucket % len(buckets)]
-    arrival = max(sent, links.get(link, 0.0)) + cost.to_next(min(link))
+    arrival = max(sent, links.get(link, 0.0)) + cost.transfer[min(link)]
     links[link] = arrival
     return arrival
 
 
-def _kept(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> tuple[tuple[float, float], ...]:
-    """Memory after every change: allocated when a forward starts, freed when its backward stops."""
-    size, found = 0.0, []
-    for timed in actions:
-        bytes_ = buckets[timed.action.bucket % len(buckets)].kept(timed.action.stage)
-        size += {"F": bytes_, "B": -bytes_}.get(timed.action.kind, 0.0)
-        found.append((timed.start if timed.action.kind == "F" else timed.stop, size))
-    return tuple(found)
-
-
-def _check_memory(
-    template: Template,
-    timed: Sequence[Sequence[TimedAction]],
-    buckets: Sequence[BucketCost],
-    memory_limit: Sequence[float],
-) -> None:
-    for rank, actions in enumerate(timed):
-        for done, (_, size) in zip(actions, _kept(actions, buckets), strict=True):
-            if size > memory_limit[rank] * (1 + 1e-9):
-                raise TemplateError(
-                    f"rank {rank} keeps {size:.0f} bytes at {done.action}, but may keep {memory_limit[rank]:.0f}\n"
-                    f"{marked(template, [done.action])}"
-                )
+def _peak(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> float:
+    """Bytes are taken when a forward pass starts and freed when its backward pass stops."""
+    size = most = 0.0
+    for action in (timed.action for timed in actions if timed.action.is_pass):
+        kept = buckets[action.bucket % len(buckets)].memory[action.stage]
+        size += kept if action.kind == "F" else -kept
+        most = max(most, size)
+    return most

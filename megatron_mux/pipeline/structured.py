@@ -44,58 +44,18 @@ def structured(
     sizes: Sizes | None = None,
     virtual: int = 1,
 ) -> Template:
-    """The template for these buckets; see `schedule`."""
-    return schedule(buckets, memory_limit, sizes, virtual)[0]
-
-
-def schedule(
-    buckets: Sequence[BucketCost],
-    memory_limit: Sequence[float] | None = None,
-    sizes: Sizes | None = None,
-    virtual: int = 1,
-) -> tuple[Template, float]:
-    """The template for these buckets and its latency in seconds, the same that `simulate` finds.
-
-    Args:
-        buckets: In the order in which they enter; see `descending`.
-        memory_limit: Bytes that each rank may keep between forward and backward passes; None for no limit.
-        sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
-            after the other. A bucket's step starts when its previous step is done on the first stage.
-        virtual: Number of stages on each rank; stage `s` is on rank `s % ranks`.
+    """The template for these buckets, if any; the arguments are those of `StructuredRun`.
 
     Returns:
-        One list of actions per rank, and the latency. All stages run forwards in one order and backwards in one order,
-        and the last stage always has a backward to run after a forward, so there is no deadlock.
-
-    Raises:
-        ValueError: A single micro-batch does not fit in a rank's memory, or costs are for different numbers of stages.
+        One list of actions per rank. All stages run forwards in one order and backwards in one order, and the last
+        stage always has a backward to run after a forward, so there is no deadlock.
     """
-    if not buckets:
-        return (), 0.0
-    run = run_structured(buckets, memory_limit, sizes, virtual)
-    return run.template(), run.latency
-
-
-def run_structured(
-    buckets: Sequence[BucketCost],
-    memory_limit: Sequence[float] | None = None,
-    sizes: Sizes | None = None,
-    virtual: int = 1,
-) -> StructuredRun:
-    """The same, for those who want only the latency or the peaks: quicker. At least one bucket."""
-    stages = buckets[0].stages
-    if any(bucket.stages != stages for bucket in buckets):
-        raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
-    if stages % virtual:
-        raise ValueError(f"{stages} stages cannot be {virtual} to a rank")
-    if memory_limit is not None:
-        _check_memory(buckets, memory_limit)
-    return StructuredRun(buckets, sizes_of(buckets) if sizes is None else sizes, memory_limit, virtual)
+    return StructuredRun(buckets, memory_limit, sizes, virtual).template() if buckets else ()
 
 
 def _kept(bucket: BucketCost, rank: int, ranks: int) -> float:
     """Bytes that a rank keeps for a chunk, on all its stages together."""
-    return sum(bucket.kept(stage) for stage in range(rank, bucket.stages, ranks))
+    return sum(bucket.memory[stage] for stage in range(rank, bucket.stages, ranks))
 
 
 def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -> None:
@@ -110,16 +70,37 @@ def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) 
 
 
 class StructuredRun:
-    """A simulated run of the structured template; see `run_structured`.
+    """A simulated run of the structured template.
 
     It is greedy list scheduling in simulated time. A rank with several stages serves the oldest unit first. Units are
     counted in forward order and in backward order: a pass is `(kind, stage, number in that order)`.
+
+    Args:
+        buckets: At least one, in the order in which they enter; see `descending`.
+        memory_limit: Bytes that each rank may keep between forward and backward passes; None for no limit.
+        sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
+            after the other. A bucket's step starts when its previous step is done on the first stage.
+        virtual: Number of stages on each rank; stage `s` is on rank `s % ranks`.
+
+    Raises:
+        ValueError: A single micro-batch does not fit in a rank's memory, or costs are for different numbers of stages.
     """
 
     def __init__(
-        self, buckets: Sequence[BucketCost], sizes: Sizes, memory_limit: Sequence[float] | None, virtual: int
+        self,
+        buckets: Sequence[BucketCost],
+        memory_limit: Sequence[float] | None = None,
+        sizes: Sizes | None = None,
+        virtual: int = 1,
     ) -> None:
         stages, period = buckets[0].stages, len(buckets)
+        if any(bucket.stages != stages for bucket in buckets):
+            raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
+        if stages % virtual:
+            raise ValueError(f"{stages} stages cannot be {virtual} to a rank")
+        if memory_limit is not None:
+            _check_memory(buckets, memory_limit)
+        sizes = sizes_of(buckets) if sizes is None else sizes
         self.last = stages - 1
         self.ranks = stages // virtual
         self.limit = memory_limit
@@ -141,7 +122,7 @@ class StructuredRun:
                 self.awaited += [ends[entry]] * chunks
         self.forward_seconds = [bucket.forward for bucket in buckets]
         self.backward_seconds = [bucket.backward for bucket in buckets]
-        self.transfer = [bucket.transfer or (0.0,) * self.last for bucket in buckets]
+        self.transfer = [bucket.transfer for bucket in buckets]
         if memory_limit is not None:
             self.kept_by_rank = [[_kept(b, r, self.ranks) for r in range(self.ranks)] for b in buckets]
         longest = max((max(*b.forward, *b.backward) for b in buckets), default=0.0)
@@ -159,7 +140,7 @@ class StructuredRun:
 
     @property
     def latency(self) -> float:
-        """Seconds until the last rank is free."""
+        """Seconds until the last rank is free, the same that `simulate` finds."""
         return max(self.free_at)
 
     def template(self) -> Template:
@@ -170,17 +151,14 @@ class StructuredRun:
             for passes in self.passes
         )
 
-    @property
-    def actions(self) -> int:
-        """Number of passes."""
-        return sum(map(len, self.passes))
-
     def peaks(self) -> list[float]:
         """`[ranks]` most bytes that each rank keeps between forward and backward passes."""
         signs = {"F": 1.0, "B": -1.0}
         found = []
         for passes in self.passes:
-            changes = (signs[kind] * self.buckets[self.bucket[number]].kept(s) for kind, s, number in passes)
+            changes = (
+                signs[kind] * self.buckets[self.bucket[number]].memory[s] for kind, s, number in passes
+            )
             found.append(max(accumulate(changes), default=0.0))
         return found
 
@@ -230,7 +208,7 @@ class StructuredRun:
         self.free_at[rank] = stop
         self.backwards[stage] = number + 1
         if self.limit is not None:
-            self.kept[rank] -= self.buckets[bucket].kept(stage)
+            self.kept[rank] -= self.buckets[bucket].memory[stage]
         if stage > 0:
             self._send(self.gradient[stage - 1], stage - 1, stop, self.transfer[bucket][stage - 1])
         heapq.heappush(self.events, (stop, rank))

@@ -6,7 +6,7 @@ them keep every stage's passes in one order (first in, first out), so that neigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from megatron_mux.pipeline.action import Action, Unit
@@ -114,6 +114,26 @@ def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
     )
 
 
+def with_updates(template: Template, sizes: Sizes, period: int, stages: int | None = None) -> Template:
+    """Insert the `N` and `U` actions that end each bucket's step, so that steps roll on without a pipeline flush.
+
+    A bucket's next step starts while other buckets still drain: a task's micro-batches must wait only for its own
+    optimizer step. `N` runs right after the bucket's last backward pass on a rank and sends the squared gradient norms
+    to the previous rank along with the gradients. `U` runs right before the bucket's next forward pass: the totals
+    arrive from the first rank along with the hidden states, and each rank clips by the whole norm and steps its
+    optimizers. Neither makes a rank wait for anything that the passes around it would not wait for anyway.
+
+    Args:
+        template: Passes of one or several steps; a bucket's forward passes come after the backward passes of its
+            previous step.
+        sizes: Chunks of the micro-batches of all buckets of all steps.
+        period: Number of buckets in a step: buckets `e` and `e + period` hold the same tasks.
+        stages: Number of stages; by default one per rank.
+    """
+    each = (len(template) if stages is None else stages) // len(template)
+    return tuple(tuple(_ended(actions, rank, each, sizes, period)) for rank, actions in enumerate(template))
+
+
 def most_in_flight(template: Template) -> int:
     """The largest number of units that any rank has in flight between forward and backward.
 
@@ -166,3 +186,40 @@ def _forwards(stage: int, units: Sequence[Unit]) -> list[Action]:
 
 def _backwards(stage: int, units: Sequence[Unit]) -> list[Action]:
     return [Action.of(stage, "B", unit) for unit in units]
+
+
+def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period: int) -> Iterator[Action]:
+    """Insert `N` as early and `U` as late as possible into a rank's actions, both in the order of the buckets.
+
+    Args:
+        each: Number of stages on the rank.
+    """
+    left = [sum(own) * each for own in sizes]  # backward passes to come
+    normed = updated = 0
+
+    def norms() -> Iterator[Action]:
+        """`N` of buckets that are done on this rank. A bucket without a micro-batch here ends with the previous one."""
+        nonlocal normed
+        while normed < len(sizes) and not left[normed]:
+            if updated <= normed - period:
+                return  # the gradients of its previous step are still in use
+            yield Action(rank, "N", normed)
+            normed += 1
+
+    for action in actions:
+        if action.kind == "F":
+            yield from norms()
+            while updated <= action.bucket - period:
+                yield Action(rank, "U", updated)
+                updated += 1
+                yield from norms()
+            yield action
+        else:
+            yield action
+            left[action.bucket] -= 1
+            yield from norms()
+    yield from norms()
+    while updated < len(sizes):
+        yield Action(rank, "U", updated)
+        updated += 1
+        yield from norms()

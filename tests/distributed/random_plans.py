@@ -125,7 +125,8 @@ def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: S
         room = draw(st.floats(1.0, 3.0))
         most = [
             max(
-                sum(cost.kept(s) for s in range(rank, stages, ranks)) * cost.chunks for cost in costs.values()
+                sum(cost.memory[s] for s in range(rank, stages, ranks)) * cost.chunks
+                for cost in costs.values()
             )
             for rank in range(ranks)
         ]
@@ -245,7 +246,7 @@ def all_well(attempts: Iterable[Attempt], parallel: Parallel) -> None:
 
 def run_all(parallel: Parallel) -> None:
     """Each random plan, as it comes from a file."""
-    communicator = Communicator.between_stages(parallel)
+    communicator = Communicator(parallel)
     chosen = drawn(parallel.pp_size, parallel.dp_size)
     all_well(
         ((case, partial(run, case, case.plan.to_json(), parallel, communicator)) for case in chosen), parallel

@@ -17,10 +17,9 @@ from megatron_mux.pipeline.action import Action, TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import descending, structured
-from megatron_mux.pipeline.template import Template, most_in_flight, one_f_one_b
+from megatron_mux.pipeline.template import Template, most_in_flight, one_f_one_b, with_updates
 from megatron_mux.runtime import Parallel
 
 ELEMENTS = 256
@@ -137,7 +136,7 @@ class Turn:
 
 def turn(pipeline: Pipeline, parallel: Parallel) -> Turn:
     """Execute a pipeline; every rank calls it, and gets the same."""
-    communicator = Communicator.between_stages(parallel)
+    communicator = Communicator(parallel)
     communicator.expect(most_in_flight(pipeline.template) + len(pipeline.buckets))
     done: list[TimedAction] = []
     dist.barrier()

@@ -116,7 +116,7 @@ PERHAPS_WRONG: tuple[Spoil, ...] = (_swapped, _moved)
 
 def refuse_templates(parallel: Parallel) -> None:
     """Every step's template with one thing wrong is refused before anything is sent; what is not refused runs."""
-    communicator = Recording.between_stages(parallel)
+    communicator = Recording(parallel)
     refused: Counter[str] = Counter()
 
     def attempt(case: Case, rows: Rows, spoil: Spoil) -> None:
@@ -235,7 +235,7 @@ SPOIL: tuple[Callable[[Json, Random], None], ...] = (
 
 def refuse_plans(parallel: Parallel) -> None:
     """Every plan file with one thing wrong is refused before anything is sent."""
-    communicator = Recording.between_stages(parallel)
+    communicator = Recording(parallel)
 
     def attempt(case: Case, value: Json) -> None:
         try:

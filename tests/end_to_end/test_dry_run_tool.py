@@ -15,8 +15,7 @@ import pytest
 from megatron_mux.dry_run import selection
 from megatron_mux.dry_run.rank_estimate import RankEstimate
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.fusion.plan import dumps, plan_for
-from megatron_mux.fusion.plan_edits import keep_tasks
+from megatron_mux.fusion.plan import dumps, keep_tasks, plan_for
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction
 from megatron_mux.memory.stream.events import StreamBuilder

@@ -13,7 +13,7 @@ import torch
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Planning
-from megatron_mux.fusion.measure import Measuring, measure
+from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.profile_store import about_run
 from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.grouped import LoopProducts, StackedProducts
@@ -129,7 +129,7 @@ def test_a_profile_can_be_measured(tmp_path: Path) -> None:
     parallel = runtime.initialize(device="cuda")
     backbone = Backbone.load(tiny_models.make(tmp_path, "llama"), parallel, torch.bfloat16)
     about = about_run(backbone.shape, "cuda", torch.bfloat16, 1)
-    profile = measure(backbone, about, Measuring(most_tokens=256, rounds=2))
+    profile = measure(backbone, about, most_tokens=256, rounds=2)
     runtime.shutdown()
     assert profile.attention_in_one_call
     for name, curve in profile.curves.items():

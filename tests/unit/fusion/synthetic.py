@@ -43,6 +43,7 @@ class Synthetic:
         passes = tuple(weight * (base + own) for weight in self.weights)
         messages = (self.exposed * base,) * len(passes) if self.exposed else ()
         return HybridCost(
+            micro_batches=micro_batches,
             forward=passes,
             backward=passes,
             communication_forward=messages,

@@ -214,13 +214,10 @@ def test_padding_worked_by_hand() -> None:
     dense = padding_of(lengths, {})
     # 30 tokens; to the longest of each task 2 x 4 + 3 x 10, to the longest of all 5 x 10.
     assert dense == Padding(30, 30, 38, 50)
-    assert dense.share == 0.0
-    assert dense.share_within_tasks == pytest.approx(8 / 38)
-    assert dense.share_zero_padded == pytest.approx(20 / 50)
+    assert dense.shares == pytest.approx({"plan": 0.0, "within_tasks": 8 / 38, "zero_padded": 20 / 50})
     padded = padding_of(lengths, {"a": 6, "b": 12})
     assert padded == Padding(30, 48, 38, 50)
-    assert padded.share == pytest.approx(18 / 48)
-    assert dense + padded == Padding(60, 78, 76, 100)
+    assert padded.shares["plan"] == pytest.approx(18 / 48)
     nothing = padding_of({"a": []}, {})
     assert nothing == Padding() == padding_of({}, {})
-    assert (nothing.share, nothing.share_within_tasks, nothing.share_zero_padded) == (0.0, 0.0, 0.0)
+    assert set(nothing.shares.values()) == {0.0}

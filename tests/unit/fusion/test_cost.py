@@ -8,22 +8,33 @@ from hypothesis import strategies as st
 
 from megatron_mux.fusion.cost import HybridCost, bucket_cost, fits, lower_bound, pipeline_latency
 from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import schedule
+from megatron_mux.pipeline.structured import StructuredRun
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from tests.unit.fusion.synthetic import synthetic
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_equation_4_is_a_pipeline_of_equal_stages(stages: int) -> None:
-    cost = HybridCost((2.0,) * stages, (3.0,) * stages)
-    found = simulate(one_f_one_b(stages, plain([6])), [bucket_cost([cost], 6)])
-    assert pipeline_latency(cost, 6) == pytest.approx(found.latency)
+    cost = HybridCost(6, (2.0,) * stages, (3.0,) * stages)
+    found = simulate(one_f_one_b(stages, plain([6])), [bucket_cost([cost])])
+    assert pipeline_latency(cost) == pytest.approx(found.latency)
+
+
+def _cost(compute: float, messages: float, memory: tuple[float, ...] = ()) -> HybridCost:
+    return HybridCost(
+        micro_batches=4,
+        forward=(compute,),
+        backward=(2 * compute,),
+        memory=memory,
+        communication_forward=(messages,),
+        communication_backward=(2 * messages,),
+    )
 
 
 def test_communication_is_exposed_in_a_bucket_of_one() -> None:
-    costs = [HybridCost((1.0,), (2.0,), (0.5,), (0.5,), memory=(3.0,)) for _ in range(2)]
-    alone, together = bucket_cost(costs[:1], 4), bucket_cost(costs, 4)
-    assert (alone.forward, alone.backward, alone.memory) == ((1.5,), (2.5,), (3.0,))
+    costs = [_cost(1.0, 0.5, memory=(3.0,)) for _ in range(2)]
+    alone, together = bucket_cost(costs[:1]), bucket_cost(costs)
+    assert (alone.forward, alone.backward, alone.memory) == ((1.5,), (3.0,), (3.0,))
     assert (together.forward, together.backward, together.memory) == ((2.0,), (4.0,), (6.0,))
     assert fits(together, [6.0]) and not fits(together, [5.0]) and fits(together, None)
 
@@ -40,8 +51,8 @@ def test_communication_is_exposed_in_a_bucket_of_one() -> None:
 def test_only_so_much_communication_hides(
     compute: tuple[float, ...], messages: tuple[float, ...], seconds: float
 ) -> None:
-    costs = [HybridCost((c,), (2 * c,), (m,), (2 * m,)) for c, m in zip(compute, messages, strict=True)]
-    together = bucket_cost(costs, 4)
+    costs = [_cost(c, m) for c, m in zip(compute, messages, strict=True)]
+    together = bucket_cost(costs)
     assert together.forward == pytest.approx((seconds,))
     assert together.backward == pytest.approx((2 * seconds,))
 
@@ -51,13 +62,11 @@ def test_only_so_much_communication_hides(
 def test_nothing_beats_the_lower_bound(seed: int, micro_batches: int) -> None:
     model = synthetic(seed)
     stages = len(model.weights)
-    buckets = [
-        bucket_cost([model.hybrid((t,), micro_batches)], micro_batches) for t in range(len(model.tokens))
-    ]
+    buckets = [bucket_cost([model.hybrid((t,), micro_batches)]) for t in range(len(model.tokens))]
     bound = lower_bound(buckets) * (1 - 1e-9)
     sizes = plain([micro_batches] * len(buckets))
     for latency in (
-        schedule(buckets)[1],
+        StructuredRun(buckets).latency,
         simulate(gpipe(stages, sizes), buckets).latency,
         simulate(one_f_one_b(stages, sizes), buckets).latency,
     ):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.grouping import balanced, every_grouping, imbalance
+from megatron_mux.fusion.grouping import balanced, every_grouping
+from tests.unit.fusion.exhaustive import imbalance
 
 latencies = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7)
 

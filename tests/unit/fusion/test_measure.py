@@ -10,7 +10,6 @@ import torch
 
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion import measure as module
-from megatron_mux.fusion.measure import Measuring
 from megatron_mux.fusion.probes import SEGMENT, STACK
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.stage_cost import StageCosts
@@ -68,8 +67,8 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
     bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
-    bench.how, bench.device, bench.dtype = Measuring(), torch.device("cpu"), torch.float32
-    bench.probes = SimpleNamespace(layers=[None] * LAYERS)
+    bench.device, bench.dtype = torch.device("cpu"), torch.float32
+    bench.probes = SimpleNamespace(layers=[None] * LAYERS, most_tokens=2048)
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
     monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
     curves = timed(device)

@@ -100,15 +100,6 @@ def test_temporal_gives_each_task_a_bucket() -> None:
     assert "in 2 micro-batch(es), chunks of 64" in str(plan_for("temporal", {"b": 2}, 1, chunk=64))
 
 
-@settings(deadline=None)
-@given(plans())
-def test_every_task_has_its_bucket(plan: Plan) -> None:
-    for name in plan.tasks:
-        assert name in plan.buckets[plan.bucket_of(name)].tasks
-    with pytest.raises(KeyError):
-        plan.bucket_of("absent")
-
-
 Spoil = Callable[[dict[str, Any]], object]
 
 

@@ -7,8 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.plan import Plan, dumps
-from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
+from megatron_mux.fusion.plan import Plan, add_tasks, dumps, keep_tasks
 from tests.unit.fusion.test_plan import plans, task_names
 
 

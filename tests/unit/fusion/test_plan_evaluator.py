@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.entry_order import entry_orders, seconds_per_step, simulated_steps
+from megatron_mux.fusion.cost import entry_orders, seconds_per_step
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
@@ -16,6 +16,7 @@ from megatron_mux.fusion.step import bucket_costs, step_grid, step_template
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from tests.unit.fusion import backbone
+from tests.unit.pipeline.idle import busy_seconds
 
 
 def evaluator(seed: int, mesh: Mesh, **changes: object) -> PlanEvaluator:
@@ -37,16 +38,16 @@ def test_predictions_are_those_of_simulated_templates(
     found = made.evaluate(made.of_policy(policy))  # type: ignore[arg-type]
     plan = found.plan
     costs, sizes = [bucket_costs(bucket) for bucket in plan.buckets], step_grid(plan, made.lengths).sizes
-    runs = [
-        simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
-        for steps in simulated_steps(plan.rolling)
-    ]
-    work = max(runs[0].busy(rank) for rank in range(plan.ranks))
-    latency = seconds_per_step([run.latency for run in runs], work, plan.rolling)
+    runs = {
+        steps: simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
+        for steps in range(1, min(plan.rolling, 3) + 1)
+    }
+    work = max(busy_seconds(runs[1]))
+    latency = seconds_per_step(lambda steps: runs[steps].latency, work, plan.rolling)
     overhead = made.costs.step_overhead(range(len(plan.tasks)))
-    assert found.latency == pytest.approx(latency + overhead, rel=1e-9)
+    assert latency is not None and found.latency == pytest.approx(latency + overhead, rel=1e-9)
     for rank in range(plan.ranks):
-        kept = max(run.peak(rank) for run in runs)
+        kept = max(run.peaks[rank] for run in runs.values())
         assert found.memory[rank] >= made.resident[rank] + kept * (1 - 1e-9)
 
 
@@ -89,7 +90,8 @@ def test_entry_orders() -> None:
 
 
 def test_a_step_takes_at_least_the_work_of_the_busiest_rank() -> None:
-    assert seconds_per_step([5.0], 3.0, 1) == 5.0
-    assert seconds_per_step([5.0, 8.0], 3.0, 2) == 4.0
-    assert seconds_per_step([5.0, 13.0], 3.0, 8) == (13.0 + 5 * 4.0) / 8
-    assert seconds_per_step([5.0, 10.0], 3.0, 8) == (10.0 + 5 * 3.0) / 8
+    assert seconds_per_step({1: 5.0}.__getitem__, 3.0, 1) == 5.0
+    assert seconds_per_step({1: 5.0, 2: 8.0}.__getitem__, 3.0, 2) == 4.0
+    assert seconds_per_step({1: 5.0, 3: 13.0}.__getitem__, 3.0, 8) == (13.0 + 5 * 4.0) / 8
+    assert seconds_per_step({1: 5.0, 3: 10.0}.__getitem__, 3.0, 8) == (10.0 + 5 * 3.0) / 8
+    assert seconds_per_step({3: 13.0}.__getitem__, 3.0, 8, below=3.5) is None, "one simulation tells"

@@ -87,7 +87,7 @@ def test_what_would_make_a_task_fit_makes_it_fit() -> None:
 def test_users_count_on_accumulation() -> None:
     loads = {"a": backbone.load("a", [64] * 8, accumulation=4), "b": backbone.load("b", [64] * 8)}
     plan = planner(Mesh()).plan(loads)
-    assert plan.buckets[plan.bucket_of("a")].micro_batches >= 4
+    assert all(bucket.micro_batches >= 4 for bucket in plan.buckets if "a" in bucket.tasks)
 
 
 def test_numbers_that_are_given_are_kept() -> None:

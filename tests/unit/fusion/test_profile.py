@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.profile import Curve, key_of, points
-from megatron_mux.fusion.profile_store import about_run, load_profile, save_profile
+from megatron_mux.fusion.profile_store import about_run, find_profile, load_profile, save_profile
 from tests.unit.fusion import backbone
 
 seconds = st.floats(0, 10)
@@ -50,12 +51,37 @@ def test_a_profile_is_found_under_what_it_depends_on(tmp_path: Path) -> None:
         about_run(backbone.shape(), "cpu", "torch.float32", 2, threads=2),
         about_run(backbone.shape(), "cpu", "torch.bfloat16", 1, threads=2),
         about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1),
+        about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=2, busy=2),
         about_run(backbone.shape(layers=9), "cpu", "torch.float32", 1, threads=2),
         about_run(backbone.shape(), "H100", "torch.float32", 1),
         {**about, "torch": "0"},
     ]
     assert len({key_of(other) for other in [about, *others]}) == 1 + len(others)
     assert all(load_profile(other, path.parent) is None for other in others)
+
+
+def test_a_profile_of_other_company_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run looks for the profile of as many busy processes as it has on a host, then for the nearest number."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    said: list[str] = []
+
+    def found(kind: str = "cpu") -> int:
+        profile = find_profile(
+            backbone.shape(), kind, torch.float32, 1, threads=1, directory=tmp_path, say=said.append
+        )
+        return int(profile.about.get("busy", 0))
+
+    def keep(busy: int) -> None:
+        about = about_run(backbone.shape(), "cpu", torch.float32, 1, threads=1, busy=busy)
+        save_profile(backbone.profile(about=about, source="measured"), tmp_path)
+
+    assert found() == 3 and not said, "none is there: a roofline of what was asked for"
+    for busy in (1, 4, 3):
+        keep(busy)
+        assert found() == busy
+    assert len(said) == 2 and "3 process(es) busy" in said[0] and "with 1" in said[0]
+    assert found("H100") == 0, "a GPU belongs to one process"
 
 
 def test_a_damaged_profile_is_named(tmp_path: Path) -> None:

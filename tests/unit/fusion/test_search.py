@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_mux.fusion import arrangement as arrangement_module
 from megatron_mux.fusion.arrangement import ArrangementEvaluator
-from megatron_mux.fusion.grouping import every_grouping
-from megatron_mux.fusion.hybrid import consecutive, every_partition
-from megatron_mux.fusion.search import DoesNotFitError, exhaustive, plain_equation_6, search
+from megatron_mux.fusion.grouping import consecutive, every_grouping
+from megatron_mux.fusion.search import DoesNotFitError, search
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
-from megatron_mux.pipeline.structured import StructuredRun, run_structured
+from megatron_mux.pipeline.structured import StructuredRun
+from tests.unit.fusion.exhaustive import every_partition, exhaustive, plain_equation_6
 from tests.unit.fusion.synthetic import synthetic
 
 COUNTS = (1, 2, 4)
@@ -104,9 +104,9 @@ def test_many_tasks_are_planned_with_bounded_effort(monkeypatch: pytest.MonkeyPa
     def counted(buckets: list[BucketCost], limit: None, sizes: Sizes, virtual: int) -> StructuredRun:
         nonlocal passes
         passes += 2 * buckets[0].stages * sum(map(sum, sizes))
-        return run_structured(buckets, limit, sizes, virtual)
+        return StructuredRun(buckets, limit, sizes, virtual)
 
-    monkeypatch.setattr(arrangement_module, "run_structured", counted)
+    monkeypatch.setattr(arrangement_module, "StructuredRun", counted)
     model = synthetic(1, tasks=64, stages=8)
     found = search(model, model.tokens, (1, 2, 4, 8), steps=8)
     assert sorted(t for hybrid in found.partition for t in hybrid) == list(range(64))

@@ -135,8 +135,8 @@ def test_micro_batches_divide_the_rows(data: int, micro_batches: int) -> None:
     parts = min(16, data * micro_batches)
     expected = costs([dataclasses.replace(load, tokens=(64,) * 16)]).hybrid((0,), parts)
     found = model.hybrid((0,), micro_batches)
-    assert dataclasses.replace(found, parts=expected.parts) == expected
-    assert found.parts * data >= parts and found.count(micro_batches) <= micro_batches
+    assert dataclasses.replace(found, micro_batches=expected.micro_batches) == expected
+    assert found.micro_batches * data >= parts and found.micro_batches <= micro_batches
 
 
 def test_weights_are_what_the_profile_says() -> None:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.fusion.alignment import Weights
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
-from megatron_mux.fusion.plan_edits import add_tasks, keep_tasks
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.step import (
     Lengths,
     bucket_costs,
@@ -24,9 +23,16 @@ from megatron_mux.fusion.step import (
 from megatron_mux.pipeline.action import Action, Kind, Unit
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.structured import lead
-from megatron_mux.pipeline.template import Template, forward_only, gpipe, most_in_flight, one_f_one_b, plain
+from megatron_mux.pipeline.template import (
+    Template,
+    forward_only,
+    gpipe,
+    most_in_flight,
+    one_f_one_b,
+    plain,
+    with_updates,
+)
 from tests.unit.fusion.strategies import groupings, one_each
 
 TASKS = "abcdef"
@@ -212,7 +218,7 @@ def limited(draw: st.DrawFn) -> tuple[Plan, list[list[int]]]:
     buckets = tuple(draw(costly(stages)) for _ in sizes)
     room = draw(st.floats(1.0, 3.0))
     costs = [bucket_costs(bucket) for bucket in buckets]
-    limit = tuple(room * max(cost.kept(s) * cost.chunks for cost in costs) for s in range(stages))
+    limit = tuple(room * max(cost.memory[s] * cost.chunks for cost in costs) for s in range(stages))
     return Plan("auto", stages, buckets, activation_limit=limit), sizes
 
 
@@ -241,7 +247,7 @@ def test_only_a_micro_batch_that_is_alone_exceeds_the_limit(case: tuple[Plan, li
             if action.kind != "F":
                 continue
             alive.append(action.unit)
-            kept = sum(bucket_costs(plan.buckets[unit.bucket]).kept(stage) for unit in alive)
+            kept = sum(bucket_costs(plan.buckets[unit.bucket]).memory[stage] for unit in alive)
             if kept > plan.activation_limit[stage] * (1 + 1e-6):
                 assert len({(unit.bucket, unit.micro_batch) for unit in alive}) == 1
 
@@ -299,7 +305,7 @@ def test_without_predictions_buckets_take_turns(plan: Plan, data: st.DataObject)
 def test_the_pipeline_counts_on_the_most_chunks_of_typical_micro_batches() -> None:
     bucket = Bucket((HybridTask(("a",)),), 3, 64, (2, 4, 3), (1.0,), (2.0,), (5.0,))
     cost = bucket_costs(bucket)
-    assert (cost.micro_batches, cost.chunks, cost.kept(0), cost.latency) == (3, 4, 5.0, 4.0)
+    assert (cost.micro_batches, cost.chunks, cost.memory[0], cost.latency) == (3, 4, 5.0, 4.0)
     assert bucket_costs(Bucket((HybridTask(("a",)),), 3, forward=(1.0,), backward=(2.0,))).chunks == 1
 
 

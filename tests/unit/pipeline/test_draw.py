@@ -104,12 +104,6 @@ def test_more_labels_than_colours_are_told_apart() -> None:
     assert {f"url(#{i})" for i in patterns} >= {p for p in paints.values() if p.startswith("url")}
 
 
-def test_labels_may_be_given_their_order() -> None:
-    usual, given = styles(["a", "b"]), styles(["a", "b"], order=["b+c", "x"])
-    assert given["b"].colour == usual["a"].colour and given["a"].colour not in {given["b"].colour}
-    assert fills(to_svg(in_turn(["a", "b"]), "t", labels=["b", "a"]))["b"] == usual["a"].colour.lower()
-
-
 def test_schedules_are_stacked_on_one_scale_with_their_figures() -> None:
     late = [
         TimedAction(t.action, 2 * t.start, 2 * t.stop - (0.5 if t.action.stage else 0.0), t.label)

@@ -22,10 +22,10 @@ from benchmarks.bucket_sets import (
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
 from megatron_mux.pipeline.check import TemplateError
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import schedule
-from megatron_mux.pipeline.template import one_f_one_b
+from megatron_mux.pipeline.structured import StructuredRun, structured
+from megatron_mux.pipeline.template import one_f_one_b, with_updates
+from tests.unit.pipeline.idle import bubble_shares
 
 
 def every_latency(case: BucketSet) -> Iterator[float]:
@@ -92,9 +92,9 @@ def test_no_order_beats_the_bound_and_some_reach_it() -> None:
         bound, best = latency_bound(case), min(every_latency(case))
         assert best >= bound * (1 - 1e-9), case
         reached += best <= bound * (1 + 1e-9)
-        ours = schedule(
+        ours = StructuredRun(
             descending_order(case.buckets), None, sizes_of(descending_order(case.buckets)) * case.steps
-        )[1]
+        ).latency
         assert ours >= best * (1 - 1e-9), "nor does the structured template"
     assert reached >= 12, "a bound that says something"
 
@@ -104,7 +104,7 @@ def test_the_structured_template_keeps_the_bound_on_whole_sets(assumptions: Assu
     for seed in range(20):
         case = random_set(seed, assumptions)
         buckets = descending_order(case.buckets)
-        latency = schedule(buckets, case.memory_limit, sizes_of(buckets) * case.steps)[1]
+        latency = StructuredRun(buckets, case.memory_limit, sizes_of(buckets) * case.steps).latency
         assert latency >= latency_bound(case) * (1 - 1e-9)
 
 
@@ -114,15 +114,15 @@ def test_other_orders_are_slower_on_average() -> None:
         buckets = random_set(seed, ASSUMPTIONS["the paper's"]).buckets
         down, middle = descending_order(buckets), longest_in_the_middle(buckets)
         latencies = {
-            "ascending": schedule(down[::-1])[1],
-            "unsorted": schedule(buckets)[1],
-            "longest in the middle": schedule(middle)[1],
-            "each bucket by itself": sum(schedule([bucket])[1] for bucket in buckets),
+            "ascending": StructuredRun(down[::-1]).latency,
+            "unsorted": StructuredRun(buckets).latency,
+            "longest in the middle": StructuredRun(middle).latency,
+            "each bucket by itself": sum(StructuredRun([bucket]).latency for bucket in buckets),
         }
         for name, order in (("1F1B", down), ("1F1B, longest in the middle", middle)):
             template = one_f_one_b(buckets[0].stages, sizes_of(order))
             latencies[name] = simulate(template, order).latency
-        best = schedule(down)[1]
+        best = StructuredRun(down).latency
         for name, latency in latencies.items():
             slower.setdefault(name, []).append(latency / best)
     found = {name: mean(ratios) for name, ratios in slower.items()}
@@ -143,12 +143,12 @@ def test_a_lead_makes_up_for_passes_that_take_longer_than_usual(
     buckets = [BucketCost(8, costs, costs), BucketCost(8, costs, costs)]
     sizes = sizes_of(buckets) * 6
     found = []
-    for passes in (schedule(buckets, None, sizes)[0], one_f_one_b(2, sizes, 2)):
+    for passes in (structured(buckets, None, sizes), one_f_one_b(2, sizes, 2)):
         template = with_updates(passes, sizes, 2)
         runs = [
             simulate(template, buckets, sizes=sizes, vary=random_variation(0.2, seed)) for seed in range(5)
         ]
-        found.append(mean(max(run.bubble(0), run.bubble(1)) for run in runs))
+        found.append(mean(max(bubble_shares(run)) for run in runs))
     assert found[0] < idle < idle_1f1b < found[1]
 
 

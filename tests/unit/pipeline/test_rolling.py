@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.check import TemplateError, check
-from megatron_mux.pipeline.rolling import with_updates
 from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import schedule
-from megatron_mux.pipeline.template import Template, one_f_one_b
+from megatron_mux.pipeline.structured import structured
+from megatron_mux.pipeline.template import Template, one_f_one_b, with_updates
+from tests.unit.pipeline.idle import bubble_shares
 
 seconds = st.floats(0.1, 10.0)
 
@@ -39,7 +39,7 @@ def rolled(buckets: list[BucketCost], sizes: list[list[int]]) -> tuple[Template,
     """The structured template and 1F1B."""
     period, stages = len(buckets), buckets[0].stages
     return (
-        with_updates(schedule(buckets, None, sizes)[0], sizes, period),
+        with_updates(structured(buckets, None, sizes), sizes, period),
         with_updates(one_f_one_b(stages, sizes, period), sizes, period),
     )
 
@@ -87,7 +87,7 @@ def test_a_step_out_of_order_is_refused(
 
 def test_the_known_order_of_two_buckets() -> None:
     buckets = [BucketCost(1, (1.0, 1.0), (1.0, 1.0))] * 2
-    template = with_updates(schedule(buckets, None, [[1]] * 4)[0], [[1]] * 4, 2)
+    template = with_updates(structured(buckets, None, [[1]] * 4), [[1]] * 4, 2)
     assert [" ".join(map(str, actions)) for actions in template] == [
         "0F0.0 0F1.0 0B0.0 0N0 0U0 0F2.0 0B1.0 0N1 0U1 0F3.0 0B2.0 0N2 0B3.0 0N3 0U2 0U3",
         "1F0.0 1B0.0 1N0 1F1.0 1B1.0 1N1 1U0 1F2.0 1B2.0 1N2 1U1 1F3.0 1B3.0 1N3 1U2 1U3",
@@ -103,7 +103,7 @@ def test_a_flush_costs_what_the_closed_form_says_and_rolling_nothing(stages: int
         work = 16 * count
         for stage in range(stages):
             # One fill and one drain for all steps together.
-            assert found.bubble(stage) == pytest.approx((stages - 1) / (work + stages - 1))
+            assert bubble_shares(found)[stage] == pytest.approx((stages - 1) / (work + stages - 1))
 
 
 def test_one_bucket_alone_waits_for_its_own_step() -> None:
