@@ -58,9 +58,9 @@ class BackgroundTokenising:
         self._connection.send((backbone, self.paths, cache, niceness))
         # Not by `multiprocessing`, which would run this program's main module again.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_mux.data.background", str(theirs.fileno())],
+            [sys.executable, "-m", "megatron_mux.data.background"],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            stdin=theirs.fileno(),
             # Ctrl-C is for this process, which then cancels it. The session stays: `nice` counts within one.
             process_group=0,
         )
@@ -121,4 +121,4 @@ def _progress(path: Path, connection: Connection) -> Progress:
 
 
 if __name__ == "__main__":
-    work(Connection(int(sys.argv[1])))
+    work(Connection(sys.stdin.fileno()))
