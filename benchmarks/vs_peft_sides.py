@@ -21,6 +21,9 @@ import peft_side
 from safetensors.torch import load_file, save_file
 from vs_peft_setup import Setup
 
+_IMPORTED = ("torch", "transformers", "peft", "megatron.core", "megatron_mux.engine")
+"""What the server that forks the sides imports, once; nothing is computed in it."""
+
 Step = Callable[[int], list[float]]
 """Runs the step of a given number and returns each task's loss."""
 
@@ -80,7 +83,8 @@ class _SideProcess:
     def __init__(
         self, name: str, arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_IMPORTED])
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
