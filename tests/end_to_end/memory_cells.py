@@ -70,12 +70,14 @@ class Cell:
         kind: Of the adapter, a name of `KIND_NAMES`.
         division: A name of `METHODS`.
         dtype: Of the backbone.
+        layers: Of the backbone.
     """
 
     family: str
     kind: str
     division: str
     dtype: Dtype = "bfloat16"
+    layers: int = 4
 
     @property
     def method(self) -> Method:
@@ -85,12 +87,16 @@ class Cell:
     @property
     def config(self) -> dict[str, Any]:
         """The backbone's config.json."""
-        return {
+        config = {
             "model_type": self.family,
             "bos_token_id": 1,
             "eos_token_id": 2,
             **CONFIGS.get(self.family, _LLAMA),
         }
+        depth = dict.fromkeys({"num_hidden_layers", "n_layer", "num_layers"} & config.keys(), self.layers)
+        if "attention_types" in config:
+            depth["attention_types"] = [[["global", "local"], self.layers // 2]]
+        return {**config, **depth}
 
     @property
     def task(self) -> TaskSpec:
