@@ -1,9 +1,9 @@
 """Run every test: `python tests/run.py [pytest arguments]`, in the environment of the Python that runs it.
 
-Three runs of pytest: tests/unit and tests/end_to_end are shared out among workers, one a core (`-n 0`: none), then
-under torchrun four processes for tests/distributed and two for tests/distributed/two. Importing Megatron-Core costs
-seconds a process, so all of them are forked from one that has imported it (`tests/warm.py`), once for many tests: a
-test that needs other sizes divides the same processes anew.
+Three runs of pytest: tests/unit and tests/end_to_end are shared out among workers, one more than cores (`-n 0`:
+none), then under torchrun four processes for tests/distributed and two for tests/distributed/two. Importing
+Megatron-Core costs seconds a process, so all of them are forked from one that has imported it (`tests/warm.py`), once
+for many tests: a test that needs other sizes divides the same processes anew.
 
 All of them run even when one fails; any failure, and a run that executed no test, makes the status 1. At the end stands
 how long the tests of each room took, beside the budgets of CONTRIBUTING.md; in CI a room that takes more than twice its
@@ -49,8 +49,8 @@ class Run:
 
     @property
     def workers(self) -> int:
-        """Tests that run at the same time."""
-        return min(MOST_WORKERS, len(os.sched_getaffinity(0))) if self.processes == 1 else 1
+        """Tests that run at the same time: one more than cores, as some wait for a timeout or for other processes."""
+        return min(MOST_WORKERS, 1 + len(os.sched_getaffinity(0))) if self.processes == 1 else 1
 
     def present(self) -> list[str]:
         """The folders that hold tests of this run."""
