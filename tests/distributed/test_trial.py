@@ -21,7 +21,7 @@ from tests import tiny_models
 from tests.budget import Budget, on_the_host
 from tests.end_to_end.harness import Case, assert_same, random_records
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
