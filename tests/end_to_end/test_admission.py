@@ -24,7 +24,7 @@ from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import Case, assert_close, random_records
 from tests.end_to_end.workplace import TASKS, Workplace
 
-COUNT = 200
+COUNT = 100
 ROOM = 3 << 20
 """Bytes for adapters, what trains them, and activations: of a few of the tasks."""
 MARGIN = 0.1
@@ -57,7 +57,7 @@ def alone(case: Case, engine: Engine) -> tuple[dict[str, torch.Tensor], list[flo
     return tensors, losses
 
 
-def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, parallel: Parallel) -> None:
+def test_a_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, parallel: Parallel) -> None:
     r = Random(11)
     cases = {case.name: case for case in (random_case(i, r) for i in range(COUNT))}
     backbone = backbone_of("llama", torch.float64)
@@ -75,7 +75,7 @@ def test_two_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf
 
     def fails(batch: MicroBatch) -> bool:
         nonlocal injected
-        hit = len(engine.active) > 1 and r.random() < 0.05
+        hit = len(engine.active) > 1 and r.random() < 0.1
         injected += hit
         return hit
 

@@ -240,15 +240,17 @@ def test_all_asks_both(estimate: Call) -> None:
     assert status == 0 and known == {"ours", "trace"} and not errors
 
 
-def _run_on_70b(directory: Path, *flags: str, python: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def _run_on_70b(
+    directory: Path, *flags: str, python: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     write(directory, LLAMA_70B)
-    command = [sys.executable, *python, str(ROOT / "tools" / "estimate_memory.py"), "--model", str(directory)]
+    command = [*python, str(ROOT / "tools" / "estimate_memory.py"), "--model", str(directory)]
     command += ["--json", "--gpus", "8", "--gpu-memory", "80GB", "--sequence-length", "2048", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
 
 
-def test_a_traced_step_of_70b(tmp_path: Path) -> None:
-    run = _run_on_70b(tmp_path, "--method", "trace", "--gpus", "1")
+def test_a_traced_step_of_70b(tmp_path: Path, server: Server) -> None:
+    run = _run_on_70b(tmp_path, "--method", "trace", "--gpus", "1", python=[server.python])
     assert not run.stderr
     found = json.loads(run.stdout)
     (method,) = found["methods"]
@@ -259,7 +261,7 @@ def test_a_traced_step_of_70b(tmp_path: Path) -> None:
     assert least <= method["peak_process_bytes"] <= most
     # Another question about the same step needs no torch.
     other = _run_on_70b(tmp_path, "--method", "trace", "--gpus", "1", "--gpu-memory", "90GB",
-                        python=["-X", "importtime"])  # fmt: skip
+                        python=[sys.executable, "-X", "importtime"])  # fmt: skip
     assert json.loads(other.stdout)["methods"] == found["methods"]
     imported = {line.rpartition("|")[2].strip() for line in other.stderr.splitlines()}
     assert "megatron_mux.memory.trace.tracer" in imported
@@ -293,7 +295,7 @@ def test_times_and_memory_for_70b(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
     flags = ["--method", "all", "--gpu-memory", "4000GB"]
     used = [processor_seconds()]
-    first = _run_on_70b(tmp_path, *flags, python=["-c", _TOLD_LAST])
+    first = _run_on_70b(tmp_path, *flags, python=[sys.executable, "-c", _TOLD_LAST])
     used.append(processor_seconds())
     for _ in range(2):
         second = _run_on_70b(tmp_path, *flags)

@@ -306,14 +306,17 @@ def check_victims(
 @pytest.mark.quickstart
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="make prepare has not been run")
 def test_gradients_together_are_those_alone_on_a_real_backbone(parallel: Parallel) -> None:
-    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ."""
+    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ.
+
+    The tiny backbones have every kind compared; here, one that adapts all modules, one in sequence, one in attention.
+    """
     backbone = Backbone.load(SMOLLM2, parallel, torch.float32)
     # At this rate the step, not the value it is taken from, decides what the sum is rounded to.
     training = {**PLAIN_SGD, "learning_rate": 1e6}
     cases = make_cases(SMOLLM2, kinds(FAMILIES["llama"]), training, torch.float32, lengths=(8, 40))
     together = moved(backbone, parallel, list(cases.values()))
-    for name, case in cases.items():
-        assert_close(together[name], moved(backbone, parallel, [case])[name], 5e-5, name)
+    for name in ("lora-everywhere", "bottleneck", "prefix"):
+        assert_close(together[name], moved(backbone, parallel, [cases[name]])[name], 5e-5, name)
 
 
 def test_coming_and_going_changes_nothing_for_those_who_stay(

@@ -47,7 +47,7 @@ def test_equation_6_is_the_best_of_its_kind(seed: int, count: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.floats(1.0, 4.0))
 def test_a_plan_covers_each_task_once_and_keeps_to_memory(seed: int, room: float) -> None:
-    model = synthetic(seed)
+    model = synthetic(seed, tasks=1 + seed % 6)
     limit = [room * max(model.tokens)] * len(model.weights)
     found = search(model, model.tokens, COUNTS, limit)
     assert sorted(t for hybrid in found.partition for t in hybrid) == list(range(len(model.tokens)))
