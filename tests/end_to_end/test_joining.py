@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 from tests.end_to_end.forked import Server
+from tests.end_to_end.test_loop import python
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_benchmark_of_a_joining_file(server: Server, workplace: Workplace) -> None:
     flags = ["--backbone", str(workplace.backbone), "--records", "3000", "--batch", "2", "--allowed", "any"]
-    run = subprocess.run(
-        [server.python, "benchmarks/joining.py", *flags, "--json"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    run = python(server, "benchmarks/joining.py", *flags, "--json")
     assert run.returncode == 0, run.stderr + run.stdout
     found = json.loads(run.stdout)["any core"]
     assert found["steps"]["at work"] > 3, "the others do not wait"
@@ -83,16 +72,8 @@ def test_a_run_that_ends_while_data_are_tokenised_is_continued(server: Server, t
     flags = ["--no-mux-rolling", "--mux-watch", str(watched), "--save", str(tmp_path / "run")]
 
     def run(which: str, *more: str) -> str:
-        words = [str(watched), str(joins), which, *workplace.arguments(*flags, *more, tasks=tasks)]
-        ran = subprocess.run(
-            [server.python, "-c", DRIVER, *words],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        words = [watched, joins, which, *workplace.arguments(*flags, *more, tasks=tasks)]
+        ran = python(server, "-c", DRIVER, *words)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

@@ -50,7 +50,7 @@ sys.exit(pretrain_mux.main(sys.argv[3:]))
 """
 
 
-def _python(server: Server, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def python(server: Server, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Python at the repository's root, in a process of its own."""
     return subprocess.run(
         [server.python, *map(str, arguments)],
@@ -77,7 +77,7 @@ def _run(server: Server, workplace: Workplace) -> subprocess.CompletedProcess[st
     # Bursts of one step each: else a task joins after those that are under way.
     flags: list[str | Path] = ["--no-mux-rolling", "--mux-watch", watched, "--save", workplace.root / "run"]
     arguments = workplace.arguments(*flags, tasks=tasks)
-    return _python(server, "-c", DRIVER, watched, staged, *arguments)
+    return python(server, "-c", DRIVER, watched, staged, *arguments)
 
 
 def test_tasks_join_and_leave_a_running_run(tmp_path: Path, server: Server) -> None:
@@ -104,7 +104,7 @@ def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path, server: Serve
         name: {**TASKS["lora"], "training": {**TASKS["lora"]["training"], "max_steps": 3}} for name in "abc"
     }
     tasks = workplace.write_tasks("same.yaml", same)
-    run = _python(
+    run = python(
         server, "pretrain_mux.py", *workplace.arguments("--save", workplace.root / "run", tasks=tasks)
     )
     assert run.returncode == 0, run.stderr
@@ -140,7 +140,7 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path, serv
     spoilt.write_text(shared.read_text())
     broken = {**TASKS["diff"], "data": {"path": str(spoilt), "max_length": 16}}
     tasks = workplace.write_tasks("two.yaml", {"broken": broken, "lora": TASKS["lora"]})
-    run = _python(
+    run = python(
         server,
         "-c",
         SPOILER,
@@ -183,7 +183,7 @@ sys.exit(pretrain_mux.main(sys.argv[1:]))
 
 def _diverge(server: Server, workplace: Workplace, *flags: str) -> subprocess.CompletedProcess[str]:
     tasks = workplace.write_tasks("two.yaml", {name: TASKS[name] for name in ("lora", "diff")})
-    run = _python(
+    run = python(
         server, "-c", DIVERGING, *workplace.arguments("--save", workplace.root / "run", *flags, tasks=tasks)
     )
     assert run.returncode == 0, run.stderr
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(
     task = {key: value for key, value in TASKS["lora"].items() if key != "eval"}
     training = {**task["training"], "learning_rate": 1e25, "lr_scheduler_type": "constant", "max_steps": 6}
     tasks = workplace.write_tasks("one.yaml", {"lora": {**task, "training": {**training, "warmup_steps": 0}}})
-    run = _python(
+    run = python(
         server,
         "pretrain_mux.py",
         *workplace.arguments("--save", directory, "--save-interval", "1", tasks=tasks),
