@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from megatron_mux.choice.flags import Command, command
@@ -206,23 +207,13 @@ class Fitting:
         """The tasks' step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there
         can be.
         """
+        fit = cache(partial(self._in_parts, method))
         most = self._tasks.most(method.data)
         low = min(method.micro_batches, most)
-        found = self._in_parts(method, low)
-        if found.fits or low == most:
-            return found
-        last = self._in_parts(method, most)
-        if not last.fits:
-            return last
-        high = most
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = self._in_parts(method, middle)
-            if tried.fits:
-                high, last = middle, tried
-            else:
-                low = middle
-        return last
+        if fit(low).fits:
+            return fit(low)
+        more = bisect_left(range(low, most), True, key=lambda count: fit(count).fits)
+        return fit(low + more)
 
     def _in_parts(self, method: Method, count: int) -> Fit:
         """The tasks' step in so many micro-batches."""

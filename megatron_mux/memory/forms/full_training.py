@@ -21,7 +21,7 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.stages import Stage, stages
+from megatron_mux.memory.forms.stages import Stage
 from megatron_mux.memory.step_profile import (
     ACTIVATIONS,
     BACKWARD,
@@ -69,30 +69,18 @@ class FullTrainingMemory(StepMemory):
     def buffers(self) -> Array:
         """See `StepMemory.buffers`: of torch's `DistributedDataParallel`."""
         size = self.recipe.gradient_size if self._has_buckets else 0
-        return np.array([float(stage.values * size) for stage in self._stages])
+        return np.array([float(stage.values * size) for stage in self.stages])
 
-    @property
-    def host(self) -> int:
-        """See `StepMemory.host`: the optimizer's states, and gradients to step with."""
-        if not self.method.offload:
-            return 0
-        return round(
-            max(
-                self._all_states(stage) + self._stepped(stage) * self.recipe.gradient_size
-                for stage in self._stages
-            )
-        )
-
-    @cached_property
-    def _stages(self) -> list[Stage]:
-        return stages(self.architecture, self.method)
+    def hosted(self, stage: Stage) -> float:
+        """See `StepMemory.hosted`: the optimizer's states, and gradients to step with."""
+        return self._all_states(stage) + self._stepped(stage) * self.recipe.gradient_size
 
     @cached_property
     def _linear(self) -> tuple[list[str], npt.NDArray[np.int64], Array, Array]:
         """Names and stages of all phases; `[C, P]` bytes that they have of each part, and bytes that a row adds."""
         names: list[str] = []
         stage_of, sizes = [], []
-        for stage in self._stages:
+        for stage in self.stages:
             for own, found in self._of_stage(stage):
                 names += own
                 stage_of += [stage.index] * len(own)
@@ -201,7 +189,9 @@ class FullTrainingMemory(StepMemory):
 
     def _divided(self, sizes: Array) -> Array:
         """A tensor rank's share of `[..., 3 or 1, 2]` bytes: of hidden states all, unless rows are divided, too."""
-        if self._copies_are_gathered:
+        if (
+            self.recipe.autocast and self.method.zero == 3
+        ):  # FSDP gathers half precision: autocast copies nothing
             sizes = sizes * [0, 1]
         tensor = self.method.tensor
         if tensor == 1 or self.method.sequence_parallel:
@@ -212,11 +202,6 @@ class FullTrainingMemory(StepMemory):
         undivided[..., ACTIVATIONS, 1] = np.clip(sizes[..., ACTIVATIONS, 1], 0, whole)
         found: Array = undivided + (sizes - undivided) / tensor
         return found
-
-    @property
-    def _copies_are_gathered(self) -> bool:
-        """Whether weights come in half precision (FSDP), so that autocast makes no copies of them."""
-        return self.recipe.autocast and self.method.zero == 3
 
     @staticmethod
     def _name(stage: Stage, section: int, layer: int) -> str:

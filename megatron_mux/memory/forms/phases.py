@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method, Recompute
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.untraced import THREADS, cublas_of
 from megatron_mux.pipeline.template import most_in_flight, one_f_one_b, plain
 
@@ -126,10 +127,19 @@ class StepMemory(ABC):
     def buffers(self) -> Array:
         """`[S]` bytes of the buffers in which each stage's gradients are summed, which leave no fragments."""
 
-    @property
     @abstractmethod
+    def hosted(self, stage: Stage) -> float:
+        """Bytes of host memory for what offloading keeps there of a rank of a stage."""
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages; layers as even as can be."""
+        return stages(self.architecture, self.method)
+
+    @property
     def host(self) -> int:
         """Bytes of host memory for what a rank keeps there: of the rank that keeps most."""
+        return round(max(map(self.hosted, self.stages))) if self.method.offload else 0
 
     def phases(self, rows: int) -> list[Phase]:
         """The highest of each stage's phases of a name, for micro-batches of so many rows."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
+from megatron_mux.memory.forms.stages import Stage
 from megatron_mux.memory.step_profile import StepProfile
 
 Profiles = Callable[[bool], StepProfile]
@@ -46,11 +46,10 @@ class EngineStepMemory(StepMemory):
     @cached_property
     def memory(self) -> EngineMemory:
         """What lasts, and what micro-batches keep and take; fragmentation is a part of its own here."""
-        split = even_split(len(self.architecture.layers), self.method.pipeline)
         return EngineMemory(
             self.architecture,
             self.recipe.adapters,
-            stage_layers(split),
+            [stage.layers for stage in self.stages],
             self.method,
             self.recipe.size,
             self.recipe.mean_length,
@@ -59,14 +58,10 @@ class EngineStepMemory(StepMemory):
             fragmentation=False,
         )
 
-    @property
-    def host(self) -> int:
-        """See `StepMemory.host`: the backbone's weights."""
-        if not self.method.offload:
-            return 0
-        shares = self.method.zero == 3
-        values = (s.divided(self.method) if shares else s.values for s in self.memory.stages)
-        return round(max(values) * self.recipe.size)
+    def hosted(self, stage: Stage) -> float:
+        """See `StepMemory.hosted`: the backbone's weights."""
+        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
+        return values * self.recipe.size
 
     @property
     def buffers(self) -> Array:
