@@ -93,7 +93,9 @@ class Cell:
             "eos_token_id": 2,
             **CONFIGS.get(self.family, _LLAMA),
         }
-        depth = dict.fromkeys({"num_hidden_layers", "n_layer", "num_layers"} & config.keys(), self.layers)
+        depth: dict[str, Any] = dict.fromkeys(
+            {"num_hidden_layers", "n_layer", "num_layers"} & config.keys(), self.layers
+        )
         if "attention_types" in config:
             depth["attention_types"] = [[["global", "local"], self.layers // 2]]
         return {**config, **depth}

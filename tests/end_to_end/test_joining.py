@@ -72,7 +72,7 @@ def test_a_run_that_ends_while_data_are_tokenised_is_continued(server: Server, t
     flags = ["--no-mux-rolling", "--mux-watch", str(watched), "--save", str(tmp_path / "run")]
 
     def run(which: str, *more: str) -> str:
-        words = [watched, joins, which, *workplace.arguments(*flags, *more, tasks=tasks)]
+        words: list[str | Path] = [watched, joins, which, *workplace.arguments(*flags, *more, tasks=tasks)]
         ran = python(server, "-c", DRIVER, *words)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout

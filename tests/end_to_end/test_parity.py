@@ -69,8 +69,9 @@ def make_case(i: int, path: Path, adapter: dict[str, object], steps: int = STEPS
 
 def alone(path: Path, case: Case) -> SoloResult:
     """What the reference makes of a task."""
-    assert case.initial is not None
-    steps = case.steps(case.spec.training.max_steps)
+    count = case.spec.training.max_steps
+    assert case.initial is not None and count is not None
+    steps = case.steps(count)
     return solo.train_solo(path, case.adapter, case.training, steps, case.initial)
 
 
