@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.sizes import MIB
-from megatron_mux.memory.tensors import Skeleton, one_line
+from megatron_mux.memory.tensors import Skeleton
+from megatron_mux.memory.worker import one_line
 
 
 @dataclass(frozen=True)
