@@ -17,17 +17,24 @@ from megatron_mux.memory.worker import WorkerError
 from tests.end_to_end.test_dry_run import _run
 
 
+def _text(path: Path) -> str:
+    """A file of /proc; empty if its thread or process has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def _children(of: int) -> list[int]:
-    listed = Path(f"/proc/{of}/task/{of}/children")
-    return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
+    return [int(pid) for pid in _text(Path(f"/proc/{of}/task/{of}/children")).split()]
 
 
 def _workers() -> list[int]:
     return [
         pid
         for thread in Path("/proc/self/task").iterdir()
-        for pid in map(int, (thread / "children").read_text().split())
-        if b"megatron_mux.memory.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in map(int, _text(thread / "children").split())
+        if "megatron_mux.memory.worker" in _text(Path(f"/proc/{pid}/cmdline"))
     ]
 
 

@@ -31,7 +31,7 @@ CONFIG: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 176,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
