@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.layout import MicroBatch
 
-RELEASE_SECONDS = 0.2
+RELEASE_SECONDS = 1.0
 """How long an allocation waits for memory that another thread is about to release."""
 
 

@@ -10,6 +10,7 @@ error ends the run on all of them (`liveness`). On GPUs plans are tried before t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -85,7 +86,8 @@ class FailedBuckets:
         self._reasons[action.bucket % self._period] = reason
 
     def free(self) -> None:
-        """Free what a pass that broke off has left: weights that were brought, the allocator's cache."""
+        """Free what a pass that broke off has left: weights that were brought, garbage, the allocator's cache."""
+        gc.collect()  # a traceback's frames may hold tensors in cycles
         for stage in self._stages:
             stage.residence.abandon()
         if self._parallel.device.type == "cuda":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,9 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_exception_interact(call: pytest.CallInfo[object]) -> None:
     """Print a failure at once: the others wait for this rank until their time is up, and then end it unheard."""
     if WORLD_SIZE > 1 and call.excinfo is not None:
-        print(
-            f"--- rank {os.environ['RANK']} fails:\n{call.excinfo.getrepr()}", file=sys.__stderr__, flush=True
-        )
+        os.write(2, f"--- rank {os.environ['RANK']} fails:\n{call.excinfo.getrepr()}\n".encode())
 
 
 def _state(parallel_state: Any) -> dict[str, Any]:
