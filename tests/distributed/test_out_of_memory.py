@@ -75,12 +75,24 @@ def trained(
     return results, {name: engine.adapter_tensors(name) or {} for name in engine.tasks}, engine.planning.news
 
 
-@pytest.mark.parametrize("short", ["passes", "ends"])
-@pytest.mark.parametrize("policy", ["temporal", "spatial"])
+# Each division with both policies and both ways to run out; each policy with each way on two divisions.
+DIVISIONS: dict[str, tuple[int, Split]] = {
+    "DP4": (1, ()),
+    "PP2": (2, ()),
+    "virtual": (2, (1, 1, 1, 1)),
+    "PP4": (4, ()),
+}
+ALIKE = (("temporal", "passes"), ("spatial", "ends"))
+CROSSED = (("temporal", "ends"), ("spatial", "passes"))
+
+
 @pytest.mark.parametrize(
-    ("pipeline", "split"),
-    [(1, ()), (2, ()), (2, (1, 1, 1, 1)), (4, ())],
-    ids=["DP4", "PP2", "virtual", "PP4"],
+    ("pipeline", "split", "policy", "short"),
+    [
+        (*DIVISIONS[name], *pair)
+        for name, pairs in (("DP4", CROSSED), ("PP2", ALIKE), ("virtual", CROSSED), ("PP4", ALIKE))
+        for pair in pairs
+    ],
 )
 def test_one_rank_out_of_memory_costs_nobody_a_step(
     pipeline: int, split: Split, policy: str, short: str, path: Path, joined: Callable[..., Parallel]

@@ -8,6 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.fusion.profile_store import about_run, profile_directory, save_profile
+from megatron_mux.fusion.roofline import roofline
 from tests.end_to_end.forked import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +45,22 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
     assert "its short tasks (2)" in (tmp_path / "result.md").read_text()
 
 
-def test_a_pipeline_against_megatron_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
+def keep_profile(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a roofline where two processes that keep their profiles in a directory find one: they measure nothing."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(directory))
+    from workload import write_random_backbone
+
+    write_random_backbone("tiny", directory / "tiny", torch.float32)
+    shape = read_shape(directory / "tiny")
+    about = about_run(shape, "cpu", torch.float32, 1, threads=1, busy=2)
+    save_profile(roofline(shape, about, 4, 1), profile_directory())
+
+
+def test_a_pipeline_against_megatron_on_a_tiny_backbone(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_profile(tmp_path, monkeypatch)
     command = [server.python, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
     command += ["--steps", "1"]
     result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)

@@ -96,9 +96,15 @@ def trials() -> Iterator[list[Trials]]:
         yield found
 
 
-@pytest.mark.parametrize("residence", ["resident", "offloaded"])
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("policy", ["spatial", "temporal"])
+@pytest.mark.parametrize(
+    ("policy", "chunk", "residence"),
+    [
+        ("spatial", None, "resident"),
+        ("spatial", 5, "offloaded"),
+        ("temporal", None, "offloaded"),
+        ("temporal", 5, "resident"),
+    ],
+)
 def test_nothing_changes_by_a_trial(
     policy: Any, chunk: int | None, residence: Kind, engine_of: EngineOf
 ) -> None:
