@@ -296,7 +296,7 @@ def memory_can_run_out(device: torch.device) -> bool:
 
 
 def _is_dry_run() -> bool:
-    """Whether the world was joined as one that is not there (`megatron_mux.dry_run`), nor is its device."""
+    """Whether this is a dry run (simulated world), see `megatron_mux.dry_run`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 

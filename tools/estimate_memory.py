@@ -252,7 +252,7 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
             raise UserError("--sequence-length: is missing: give the tokens of a sequence, or --tasks FILE")
     elif batch is not None:
         raise UserError(
-            "--batch-size: --tasks defines it (per_device_train_batch_size x gradient_accumulation_steps): leave it out"
+            "--batch-size: --tasks defines it (per_device_train_batch_size x gradient_accumulation_steps): remove it"
         )
     elif arguments.method == "trace":
         options, batch, longest = of_task(arguments.tasks, options)

@@ -1,6 +1,6 @@
 """The flags of `pretrain_mux.py`: Megatron's spelling for what Megatron has, one `--mux-*` group for ours.
 
-What is not honoured is refused by name, with what to do instead; nothing is swallowed.
+Unsupported flags are refused by name, with what to do instead; none is ignored.
 """
 
 from megatron_mux.arguments.model import MuxArguments

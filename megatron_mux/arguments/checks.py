@@ -1,4 +1,4 @@
-"""Values that cannot go together, or with what is on disk."""
+"""Checks of flags against each other and against the file system."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ _MANIFESTS = "manifests"
 _MEGATRON_CHECKPOINT = re.compile(
     r"latest_checkpointed_iteration\.txt|\.metadata|metadata\.json|iter_\d{7}|mp_rank_\d\d.*"
 )
+# What a plan file sets, by the flag that sets it otherwise.
+_IN_PLAN = {
+    "--mux-align": "the alignment",
+    "--mux-chunk-size": "the chunk size",
+    "--mux-micro-batches": "the number of micro-batches",
+    "--mux-schedule": "the schedule",
+}
 
 
 def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[str]:
-    """Values that cannot go together, or with what is on disk.
+    """Flags that contradict each other or the file system.
 
     Args:
-        arguments: What was parsed.
-        parsed: The same as argparse gave it, with flags that leave no trace in `arguments`.
+        arguments: The parsed arguments.
+        parsed: The same as argparse returned it, including flags that `arguments` has no field for.
 
     Returns:
         One sentence per problem.
@@ -42,7 +49,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
     problems += _stages(arguments)
     problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
-        problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: make it first")
+        problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: create it first")
     for flag, directory in (("--save", arguments.save), ("--load", arguments.load)):
         if directory is not None and os.path.lexists(directory) and not os.path.isdir(directory):
             problems.append(f"{flag} {directory}: is not a directory")
@@ -70,7 +77,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
 
 
 def _stages(arguments: MuxArguments) -> list[str]:
-    """What is wrong with the flags that say which layers a stage has and in which order stages work."""
+    """What is wrong with the flags for the layers and the schedule of stages."""
     problems = []
     given = changed_flags(arguments, "pipeline stages")
     if arguments.pipeline_model_parallel_size == 1:
@@ -78,20 +85,22 @@ def _stages(arguments: MuxArguments) -> list[str]:
     present = [flag for flag in given if not flag.startswith("--mux-")]
     layout = "--pipeline-model-parallel-layout"
     if layout in present:
-        problems += [f"{flag}: {layout} says so itself: leave it out" for flag in present if flag != layout]
+        problems += [
+            f"{flag}: {layout} already sets all stages: remove it" for flag in present if flag != layout
+        ]
     if arguments.mux_layer_split == "even":
         problems += [
-            f"--mux-layer-split even: {flag} says otherwise: leave one out"
+            f"--mux-layer-split even: contradicts {flag}: remove one of them"
             for flag in present
             if "virtual" not in flag
         ]
     each, times = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     if each in present and times in present:
-        problems.append(f"{each}: {times} says otherwise: leave one out")
+        problems.append(f"{each}: contradicts {times}: remove one of them")
     virtual = (arguments.num_virtual_stages_per_pipeline_rank or 1) > 1 or each in present
     if virtual:
         problems += [
-            f"{flag}: counts a rank's layers in Megatron, here there are several stages to a rank: use {layout}"
+            f"{flag}: counts a rank's layers in Megatron, but here each rank has several stages: use {layout}"
             for flag in present
             if "decoder" in flag
         ]
@@ -99,27 +108,30 @@ def _stages(arguments: MuxArguments) -> list[str]:
 
 
 def _planning(arguments: MuxArguments) -> list[str]:
-    """What is wrong with the flags that say how tasks share a step."""
+    """What is wrong with the flags for how tasks share a step."""
     problems = []
     if arguments.mux_plan is not None:
         if not os.path.isfile(arguments.mux_plan):
             problems.append(f"--mux-plan {arguments.mux_plan}: no such file")
         if arguments.mux_policy != "auto":
             problems.append(
-                f"--mux-plan: says itself how tasks share a step: leave out --mux-policy {arguments.mux_policy}"
+                f"--mux-policy {arguments.mux_policy}: the plan file already sets the policy: remove it"
             )
-        fixed = ("--mux-align", "--mux-chunk-size", "--mux-micro-batches", "--mux-schedule")
         given = [*changed_flags(arguments, "mux"), *changed_flags(arguments, "pipeline stages")]
-        problems += [f"{flag}: --mux-plan says so itself: leave it out" for flag in given if flag in fixed]
+        problems += [
+            f"{flag}: the plan file already sets {_IN_PLAN[flag]}: remove it"
+            for flag in given
+            if flag in _IN_PLAN
+        ]
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
-            f"--mux-memory-limit: only the planner keeps it, not --mux-policy {arguments.mux_policy}"
+            f"--mux-memory-limit: --mux-policy {arguments.mux_policy} does not respect it: use --mux-policy auto"
         )
     return problems
 
 
 def _not_a_run(directory: Path) -> list[str]:
-    """Whether `--load` was given something else than a run's directory."""
+    """What is wrong with the directory of `--load` if it is not a run's."""
     try:
         names = os.listdir(directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's training scripts that are not taken here, and what to use instead. Data only."""
+"""Flags of Megatron-LM's training scripts that are not supported, and what to use instead. Data only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRAINING = {
 }
 
 PER_TASK: Mapping[str, str] = {f"--{flag}": key for key, flags in _TRAINING.items() for flag in flags.split()}
-"""Flags whose matter is each task's own, and the key of tasks.yaml that says it."""
+"""Flags for what each task sets for itself, and the key of tasks.yaml that sets it."""
 
 _FROM_BACKBONE = """
 apply-layernorm-1p apply-residual-connection-post-layernorm glu-linear-offset
@@ -48,29 +48,30 @@ _SHARDING = "use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sha
 
 REASONS: Mapping[str, str] = {
     **{
-        f"--{flag}": "describes the model, which --backbone settles: leave it out"
+        f"--{flag}": "describes the model, which --backbone defines: remove it"
         for flag in _FROM_BACKBONE.split()
     },
-    **{f"--{flag}": "the tokenizer is the one in --backbone: leave it out" for flag in _TOKENIZER.split()},
+    **{f"--{flag}": "the tokenizer is the one in --backbone: remove it" for flag in _TOKENIZER.split()},
     **{
-        f"--{flag}": "the backbone's weights are read, not drawn: leave it out" for flag in _UNTRAINED.split()
+        f"--{flag}": "the backbone's weights are loaded, not initialized: remove it"
+        for flag in _UNTRAINED.split()
     },
     **{
-        f"--{flag}": "adapters are small, only frozen weights are divided: use --mux-backbone-weights sharded"
+        f"--{flag}": "adapters are small, only frozen weights are sharded: use --mux-backbone-weights sharded"
         for flag in _SHARDING.split()
     },
-    "--cpu-offloading-num-layers": "layers are offloaded all or not at all: use --mux-backbone-weights offloaded",
-    "--fp16": "fp16 is not done: use --bf16",
+    "--cpu-offloading-num-layers": "all layers are offloaded or none: use --mux-backbone-weights offloaded",
+    "--fp16": "fp16 is not supported: use --bf16",
     "--pretrained-checkpoint": "use --backbone DIR",
-    "--finetune": "the backbone is always read and frozen: use --backbone DIR, and leave this out",
-    "--ckpt-step": "--load takes the newest complete save of a run: leave this out",
-    "--num-experts": "backbones with experts are not done yet",
-    "--use-distributed-optimizer": "adapters are small, their optimizer is not divided: leave it out",
-    "--overlap-grad-reduce": "only adapters have gradients, reduced once a step: leave it out",
-    "--overlap-param-gather": "only adapters have an optimizer, and it is not divided: leave it out",
-    "--recompute-modules": "what a granularity recomputes is fixed: leave it out",
-    "--no-save-optim": "a save always holds what an exact resume needs: leave it out",
-    "--no-save-rng": "a save always holds what an exact resume needs: leave it out",
+    "--finetune": "the backbone is always read and frozen: use --backbone DIR, and remove this flag",
+    "--ckpt-step": "--load takes the newest complete save of a run: remove it",
+    "--num-experts": "backbones with experts are not supported yet",
+    "--use-distributed-optimizer": "adapters are small, their optimizer is not sharded: remove it",
+    "--overlap-grad-reduce": "only adapters have gradients, reduced once a step: remove it",
+    "--overlap-param-gather": "only adapters have an optimizer, and it is not sharded: remove it",
+    "--recompute-modules": "what a granularity recomputes is fixed: remove it",
+    "--no-save-optim": "a save always holds what an exact resume needs: remove it",
+    "--no-save-rng": "a save always holds what an exact resume needs: remove it",
     "--no-load-optim": "to start from an adapter alone, use adapter.adapter_name_or_path in tasks.yaml",
     "--no-load-rng": "to start from an adapter alone, use adapter.adapter_name_or_path in tasks.yaml",
     "--persistent-save-interval": "use --save-interval",
@@ -79,8 +80,8 @@ REASONS: Mapping[str, str] = {
     "--checkpoint-activations": "use --recompute-granularity full",
     "--recompute-activations": "use --recompute-granularity selective",
     "--local-rank": "start the processes with torchrun",
-    "--account-for-embedding-in-pipeline-split": "layers are divided by cost, the embedding's too: leave it out",
-    "--account-for-loss-in-pipeline-split": "layers are divided by cost, the loss's too: leave it out",
+    "--account-for-embedding-in-pipeline-split": "layers are divided by cost, including the embedding: remove it",
+    "--account-for-loss-in-pipeline-split": "layers are divided by cost, including the loss: remove it",
     "--wandb-project": "use --tensorboard-dir, or read DIR/<task>/metrics.jsonl",
 }
-"""Flags of Megatron that are not honoured, and what to do instead; of others there is nothing more to say."""
+"""Flags of Megatron that are not supported, and what to do instead, where there is advice to give."""

@@ -1,4 +1,4 @@
-"""What the command line asks for: one field per flag, with everything that is said of that flag."""
+"""The parsed command line: one field per flag, with its help and its options of argparse."""
 
 # ruff: noqa: RUF009 (a flag is a field with what argparse takes)
 
@@ -31,19 +31,19 @@ def _flag(section: str, said: str, default: Any = None, **options: Any) -> Any:
 
     Args:
         section: The group of flags it belongs to.
-        said: What `--help` says of it.
+        said: Its text in `--help`.
         default: Its value if it is not given.
-        options: Of `argparse.ArgumentParser.add_argument`.
+        options: Further arguments of `argparse.ArgumentParser.add_argument`.
     """
     return field(metadata={"section": section, "options": {"help": said, "default": default, **options}})
 
 
 @dataclass(frozen=True)
 class MuxArguments:
-    """What the command line asks for; names are Megatron's.
+    """The parsed command line; names are Megatron's.
 
     Attributes:
-        shape: Shape flags as given, to hold against the backbone.
+        shape: Shape flags as given, to check against the backbone.
     """
 
     backbone: Path = _flag(
@@ -56,14 +56,16 @@ class MuxArguments:
         action="store_true",
     )
     recompute_granularity: Literal["full", "selective"] | None = _flag(
-        "backbone", "compute again instead of keeping (default: keep)", choices=("full", "selective")
+        "backbone",
+        "recompute in the backward pass: whole layers, or attention only (default: nothing)",
+        choices=("full", "selective"),
     )
 
     tensor_model_parallel_size: int = _flag("parallelism", "ranks that share each layer (1)", 1, **_COUNT)
     pipeline_model_parallel_size: int = _flag("parallelism", "pipeline stages (1)", 1, **_COUNT)
     sequence_parallel: bool = _flag(
         "parallelism",
-        "divide rows among tensor ranks outside the sharded operators",
+        "shard rows (tokens) over tensor ranks outside the tensor-parallel operators",
         False,
         action="store_true",
     )
@@ -72,7 +74,7 @@ class MuxArguments:
     )
     distributed_timeout_minutes: float = _flag(
         "parallelism",
-        "a process that keeps others waiting longer makes all of them stop (10)",
+        "stop all processes when one of them keeps the others waiting longer than M minutes (10)",
         10,
         type=minutes,
         metavar="M",
@@ -90,34 +92,34 @@ class MuxArguments:
         metavar="LAYOUT",
     )
     num_virtual_stages_per_pipeline_rank: int | None = _flag(
-        "pipeline stages", "stages of each rank, in turns around the pipeline (1)", **_COUNT
+        "pipeline stages", "stages per rank, interleaved around the pipeline (1)", **_COUNT
     )
     num_layers_per_virtual_pipeline_stage: int | None = _flag(
-        "pipeline stages", "the same, said by the layers of a stage", **_COUNT
+        "pipeline stages", "the same, given as layers per stage", **_COUNT
     )
     mux_layer_split: Literal["cost", "even"] = _flag(
         "pipeline stages",
-        "cost: stages take equally long by the profile (default); even: equal numbers of layers",
+        "cost: equal predicted time per stage (default); even: equal number of layers per stage",
         "cost",
         choices=("cost", "even"),
     )
     mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"] = _flag(
         "pipeline stages",
         "planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
-        "interleaved flush the pipeline after each step, and interleaved plans those that it has no order for",
+        "interleaved: flush the pipeline after each step (steps without an interleaved order are planned)",
         "planned",
         choices=("planned", "1f1b", "gpipe", "interleaved"),
     )
 
-    save: Path | None = _flag("results", "leave adapters, metrics, plan and schedule there", **_DIRECTORY)
+    save: Path | None = _flag("results", "write adapters, metrics, plan and schedule to DIR", **_DIRECTORY)
     load: Path | None = _flag(
-        "results", "continue the run saved there (an empty DIR starts anew)", **_DIRECTORY
+        "results", "continue the run saved in DIR (an empty DIR starts a new run)", **_DIRECTORY
     )
     save_interval: int | None = _flag("results", "save every N steps of a task, besides at its end", **_COUNT)
-    log_interval: int = _flag("results", "a line every N steps of a task (10)", 10, **_COUNT)
-    tensorboard_dir: Path | None = _flag("results", "write TensorBoard files there", **_DIRECTORY)
+    log_interval: int = _flag("results", "log every N steps of a task (10)", 10, **_COUNT)
+    tensorboard_dir: Path | None = _flag("results", "write TensorBoard files to DIR", **_DIRECTORY)
     seed: int = _flag(
-        "results", "of the run (1234); tasks have their own", 1234, type=at_least(0), metavar="N"
+        "results", "random seed of the run (1234); each task has its own", 1234, type=at_least(0), metavar="N"
     )
 
     mux_tasks: Path | None = _flag("mux", "tasks.yaml: the tasks to train", **_FILE)
@@ -129,19 +131,19 @@ class MuxArguments:
         choices=("auto", "serial", "temporal", "spatial"),
     )
     mux_plan: Path | None = _flag(
-        "mux", "begin with this plan (tools/plan.py --output FILE makes one)", **_FILE
+        "mux", "start with this plan (tools/plan.py --output FILE makes one)", **_FILE
     )
     mux_memory_limit: int | Literal["auto"] | None = _flag(
         "mux",
-        "what a rank may use, such as 40GiB: the planner keeps to it; auto: a GPU's memory less a margin, on a CPU no "
-        "limit (default); none: no limit",
+        "memory limit per rank for the planner, such as 40GiB; auto: a GPU's memory minus a margin, no limit on a CPU "
+        "(default); none: no limit",
         "auto",
         type=auto_or_none(size),
         metavar="SIZE",
     )
     mux_chunk_size: int | Literal["auto"] | None = _flag(
         "mux",
-        "cut packs into chunks of N tokens; none: not at all; auto: by predicted cost (default)",
+        "cut packs into chunks of N tokens; none: do not cut; auto: by predicted cost (default)",
         "auto",
         type=auto_or_none(at_least(1)),
         metavar="N",
@@ -155,8 +157,8 @@ class MuxArguments:
     )
     mux_backbone_weights: Kind = _flag(
         "mux",
-        "between uses. resident: on the device (default); sharded: divided over data-parallel ranks; offloaded: in "
-        "host memory; sharded-offloaded: divided, in host memory",
+        "where weights are kept between uses. resident: on the device (default); sharded: over data-parallel ranks; "
+        "offloaded: in host memory; sharded-offloaded: over data-parallel ranks, in host memory",
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
@@ -167,10 +169,12 @@ class MuxArguments:
     )
     mux_data_cache: Path | None = _flag(
         "mux",
-        "keep tokenised data files there (default: in $MEGATRON_MUX_CACHE or the user's cache directory)",
+        "keep tokenised data files in DIR (default: $MEGATRON_MUX_CACHE or the user's cache directory)",
         **_DIRECTORY,
     )
-    mux_micro_batches: int | None = _flag("mux", "parts a step is computed in (default: planned)", **_COUNT)
+    mux_micro_batches: int | None = _flag(
+        "mux", "micro-batches of a bucket's step (default: planned)", **_COUNT
+    )
     mux_keep_checkpoints: int | None = _flag(
         "mux", "saves to keep, with each task's last good checkpoint (default: all)", **_COUNT
     )
@@ -185,13 +189,13 @@ class MuxArguments:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the backbone computes in."""
+        """The dtype in which the backbone computes."""
         import torch
 
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def check_shape(self, shape: BackboneShape) -> None:
-        """Hold the shape flags against the backbone.
+        """Check the shape flags against the backbone.
 
         Raises:
             UserError: A flag contradicts it.
@@ -201,28 +205,26 @@ class MuxArguments:
             actual = SHAPE_FLAGS[name].actual(shape)
             if given != actual:
                 flag = name if given is True else f"{name} {given}"
-                has = "is not so" if given is True else f"has {'none' if actual is None else actual}"
-                problems.append(
-                    f"{flag}: contradicts --backbone {self.backbone}, which {has}: leave the flag out"
-                )
+                has = "" if given is True else f", which has {'none' if actual is None else actual}"
+                problems.append(f"{flag}: contradicts --backbone {self.backbone}{has}: remove it")
         if problems:
             raise UserError(*problems)
 
     def check_device(self, kind: str) -> None:
-        """Hold `--distributed-backend` against the kind of device, `cpu` or `cuda`.
+        """Check `--distributed-backend` against the kind of device, `cpu` or `cuda`.
 
         Raises:
-            UserError: The backend does not go with it.
+            UserError: The backend does not support the device.
         """
         backend = "nccl" if kind == "cuda" else "gloo"
         if self.distributed_backend not in (None, backend):
             where = "GPUs" if kind == "cuda" else "CPUs"
             flag = f"--distributed-backend {self.distributed_backend}"
-            raise UserError(f"{flag}: processes on {where} talk over {backend}: leave it out")
+            raise UserError(f"{flag}: processes on {where} communicate over {backend}: remove it")
 
 
 def changed_flags(arguments: MuxArguments, section: str) -> list[str]:
-    """The flags of a section that have another value than by default."""
+    """The flags of a section that do not have their default value."""
     ours = [one for one in fields(MuxArguments) if one.metadata.get("section") == section]
     return [
         flag_of(one.name)

@@ -1,4 +1,4 @@
-"""The parser: which flags there are, and what is said of the others."""
+"""The parser of the command line, and its messages for flags that it does not have."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import destination, only
 from megatron_mux.errors import UserError
 
-# Flags that are taken only with the value that holds anyway, and why no other.
+# Flags that are accepted only with their fixed value, and why.
 _FIXED: Mapping[str, tuple[str, str]] = {
-    "--context-parallel-size": ("1", "context parallelism is not done yet"),
-    "--expert-model-parallel-size": ("1", "backbones with experts are not done yet"),
-    "--expert-tensor-parallel-size": ("1", "backbones with experts are not done yet"),
+    "--context-parallel-size": ("1", "context parallelism is not supported yet"),
+    "--expert-model-parallel-size": ("1", "backbones with experts are not supported yet"),
+    "--expert-tensor-parallel-size": ("1", "backbones with experts are not supported yet"),
     "--hidden-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
     "--attention-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
     "--recompute-method": ("uniform", "every layer is recomputed by itself"),
@@ -29,7 +29,7 @@ _FIXED: Mapping[str, tuple[str, str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong as a `UserError` instead of printing its usage and leaving."""
+    """Raises `UserError` where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
         """See `argparse.ArgumentParser.error`."""
@@ -43,14 +43,14 @@ def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:
     """Parse and check a command line.
 
     Args:
-        argv: Without the program's name; by default this process's.
+        argv: Words without the program's name; by default those of this process.
 
     Returns:
         The arguments. Whether sizes fit the number of processes and the backbone is checked where these are
         known.
 
     Raises:
-        UserError: Unknown or refused flags (all of them at once), or values that cannot be.
+        UserError: Unknown or refused flags (all of them at once), or invalid values.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser behind `parse_args`, with everything that `--help` shows."""
+    """The parser of `parse_args`, with the full text of `--help`."""
     parser = Parser(
         prog="pretrain_mux.py",
         usage="torchrun --nproc-per-node N pretrain_mux.py --backbone DIR --mux-tasks FILE [flags]",
@@ -85,14 +85,15 @@ def build_parser() -> argparse.ArgumentParser:
         add_flags(parser, section)
     group = parser.add_argument_group(
         "shape",
-        f"Settled by --backbone; taken so that existing scripts work, and held against it: {', '.join(SHAPE_FLAGS)}.",
+        "Defined by --backbone; accepted so that existing scripts work, and checked against it: "
+        f"{', '.join(SHAPE_FLAGS)}.",
     )
     for name, flag in SHAPE_FLAGS.items():
         if flag.type is bool:
             group.add_argument(name, action="store_true", help=argparse.SUPPRESS)
         else:
             group.add_argument(name, type=flag.type, metavar="VALUE", help=argparse.SUPPRESS)
-    group = parser.add_argument_group("taken only with the value that holds anyway")
+    group = parser.add_argument_group("accepted only with their fixed value")
     for name, (value, why) in _FIXED.items():
         group.add_argument(name, type=only(value, why), metavar=value, help=why)
     return parser
@@ -112,7 +113,7 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _refusal(flag: str, known: set[str]) -> str:
-    """What to say of a flag that the parser does not have."""
+    """The message for a flag that the parser does not have."""
     if flag in PER_TASK:
         return f"{flag}: this is per task: see tasks.yaml ({PER_TASK[flag]})"
     if flag in REASONS:
@@ -122,4 +123,4 @@ def _refusal(flag: str, known: set[str]) -> str:
     near = near or difflib.get_close_matches(spelling, [*PER_TASK, *REASONS], n=1, cutoff=0.85)
     if near:
         return f"{flag}: unknown flag: did you mean {near[0]}?"
-    return f"{flag}: is not honoured: leave it out (--help lists the flags there are, Megatron's among them)"
+    return f"{flag}: is not supported: remove it (--help lists all flags)"

@@ -1,4 +1,4 @@
-"""Megatron's flags for a model's shape, and what each should say for a given backbone."""
+"""Megatron's flags for a model's shape, and the value that each must have for a given backbone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ShapeFlag:
     """A flag that describes the model.
 
     Attributes:
-        type: Of its value; `bool` for a flag without one, which claims that something is so.
-        actual: What it should be for a backbone.
+        type: Converts its value; `bool` for a flag without one.
+        actual: The value that it must have for a backbone.
     """
 
     type: Callable[[str], Any]
@@ -57,4 +57,4 @@ SHAPE_FLAGS: Mapping[str, ShapeFlag] = {
     "--disable-bias-linear": ShapeFlag(bool, _no_bias),
     "--add-qkv-bias": ShapeFlag(bool, lambda s: bool(s.biases["linear_qkv"])),
 }
-"""Shape flags that are taken, by name."""
+"""The supported shape flags, by name."""

@@ -1,4 +1,4 @@
-"""What flags' values may be."""
+"""Converters of flags' values, for argparse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def minutes(text: str) -> float:
-    """Minutes, of which a tenth is the least."""
+    """A number of minutes, at least 0.1."""
     try:
         value = float(text)
     except ValueError:
@@ -54,7 +54,7 @@ def minutes(text: str) -> float:
 
 
 def only(value: str, why: str) -> Callable[[str], str]:
-    """One value and no other, and why."""
+    """A fixed value; any other one is refused, with the reason."""
 
     def fixed(text: str) -> str:
         try:
@@ -62,7 +62,7 @@ def only(value: str, why: str) -> Callable[[str], str]:
         except ValueError:
             same = text == value
         if not same:
-            raise argparse.ArgumentTypeError(f"only {value} is done, got {text!r}: {why}")
+            raise argparse.ArgumentTypeError(f"only {value} is supported, got {text!r}: {why}")
         return text
 
     return fixed

@@ -20,7 +20,7 @@ class Command(NamedTuple):
         flags: That run the method.
         program: What takes them.
         elsewhere: Why our engine cannot run it; None if it can.
-        remarks: What is to be known of a run elsewhere.
+        remarks: Warnings for runs with another program.
     """
 
     flags: Sequence[str]
@@ -83,7 +83,7 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
 
 
 def remarks(recipe: Recipe) -> list[str]:
-    """What is to be known of a run elsewhere: flags that are none, memory that is not what was predicted."""
+    """Warnings for runs with another program: settings without a flag, memory that differs from the prediction."""
     if recipe.frozen:
         return []
     if recipe.keeps.megatron is None:

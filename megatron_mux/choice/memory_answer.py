@@ -224,7 +224,7 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
     lines = [
         f"selected: {offloaded}{best.method.name}{details}, {batches}",
         f"its peak, at {best.worst.name}: {parts}",
-        f"{' to '.join(map(show_size, best.interval))} by what is not known of context, NCCL and allocator",
+        f"{' to '.join(map(show_size, best.interval))} (context, NCCL and allocator are uncertain)",
     ]
     host, runs = best.memory.host, best.command
     if host:

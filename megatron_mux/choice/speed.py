@@ -129,7 +129,7 @@ class _Passes:
         return seconds
 
     def _others(self, dense: float, experts: float) -> float:
-        """What others have of a rank's values when those that have them alike divide them."""
+        """Share of a rank's values held by the other ranks once replicas shard them."""
         method = self._method
         return dense * _rest(method.data) + experts * _rest(method.data // method.expert)
 

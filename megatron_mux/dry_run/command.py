@@ -39,7 +39,7 @@ def run(
     if arguments.precision == "fp16":
         raise UserError("--precision fp16: --method dry-run supports bf16 and fp32, as pretrain_mux.py does")
     if arguments.batch_size is not None:
-        raise UserError("--batch-size: --tasks defines it: leave it out")
+        raise UserError("--batch-size: --tasks defines it: remove it")
     specs = load_task_file(arguments.tasks, data_later=True)
     length = max(spec.data.max_length for spec in specs)
     question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length)

@@ -117,7 +117,7 @@ class TrainingCompute:
                 batch.carry.forget(batch.segments, self.stages[action.stage].layers)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
-        """What the bucket's tasks lost, and how long their gradients are, from this stage on."""
+        """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""
         return self.finalizer.norm(action, self.losses[action.bucket], others)
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:

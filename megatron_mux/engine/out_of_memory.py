@@ -2,7 +2,7 @@
 
 The pass gives its neighbours zeros instead, and the bucket's later passes on this rank are skipped. All others run as
 planned, so that no rank waits and no other task notices. That the bucket ran out of memory travels to all stages with
-its tasks' norms (`bucket_finalizer`): they skip their optimizer step, and what is left of the turn.
+its tasks' norms (`bucket_finalizer`): they skip their optimizer step, and what is left of the burst.
 
 This needs passes in which no rank meets another one. Where ranks do meet (tensor parallelism, sharded weights), the
 error ends the run on all of them (`liveness`). On GPUs plans are tried before they are followed (`trial`).
@@ -31,7 +31,7 @@ def ranks_meet(stages: Iterable[Backbone], parallel: Parallel) -> bool:
 
 
 class FailedBuckets:
-    """Buckets of a turn that ran out of memory on this rank.
+    """Buckets of a burst that ran out of memory on this rank.
 
     Args:
         period: Buckets of a step.

@@ -193,7 +193,7 @@ class Planner:
         return self._described(plan)
 
     def _described(self, plan: Plan) -> Plan:
-        """The plan with what every plan of this planner says about where it is for and from."""
+        """Add mesh, backbone, profile and memory limit to a plan."""
         mesh = self.context.mesh
         return replace(
             plan,

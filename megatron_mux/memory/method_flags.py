@@ -60,7 +60,7 @@ def settle(arguments: Namespace) -> None:
         elif not methods & set(users):
             given = name if getattr(arguments, key) is not False else f"--no-{key.replace('_', '-')}"
             what = "full fine-tuning" if arguments.tasks is None else "--tasks"
-            use = f"--method {' or '.join(users)} does" if users else "leave it out"
+            use = f"--method {' or '.join(users)} does" if users else "remove it"
             problems.append(f"{given}: --method {arguments.method} does not use it for {what}: {use}")
     if problems:
         raise UserError(*problems)

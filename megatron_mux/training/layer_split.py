@@ -67,7 +67,7 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
 def _check_schedule(schedule: str, virtual: int) -> None:
     """Refuse a schedule that has no order for this many stages per rank."""
     if virtual > 1 and schedule in ("1f1b", "gpipe"):
-        raise UserError(f"--mux-schedule {schedule}: runs one stage per rank, not {virtual}: leave it out")
+        raise UserError(f"--mux-schedule {schedule}: runs one stage per rank, not {virtual}: remove it")
     if virtual == 1 and schedule == "interleaved":
         raise UserError(
             "--mux-schedule interleaved: needs several stages per rank: add --num-virtual-stages-per-pipeline-rank"

@@ -127,21 +127,21 @@ def test_everything_given() -> None:
             "this is per task: see tasks.yaml (training.per_device_train_batch_size and ",
         ),
         ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
-        ("--fp16", "--fp16: fp16 is not done: use --bf16"),
+        ("--fp16", "--fp16: fp16 is not supported: use --bf16"),
         (
             "--use-torch-fsdp2",
-            "--use-torch-fsdp2: adapters are small, only frozen weights are divided: use --mux-backbone-weights",
+            "--use-torch-fsdp2: adapters are small, only frozen weights are sharded: use --mux-backbone-weights",
         ),
         ("--cpu-offloading-num-layers 3", "use --mux-backbone-weights offloaded"),
         ("--mux-backbone-weights away", "--mux-backbone-weights: invalid choice: 'away'"),
         ("--tokenizer-type X", "--tokenizer-type: the tokenizer is the one in --backbone"),
-        ("--transformer-impl local", "--transformer-impl: is not honoured: leave it out"),
-        ("--use-mcore-models", "--use-mcore-models: is not honoured: leave it out"),
-        ("--muon-nesterov", "--muon-nesterov: is not honoured: leave it out"),
+        ("--transformer-impl local", "--transformer-impl: is not supported: remove it"),
+        ("--use-mcore-models", "--use-mcore-models: is not supported: remove it"),
+        ("--muon-nesterov", "--muon-nesterov: is not supported: remove it"),
         ("--mux-task t", "--mux-task: unknown flag: did you mean --mux-tasks?"),
         ("--tensor_model_parallel_size 2", "did you mean --tensor-model-parallel-size?"),
         ("--tensor-model-parallel 2", "unknown flag: did you mean --tensor-model-parallel-size?"),
-        ("--learning-speed 2", "--learning-speed: is not honoured"),
+        ("--learning-speed 2", "--learning-speed: is not supported"),
         ("stray", "stray: unexpected"),
         ("-x", "-x: unexpected"),
         ("--seed x", "--seed: must be a whole number of at least 0, got 'x'"),
@@ -158,7 +158,7 @@ def test_everything_given() -> None:
         ("--mux-plan nowhere", "--mux-plan nowhere: no such file"),
         (
             "--mux-policy serial --mux-memory-limit 1G",
-            "--mux-memory-limit: only the planner keeps it, not --mux-policy serial",
+            "--mux-memory-limit: --mux-policy serial does not respect it: use --mux-policy auto",
         ),
         (
             "--num-virtual-stages-per-pipeline-rank 2",
@@ -166,11 +166,11 @@ def test_everything_given() -> None:
         ),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout X --decoder-last-pipeline-num-layers 2",
-            "--pipeline-model-parallel-layout says so itself: leave it out",
+            "--pipeline-model-parallel-layout already sets all stages: remove it",
         ),
         (
             "--pipeline-model-parallel-size 2 --mux-layer-split even --decoder-first-pipeline-num-layers 3",
-            "--mux-layer-split even: --decoder-first-pipeline-num-layers says otherwise",
+            "--mux-layer-split even: contradicts --decoder-first-pipeline-num-layers",
         ),
         (
             f"{TWO_STAGES} --decoder-last-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2",
@@ -179,13 +179,13 @@ def test_everything_given() -> None:
         ("--mux-policy fast", "--mux-policy: invalid choice: 'fast' (choose from "),
         (
             "--context-parallel-size 2",
-            "--context-parallel-size: only 1 is done, got '2': context parallelism is not",
+            "--context-parallel-size: only 1 is supported, got '2': context parallelism is not",
         ),
         (
             "--expert-model-parallel-size 2",
-            "only 1 is done, got '2': backbones with experts are not done yet",
+            "only 1 is supported, got '2': backbones with experts are not supported yet",
         ),
-        ("--hidden-dropout 0.1", "--hidden-dropout: only 0 is done, got '0.1'"),
+        ("--hidden-dropout 0.1", "--hidden-dropout: only 0 is supported, got '0.1'"),
         ("--recompute-granularity some", "--recompute-granularity: invalid choice: 'some'"),
         ("--recompute-num-layers 1", "--recompute-num-layers: needs --recompute-granularity full"),
         ("--num-layers x", "--num-layers: invalid int value: 'x'"),
@@ -264,9 +264,9 @@ def test_shape_flags_that_contradict() -> None:
     with pytest.raises(UserError) as caught:
         arguments.check_shape(cast(Any, SHAPE))
     assert caught.value.problems == [
-        "--num-layers 0: contradicts --backbone model, which has 4: leave the flag out",
-        "--qk-layernorm: contradicts --backbone model, which is not so: leave the flag out",
-        "--untie-embeddings-and-output-weights: contradicts --backbone model, which is not so: leave the flag out",
+        "--num-layers 0: contradicts --backbone model, which has 4: remove it",
+        "--qk-layernorm: contradicts --backbone model: remove it",
+        "--untie-embeddings-and-output-weights: contradicts --backbone model: remove it",
     ]
 
 
@@ -274,9 +274,9 @@ def test_shape_flags_that_contradict() -> None:
 def test_a_backend_must_go_with_the_device() -> None:
     parse().check_device("cpu")
     parse("--distributed-backend", "gloo").check_device("cpu")
-    with pytest.raises(UserError, match="processes on CPUs talk over gloo"):
+    with pytest.raises(UserError, match="processes on CPUs communicate over gloo"):
         parse("--distributed-backend", "nccl").check_device("cpu")
-    with pytest.raises(UserError, match="processes on GPUs talk over nccl"):
+    with pytest.raises(UserError, match="processes on GPUs communicate over nccl"):
         parse("--distributed-backend", "gloo").check_device("cuda")
 
 

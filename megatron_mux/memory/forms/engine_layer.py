@@ -206,7 +206,7 @@ class EngineLayer:
         return [*found, *self.mlp_gone()]
 
     def mlp_gone(self) -> list[Row]:
-        """What the MLP kept, as less than nothing: when attention's turn comes it is gone."""
+        """Bytes the MLP has freed by attention's backward pass, as negative rows."""
         return [one._replace(what=f"gone: {one.what}", width=-one.width) for one in self._activation()]
 
     def _scratch(self) -> float:
