@@ -1,4 +1,4 @@
-"""How a method is run: in how many micro-batches of what, so that a rank's memory suffices."""
+"""Fits a method into memory: how many micro-batches a step is divided into, and what they hold."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megatron_mux.memory.forms.step_memory import Profiles, step_memory
 from megatron_mux.memory.largest_batch import largest_batch
 
 SEQUENCES = 64
-"""Of a step, at least, where nobody says how many a GPU has at once: what a method does once a step is shared by as
-many with every method, by further micro-batches where one's largest batch is less."""
+"""The least sequences of a step where no batch size is given, in further micro-batches if one holds fewer: then every
+method spreads what it does once a step over as many sequences."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A method with its micro-batches, and what is predicted of it.
+    """A method with its micro-batches, and the predictions for it.
 
     Attributes:
-        device: What computes.
-        memory: Of a step, for the heaviest micro-batch.
-        rows: Tokens of that.
-        sequences: Of it.
-        largest: Sequences that it could have, of the same tasks in the same proportion; 0 if not even one fits.
-        mean_rows: Tokens of a micro-batch, in the mean.
-        micro_batches: On each pipeline.
-        tokens: Of the whole step on all pipelines.
+        device: The GPU's speeds.
+        memory: The memory of a step with the heaviest micro-batch.
+        rows: Tokens of the heaviest micro-batch.
+        sequences: Sequences of the heaviest micro-batch.
+        largest: The most sequences that fit, of the same tasks in the same proportion; 0 if not even one fits.
+        mean_rows: Mean tokens of a micro-batch.
+        micro_batches: Micro-batches of each pipeline.
+        tokens: Tokens of the whole step, over all pipelines.
     """
 
     device: Device
@@ -57,17 +57,17 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether a task file trains; else the batch asked for, or one sequence if none was."""
+        """Whether the heaviest micro-batch fits: of the task file, of the batch size asked for, or of one sequence."""
         return self.sequences <= self.largest
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Predicted seconds of a step."""
         return step_seconds(self.memory, self.mean_rows, self.micro_batches, self.device)
 
     @cached_property
     def command(self) -> Command:
-        """What runs it."""
+        """The command line that runs it."""
         memory = self.memory
         return command(self.method, memory.recipe, memory.architecture.model_type, self.sequences)
 
@@ -78,28 +78,28 @@ class Fit:
 
     @cached_property
     def worst(self) -> Phase:
-        """When and on which stage memory is at its highest."""
+        """The phase and stage with the highest memory."""
         return self.memory.worst(self.rows)
 
     @cached_property
     def breakdown(self) -> Mapping[str, int]:
-        """Bytes of that rank then, by part."""
+        """Bytes of the worst rank at its peak, by part."""
         return self.worst.breakdown
 
     @property
     def phases(self) -> Mapping[str, Mapping[str, int]]:
-        """The same in every phase of its step, in order, by the phase's name."""
+        """Bytes of the worst rank by part, for each phase of its step in order, by the phase's name."""
         found = self.memory.phases(self.rows)
         return {phase.name: phase.breakdown for phase in found if phase.stage == self.worst.stage}
 
     @property
     def interval(self) -> tuple[int, int]:
-        """The least and the most bytes of that rank's process, by what is not known."""
+        """Lower and upper bound of the bytes that the worst rank's process takes."""
         return self.memory.interval(self.rows)
 
     @property
     def peak_process(self) -> int:
-        """All bytes that the worst rank's process takes of its GPU."""
+        """Bytes of GPU memory that the worst rank's process takes."""
         return sum(self.breakdown.values())
 
     @property
@@ -113,7 +113,7 @@ class Fit:
         return self.peak_reserved - self.breakdown["fragmentation"]
 
     def to_json(self) -> dict[str, Any]:
-        """As programs read it."""
+        """The JSON form."""
         method = self.method
         # Megatron numbers ranks tensor first, then data, then pipeline: the first rank of the worst stage.
         rank = self.worst.stage * method.tensor * method.data
@@ -156,7 +156,7 @@ class Fitting:
         architecture: The model.
         recipe: What is trained and how.
         memory: Bytes of a GPU.
-        device: What it is.
+        device: The GPU's speeds.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning; None where only adapters are trained.
     """
@@ -181,7 +181,7 @@ class Fitting:
 
         Args:
             method: How the step is divided.
-            batch: Sequences of a micro-batch; None for as many as fit. Tasks say so themselves.
+            batch: Sequences of a micro-batch; None for as many as fit. Not used for tasks, which set their own.
         """
         return self._of_tasks(method) if self._recipe.frozen else self._as_many_as_fit(method, batch)
 
@@ -204,9 +204,7 @@ class Fitting:
         return Fit(self._device, step, rows, shown, largest, rows, count, method.data * count * rows)
 
     def _of_tasks(self, method: Method) -> Fit:
-        """The tasks' step in the fewest micro-batches that fit, of those that fill a pipeline; else in the most there
-        can be.
-        """
+        """The tasks' step in the fewest micro-batches that fill a pipeline and fit; if none fit, in the most."""
         fit = cache(partial(self._in_parts, method))
         most = self._tasks.most(method.data)
         low = min(method.micro_batches, most)
@@ -216,7 +214,7 @@ class Fitting:
         return fit(low + more)
 
     def _in_parts(self, method: Method, count: int) -> Fit:
-        """The tasks' step in so many micro-batches."""
+        """The tasks' step in a given number of micro-batches."""
         step, own = self._tasks, replace(method, parts=count)
         division = step.divided(method.data, count)
         heaviest = (

@@ -1,4 +1,4 @@
-"""The command line that runs a method, here, with Megatron-LM or with transformers; and why it cannot be run here."""
+"""The command line that runs a method: with this engine, else with Megatron-LM or transformers, and why."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TRAINER = "TrainingArguments"
 
 
 class Command(NamedTuple):
-    """What runs a method.
+    """The command line of a method.
 
     Attributes:
-        flags: That run the method.
-        program: What takes them.
-        elsewhere: Why our engine cannot run it; None if it can.
+        flags: The flags.
+        program: The program they are for.
+        elsewhere: Why this engine cannot run the method; None if it can.
         remarks: Warnings for runs with another program.
     """
 
@@ -35,7 +35,7 @@ def command(method: Method, recipe: Recipe, model_type: str, batch: int) -> Comm
     Args:
         method: How the step is divided.
         recipe: What is trained and how.
-        model_type: Of the model.
+        model_type: `model_type` of the model's config.
         batch: Sequences of a micro-batch.
     """
     elsewhere = not_by_this_engine(method, recipe, model_type)
@@ -47,7 +47,7 @@ def command(method: Method, recipe: Recipe, model_type: str, batch: int) -> Comm
 
 
 def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:
-    """Why `pretrain_mux.py` does not do it; None if it does."""
+    """Why `pretrain_mux.py` cannot run it; None if it can."""
     if not recipe.frozen:
         return "full fine-tuning: here the backbone is frozen"
     if model_type not in FAMILIES:
@@ -64,7 +64,7 @@ def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str |
 
 
 def flags(method: Method, recipe: Recipe) -> list[str]:
-    """Of `pretrain_mux.py`; data parallelism follows from the number of processes."""
+    """Flags of `pretrain_mux.py`; data parallelism follows from the number of processes."""
     words = _degrees(method)
     if method.pipeline > 1:
         # As predicted: the fewest in flight, layers evenly divided.
@@ -100,7 +100,7 @@ def remarks(recipe: Recipe) -> list[str]:
 
 
 def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
-    """Of Megatron-LM's training scripts, for what is not run here.
+    """Flags of Megatron-LM's training scripts, for a method that this engine cannot run.
 
     Args:
         method: How the step is divided.
@@ -142,7 +142,7 @@ def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
 
 
 def trainer_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
-    """Of `transformers.TrainingArguments`, for an optimizer that Megatron-LM does not have.
+    """Flags of `transformers.TrainingArguments`, for an optimizer that Megatron-LM does not have.
 
     Args:
         method: How the step is divided: by data parallelism, without or with FSDP.

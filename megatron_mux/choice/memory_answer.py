@@ -1,4 +1,4 @@
-"""What `tools/estimate_memory.py` answers: a ranking of methods, a traced step or both; JSON, table, picture."""
+"""The answer of `tools/estimate_memory.py`: a ranking of methods, a traced step or both; JSON, table, picture."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class MemoryAnswer:
     """The answer to a question.
 
     Attributes:
-        question: What was asked.
+        question: The question.
         ranking: All methods, ranked by closed forms; None if not asked for or refused.
         trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
-        refusals: Why a method refused, where another one answers.
+        refusals: Why an estimator refused, where another one answers.
     """
 
     question: Question
@@ -51,7 +51,7 @@ class MemoryAnswer:
         """Ask the methods that `--method` names.
 
         Args:
-            question: What is asked.
+            question: The question.
             arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
 
@@ -94,7 +94,7 @@ class MemoryAnswer:
 
     @property
     def _selected_by_trace(self) -> str | None:
-        """A trace knows the whole model on each GPU alone: where that does not fit, one GPU needs host memory."""
+        """What a trace selects: replicas if they fit, else offloading on one GPU; None if neither is possible."""
         if self.trace is None:
             return None
         if self.trace.fits:

@@ -23,13 +23,13 @@ from megatron_mux.memory.step_profile import StepProfiles
 
 @dataclass(frozen=True)
 class Ranking:
-    """The methods, the best first: those that fit by speed, then the others by how little they lack.
+    """The methods, best first: those that fit, by speed, then the others, by how little memory they lack.
 
     Attributes:
         entries: The methods.
         impossible: Methods that the model's sizes exclude, and why.
-        device: The GPU that speeds are of.
-        tasks: Those that are trained; empty: every parameter is.
+        device: The GPU whose speeds are assumed.
+        tasks: The tasks that are trained; empty: every parameter is.
     """
 
     entries: Sequence[Fit]
@@ -44,13 +44,13 @@ class Ranking:
 
     @property
     def selected(self) -> str | None:
-        """Its name; `offload` if host memory has to help."""
+        """The name of the chosen method; `offload` if it needs host memory."""
         if self.chosen is None:
             return None
         return OFFLOAD if self.chosen.method.offload else self.chosen.method.name
 
     def to_json(self) -> dict[str, Any]:
-        """As programs read it."""
+        """The JSON form."""
         best = self.chosen
         return {
             "selected": self.selected,
@@ -71,11 +71,11 @@ def answer(question: Question, how: Namespace, file: TaskFile | None = None) -> 
 
     Args:
         question: The model, the GPUs, the length and the batch.
-        how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as the tool has them.
+        how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as parsed by the tool.
         file: The tasks that train a frozen backbone; None: every parameter is trained.
 
     Raises:
-        UserError: A name is not as it must be, or the model is not understood.
+        UserError: A name is unknown, or the model is not understood.
     """
     known(how.device)
     adapters = file.adapters if file is not None else ()
@@ -110,8 +110,8 @@ def rank(
         recipe: What is trained and how.
         gpus: How many there are.
         memory: Bytes of each.
-        device: What they are.
-        batch: Sequences of a micro-batch; None for as many as fit. Tasks say so themselves.
+        device: The GPUs' speeds.
+        batch: Sequences of a micro-batch; None for as many as fit. Not used for tasks, which set their own.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning.
     """

@@ -1,7 +1,7 @@
 """How long a step takes on each method: a roofline of the device and of its links.
 
-Good enough to rank methods; seconds may be far off. All ranks are taken to have the same link to each other, and a
-device to reach its peak: neither is so, and both are as wrong for every method.
+Good enough to rank methods; seconds may be far off. It assumes that all ranks have the same link to each other, and
+that a device reaches its peak: neither is true, but the error is alike for every method.
 
 Shapes: T rows (tokens) of a micro-batch.
 """
@@ -20,7 +20,7 @@ HOST_LINK = 25e9
 HOST_MEMORY = 100e9
 """Bytes a second of host memory, for an optimizer's step there."""
 _OPERATORS = 12
-"""Of a layer's pass, each with the device's overhead."""
+"""Operators of a layer's pass, each with the device's overhead."""
 
 
 def step_seconds(memory: StepMemory, rows: float, micro_batches: int, device: Device) -> float:
@@ -28,9 +28,9 @@ def step_seconds(memory: StepMemory, rows: float, micro_batches: int, device: De
 
     Args:
         memory: What is trained, and how the step is divided.
-        rows: Of each micro-batch, in the mean.
-        micro_batches: On each pipeline.
-        device: What computes.
+        rows: Mean rows of a micro-batch.
+        micro_batches: Micro-batches of each pipeline.
+        device: The GPU's speeds.
     """
     passes = _Passes(memory.architecture, memory.recipe, memory.method, rows, device)
     own = stages(memory.architecture, memory.method)
@@ -57,7 +57,7 @@ class _Passes:
         self._known: dict[Unit, tuple[float, float]] = {}
 
     def stage(self, stage: Stage) -> tuple[float, float]:
-        """Of a micro-batch's forward and backward pass."""
+        """Seconds of a micro-batch's forward and of its backward pass."""
         forward = backward = 0.0
         for unit in (self._a.layers[layer] for layer in stage.layers):
             one, other = self._known.get(unit) or self._known.setdefault(unit, self._layer(unit))
@@ -97,7 +97,7 @@ class _Passes:
         return self._device.seconds(flops, traffic, self._size) + launches
 
     def _adapters(self) -> float:
-        """Of a layer's adapters, forward and backward."""
+        """Seconds of a layer's adapters, forward and backward."""
         tasks, a = self._recipe.adapters, self._a
         if not tasks:
             return 0.0
@@ -105,7 +105,10 @@ class _Passes:
         return self._compute(6 * self._rows * values / len(a.layers) / len(tasks), 0.0)
 
     def _exchange(self) -> float:
-        """Among tensor ranks, two sums a pass (gathered and scattered with sequence parallelism: as many bytes)."""
+        """Seconds of a pass's two all-reduces among tensor ranks, and of the exchange among expert ranks.
+
+        With sequence parallelism, gathers and scatters move as many bytes as the all-reduces.
+        """
         a, method, device = self._a, self._method, self._device
         seconds = 0.0
         if method.tensor > 1:
@@ -117,7 +120,7 @@ class _Passes:
         return seconds
 
     def _brought(self, own: Unit) -> float:
-        """To have a rank's weights of a layer in place for a pass."""
+        """Seconds to bring a rank's weights of a layer into place for a pass."""
         method, device = self._method, self._device
         seconds = 0.0
         if method.zero == 3:
@@ -129,12 +132,12 @@ class _Passes:
         return seconds
 
     def _others(self, dense: float, experts: float) -> float:
-        """Share of a rank's values held by the other ranks once replicas shard them."""
+        """Number of a rank's values held by the other ranks once replicas shard them."""
         method = self._method
         return dense * _rest(method.data) + experts * _rest(method.data // method.expert)
 
     def _reduced(self, own: Unit) -> float:
-        """To sum a rank's gradients of a layer over ranks each of which keeps a share of the weights."""
+        """Seconds to reduce a rank's gradients of a layer over the ranks that shard its weights."""
         if self._method.zero != 3 or self._recipe.frozen:
             return 0.0
         return self._recipe.gradient_size * self._others(own.copied, own.experts) / self._device.link
@@ -146,12 +149,12 @@ class _Passes:
         return self._compute(flops, traffic), self._compute(times * flops, traffic)
 
     def transfer(self) -> float:
-        """Of a micro-batch's hidden states to the next stage."""
+        """Seconds to send a micro-batch's hidden states to the next stage."""
         rows = self._rows / (self._method.tensor if self._method.sequence_parallel else 1)
         return self._device.latency + rows * self._a.hidden * self._size / self._device.link
 
     def gradients(self, stage: Stage) -> float:
-        """To sum a step's gradients over data-parallel ranks."""
+        """Seconds to reduce a step's gradients over data-parallel ranks."""
         method, recipe = self._method, self._recipe
         if method.data == 1 or (method.zero == 3 and not recipe.frozen):
             return 0.0
@@ -160,7 +163,7 @@ class _Passes:
         return 2 * values * recipe.gradient_size / self._device.link + self._device.latency
 
     def optimizer(self, stage: Stage) -> float:
-        """Of the optimizer's step."""
+        """Seconds of the optimizer's step."""
         recipe, method = self._recipe, self._method
         values = self._trained(stage)
         if method.zero and not recipe.frozen:
@@ -180,5 +183,5 @@ class _Passes:
 
 
 def _rest(ranks: int) -> float:
-    """The share of a tensor that others have."""
+    """The share of a tensor that the other ranks hold."""
     return (ranks - 1) / ranks

@@ -1,4 +1,4 @@
-"""A task file, as far as it decides about memory and time: its tasks' adapters, and the sequences of their steps.
+"""A task file as memory and time depend on it: its tasks' adapters, and the sequences of their steps.
 
 Sequences are taken to be as long as their task allows, so what fits does so whatever the data. They are shared out
 among pipelines and micro-batches as the engine does it.
@@ -22,7 +22,7 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import load_task_file
 
 Content = Counter[str]
-"""What a micro-batch holds: sequences of each task, by name."""
+"""Number of sequences of each task in a micro-batch, by the task's name."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Division:
     """A step that is divided among pipelines and micro-batches.
 
     Attributes:
-        heaviest: Micro-batches, none of which holds all that another does.
-        micro_batches: Of the pipeline that has most rows.
-        rows: Of that pipeline, in all its micro-batches.
+        heaviest: The micro-batches that no other one contains.
+        micro_batches: Micro-batches of the pipeline that has most rows.
+        rows: Rows of that pipeline, over all its micro-batches.
     """
 
     heaviest: tuple[Content, ...]
@@ -54,7 +54,7 @@ class FileStep:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return sum(task.sequences * task.length for task in self.tasks)
 
     def rows(self, content: Content) -> int:
@@ -62,11 +62,11 @@ class FileStep:
         return sum(count * self._lengths[name] for name, count in content.items())
 
     def most(self, data: int) -> int:
-        """How many micro-batches so many pipelines can have: one for each sequence of the one that has most."""
+        """The most micro-batches that `data` pipelines can have: one per sequence of the pipeline that has most."""
         return max(content.total() for own in _pipelines(self._sequences, data, 1) for content in own)
 
     def divided(self, data: int, micro_batches: int) -> Division:
-        """The step on so many pipelines, in so many micro-batches, if there are so many."""
+        """The step on `data` pipelines, in `micro_batches` micro-batches or as many as there can be."""
         pipelines = _pipelines(self._sequences, data, min(micro_batches, self.most(data)))
         longest = max(pipelines, key=lambda own: sum(map(self.rows, own)))
         heaviest: list[Content] = []
@@ -85,7 +85,7 @@ class FileStep:
 def _pipelines(tasks: Sequence[tuple[str, int, int]], data: int, micro_batches: int) -> list[list[Content]]:
     """The micro-batches of each pipeline; of each task its name, its sequences and their tokens."""
     plan = plan_for("spatial", dict.fromkeys(sorted(name for name, _, _ in tasks), 1), 1, micro_batches)
-    # Labels are nothing that micro-batches are balanced by.
+    # Micro-batches are not balanced by labels.
     lengths = {name: Lengths((length,) * count, (length,) * count) for name, count, length in tasks}
     grids = (step_grid(replace(plan, data=data), lengths, rank) for rank in range(data))
     return [[Counter(piece.task for piece in chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
@@ -96,9 +96,9 @@ class TaskFile:
     """A task file for a backbone.
 
     Attributes:
-        path: Where it is.
-        architecture: The backbone's.
-        adapters: Of its tasks, in the file's order.
+        path: Path of the file.
+        architecture: The backbone's architecture.
+        adapters: The adapters of its tasks, in the file's order.
     """
 
     path: Path
@@ -110,7 +110,7 @@ class TaskFile:
         """A task file for the backbone of a config.json, whatever that file is called. No data is read.
 
         Raises:
-            UserError: The file or the backbone is not as it must be, or a task's targets are not there.
+            UserError: The file or the backbone is invalid, or a task targets modules that the backbone does not have.
         """
         specs = load_task_file(tasks, data_later=True)
         shape = read_shape(config)
@@ -125,11 +125,11 @@ class TaskFile:
         return cls(tasks, architecture_of(shape), tuple(found))
 
     def check(self, positions: int | None, length: int | None) -> None:
-        """Refuse sequences that are longer than the model or the user has it.
+        """Refuse sequences that are longer than the model or the user allows.
 
         Args:
-            positions: Of the model; None: not limited.
-            length: Tokens of the longest sequence as the user says; None: nothing is said.
+            positions: Positions of the model; None: not limited.
+            length: Tokens of the longest sequence, as the user gave it; None: not given.
 
         Raises:
             UserError: A sentence for each task.

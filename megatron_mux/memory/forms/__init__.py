@@ -1,1 +1,1 @@
-"""Our closed forms: what each rank holds, for any division of any model, full fine-tuning or adapters."""
+"""Closed forms of the memory of each rank, for any division of any model, full fine-tuning or adapters."""

@@ -1,4 +1,4 @@
-"""A model's widths and parameters, as far as they decide how much memory it takes when it is divided."""
+"""A model's widths and parameters, as the memory of its ranks depends on them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Unit:
 
     Attributes:
         divided: Values that tensor ranks divide among themselves.
-        copied: Values that each of them has: norms, biases behind a sum, positions; of a rank's own, all but experts.
+        copied: Values that each tensor rank has: norms, biases behind a sum, positions. In a rank's share
+            (`stages.on_rank`): all values but those of experts.
         experts: Values of all experts, which tensor ranks divide and expert ranks share out.
-        shapes: Of the tensors, undivided; nothing where only adapters are trained.
+        shapes: Shapes of the undivided tensors; empty where only adapters are trained.
     """
 
     divided: int = 0
@@ -46,7 +47,7 @@ class Architecture:
 
     Attributes:
         model_type: As in the config.
-        hidden, heads, kv_heads, head_dim: Sizes.
+        hidden, heads, kv_heads, head_dim: Sizes of hidden states and of attention.
         ffn: Inner width of the MLP, of one expert where there are several.
         gated: Whether the MLP multiplies an activated half with a plain half.
         experts: How many experts a layer has; 1: a plain MLP.
@@ -57,8 +58,8 @@ class Architecture:
         embedding: Parameters before the layers.
         head: The output layer's own parameters; none of its weights if tied.
         final: Parameters behind the layers besides the output layer's.
-        activation: Hugging Face's name of the MLP's activation function. This and what follows is told of backbones
-            alone: nobody asks it of other models.
+        activation: Hugging Face's name of the MLP's activation function. This field and the following ones are set for
+            backbones only.
         rms_norm: Whether norms are RMS norms.
         rotary: Whether queries and keys are rotated.
         qk_norm: Whether queries and keys are normalised head by head.

@@ -1,4 +1,4 @@
-"""What the adapters of micro-batches keep and take in the engine, for every micro-batch at once.
+"""Bytes that adapters keep and take in the engine, for all micro-batches at once.
 
 Tasks share tensors: the input of a BaseOp is kept once for all adapters there that need it. So each task has tables of
 what it needs in which layer, and micro-batches look up which of their tasks do.
@@ -26,7 +26,7 @@ _BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
 
 
 class AdapterBytes(NamedTuple):
-    """Of micro-batches, by which tasks are in them.
+    """Bytes of micro-batches that depend on which tasks are in them.
 
     Attributes:
         trained: `[B, S]` layers with a gradient.
@@ -134,11 +134,11 @@ class AdapterTables:
         return found
 
     def at(self, rows: Array, together: bool) -> AdapterBytes:
-        """What micro-batches of `[B, K]` rows keep and take.
+        """Bytes that the adapters of micro-batches of `[B, K]` rows keep and take.
 
         Args:
-            rows: Of each task.
-            together: Whether gradients begin where those of any task do, whoever is in the micro-batch.
+            rows: Rows of each task.
+            together: Whether gradients begin where those of any task do, whichever tasks are in the micro-batch.
         """
         layers, count = len(self.of_stage), len(FIRSTS)
         present = (rows > 0).astype(float)

@@ -21,7 +21,7 @@ from megatron_mux.memory.kernel_scratch import flash
 from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
 
 First = BaseOpName | Literal["core_attention"]
-"""The first part of a layer that something is trained at."""
+"""The first part of a layer that has an adapter."""
 FIRSTS: tuple[First, ...] = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -31,7 +31,7 @@ class EngineLayer:
 
     Attributes:
         architecture: The backbone.
-        size: Bytes of a value that products take and give.
+        size: Bytes of a value in matrix products.
         length: Tokens of a sequence.
         device: `cuda` or `cpu`, whose kernels keep different tensors.
         gpu: The GPU, on `cuda`.
@@ -57,7 +57,7 @@ class EngineLayer:
 
     @property
     def input(self) -> float:
-        """Bytes of a row of its input: what full recomputation keeps of it."""
+        """Bytes of a row of its input, which full recomputation keeps."""
         return self.bytes([Row("input", "rows", self.architecture.hidden)])
 
     def kept(
@@ -66,13 +66,13 @@ class EngineLayer:
         inputs: frozenset[BaseOpName] = frozenset(),
         first: First | None = None,
     ) -> list[Row]:
-        """What the layer keeps if it has a gradient, besides what adapters keep of their own.
+        """Tensors that the layer keeps if it has a gradient, besides the adapters' own.
 
         Args:
-            selective: Whether attention is computed again.
+            selective: Whether attention is recomputed.
             inputs: BaseOps whose input is needed to train an adapter.
-            first: Where gradients begin in this layer, at the first adapter: what is below keeps nothing. None: below
-                it. Above attention (`linear_proj`), the last layer has labelled rows only.
+            first: Where gradients begin in this layer, at the first adapter: parts below it keep nothing. None: below
+                the layer. Above attention (`linear_proj`), the last layer has labelled rows only.
         """
         a = self.architecture
         begins = 0 if first is None else 1 + FIRSTS.index(first)
@@ -104,7 +104,7 @@ class EngineLayer:
 
     @property
     def _statistics(self) -> int:
-        """Numbers that a norm keeps of a row: a CPU's RMS norm makes them again."""
+        """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
         if not self.architecture.rms_norm:
             return 2
         return int(self.device == "cuda")
@@ -151,7 +151,7 @@ class EngineLayer:
         return self.device == "cuda" and self.size == 2
 
     def _activation(self) -> Iterator[Row]:
-        """Inside the MLP: most gated ones are one function of both halves, else autograd keeps what the first makes."""
+        """Inside the MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
         a = self.architecture
         yield Row("input of the activation, or its output", "columns", a.inner)
         if a.gated and not self._is_fused:
@@ -165,17 +165,16 @@ class EngineLayer:
         return self.architecture.gated and gated(self.architecture.activation) is not None
 
     def logits(self) -> tuple[int, int]:
-        """Of the loss under a frozen output layer: bytes of a row of logits and what is made of it; rows of a chunk."""
+        """For the loss under a frozen output layer: bytes of a row of logits and its copies; rows of a chunk."""
         vocabulary = -(-self.architecture.vocabulary // self.tensor)
         # Logits, in fp32 (fp64 for fp64), and rounded again for the product.
         size = self.size if self.size >= 4 else 4 + 2 * self.size
         return vocabulary * size, max(1, CHUNK_ELEMENTS[self.device] // vocabulary)
 
     def mlp_backward(self) -> list[Row]:
-        """What lives for a moment while the activation goes backward: its output's gradient, its input's, and in
-        between.
+        """Temporary tensors of the activation's backward pass: gradients of its output, of its input, and in between.
 
-        The function for both halves of a gated MLP makes the activated one again.
+        The fused function of a gated MLP recomputes the activated half.
         """
         a = self.architecture
         again = a.ffn if self._is_fused else 0
@@ -185,14 +184,14 @@ class EngineLayer:
         ]
 
     def linear_fc2_backward(self) -> list[Row]:
-        """What lives for a moment before that, while the input of linear_fc2 is still there if an adapter needs it."""
+        """Temporary tensors of linear_fc2's backward pass, while its input is still there if an adapter needs it."""
         return [
             Row("gradient of hidden states", "rows", self.architecture.hidden),
             Row("gradient of the activation's output", "columns", self.architecture.ffn),
         ]
 
     def attention_backward(self) -> list[Row]:
-        """What lives for a moment while attention goes backward. What the MLP kept is gone by then.
+        """Temporary tensors of attention's backward pass, less what the MLP has freed by then.
 
         An upper bound: gradients come and go one after the other.
         """
@@ -206,7 +205,7 @@ class EngineLayer:
         return [*found, *self.mlp_gone()]
 
     def mlp_gone(self) -> list[Row]:
-        """Bytes the MLP has freed by attention's backward pass, as negative rows."""
+        """Bytes that the MLP has freed by attention's backward pass, as negative rows."""
         return [one._replace(what=f"gone: {one.what}", width=-one.width) for one in self._activation()]
 
     def _scratch(self) -> float:

@@ -1,7 +1,7 @@
-"""The memory of the engine's ranks by closed forms: the one that the planner, admission and the choice go by.
+"""The memory of the engine's ranks by closed forms, for the planner, admission and the choice of a method.
 
 A rank holds memory that lasts (`EngineMemory.lasting`), and memory of micro-batches (`EngineMemory.passes`): what each
-of them keeps from its forward to its backward pass, and what a stage takes besides while it computes one. The latter is
+of them keeps from its forward to its backward pass, and the temporary memory of the one that is computed, which is
 there once however many are in flight (equation 5 of MuxTune). All terms are constants per row, worked out once:
 thousands of micro-batches are priced in one call.
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     Attributes:
         of_tasks: `[B, K]` rows of each task.
-        most: `[B]` rows that memory must suffice for: at least all of them.
+        most: `[B]` rows that must fit: at least all of them.
         labels: `[B]` labelled rows.
         copied: `[B]` rows of keys and values that attention keeps a copy of beside its own.
     """
@@ -58,8 +58,8 @@ class Lasting(NamedTuple):
 
     Attributes:
         parameters: The backbone's weights between uses.
-        in_use: Weights that are brought for use, where they live elsewhere: of two neighbouring units.
-        head_in_use: The same while the loss is computed: of the output layer.
+        in_use: Weights gathered or loaded for use, if they are kept elsewhere: of two neighbouring units.
+        head_in_use: The same for the output layer, while the loss is computed.
         adapters: Values of all tasks' adapters.
         gradients: Their gradients.
         moments: Their optimizers' moments.
@@ -86,10 +86,10 @@ class Passes(NamedTuple):
     Attributes:
         kept: From the forward to the backward pass.
         loss: Hidden states, and their gradient, while the loss is computed; zero but on the last stage.
-        logits: A chunk of logits and what is made of it, likewise.
-        workspace: For a moment, while a layer goes backward.
-        recomputed: Of the layer that is computed again for its backward pass.
-        messages: Hidden states and gradients received before their use, or sent and not let go yet.
+        logits: A chunk of logits and its copies, likewise.
+        workspace: Temporary tensors of a layer's backward pass.
+        recomputed: The layer that is recomputed for its backward pass.
+        messages: Hidden states and gradients received before their use, or sent and not freed yet.
         fragmentation: Share of all these that the allocator needs on top.
     """
 
@@ -103,12 +103,12 @@ class Passes(NamedTuple):
 
     @property
     def lasting(self) -> Array:
-        """Bytes that are there while the micro-batch is in flight, fragmentation included."""
+        """Bytes held while the micro-batch is in flight, fragmentation included."""
         return self.kept * (1 + self.fragmentation)
 
     @property
     def working(self) -> Array:
-        """The most bytes that are there besides while it is computed, fragmentation included."""
+        """The most further bytes held while it is computed, fragmentation included."""
         backward = self.workspace + self.recomputed
         return (np.maximum(backward, self.loss + self.logits) + self.messages) * (1 + self.fragmentation)
 
@@ -121,12 +121,12 @@ class EngineMemory:
         architecture: The backbone.
         tasks: The adapters.
         layers: The layers of each stage.
-        method: How the step is divided; its `pipeline` is how many ranks share the stages, `parts` is not looked at.
+        method: How the step is divided; its `pipeline` is how many ranks share the stages, its `parts` is not used.
         size: Bytes of a value of the backbone's dtype.
         length: Mean tokens of a sequence.
-        device: `cuda`, or `cpu`: where nothing but tensors counts.
+        device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, on `cuda`.
-        fragmentation: Whether the allocator's is counted.
+        fragmentation: Whether the allocator's fragmentation is counted.
     """
 
     architecture: Architecture
@@ -143,12 +143,12 @@ class EngineMemory:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages' parts of the backbone."""
+        """The backbone's stages."""
         return stages(self.architecture, self.method, self.layers)
 
     @cached_property
     def lasting(self) -> Lasting:
-        """What every stage's ranks hold from step to step."""
+        """Bytes that the ranks of every stage hold from step to step."""
         stages, tensor = self.stages, self.method.tensor
         values = np.array([[t.values(s.layers, tensor) for s in stages] for t in self.tasks])
         values = values.reshape(-1, len(stages)) * self.adapter_size  # [K, S]
@@ -175,7 +175,7 @@ class EngineMemory:
 
     @property
     def step_scratch(self) -> Array:
-        """`[S]` bytes that an optimizer's step takes for a moment."""
+        """`[S]` temporary bytes of an optimizer's step."""
         return self._tables.step_scratch
 
     @property
@@ -185,7 +185,7 @@ class EngineMemory:
 
     @property
     def _brings_weights(self) -> bool:
-        """Whether weights live elsewhere between uses: then each layer is a graph of its own."""
+        """Whether weights are kept elsewhere between uses: then each layer is a graph of its own."""
         return self.method.offload or self.method.zero == 3
 
     def _weights(self, stage: Stage) -> int:
@@ -196,11 +196,11 @@ class EngineMemory:
     # -- what passes keep and take
 
     def passes(self, rows: Rows, in_step: float = np.inf) -> Passes:
-        """What micro-batches keep and take on every stage.
+        """Bytes that micro-batches keep and take on every stage.
 
         Args:
             rows: The micro-batches.
-            in_step: How many of them a step has at the most.
+            in_step: The most micro-batches of a step.
         """
         most = rows.most[:, None]
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
@@ -290,7 +290,7 @@ class EngineMemory:
         return found + tasks.scratch
 
     def _copied(self, rows: Rows) -> Array:
-        """`[B, S]` of keys and values that attention has put together with a prefix or with earlier chunks."""
+        """`[B, S]` bytes of keys and values that attention has concatenated with a prefix or earlier chunks."""
         a = self.architecture
         row = 2 * max(1.0, a.kv_heads / self.method.tensor) * a.head_dim * self.size
         own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
@@ -300,8 +300,8 @@ class EngineMemory:
     def _behind_the_layers(
         self, rows: Rows, trains: npt.NDArray[np.bool_], inputs: Array, own: Array
     ) -> Array:
-        """`[B]` of the final norm and the loss's gradient, less what only unlabelled rows would need: above the last
-        layer's attention there are labelled ones only (not with sequence parallelism).
+        """`[B]` bytes of the final norm and the loss's gradient, less what unlabelled rows do not need: above the last
+        layer's attention only labelled rows are computed (except with sequence parallelism).
 
         Args:
             rows: The micro-batches.
@@ -322,14 +322,14 @@ class EngineMemory:
         return found - spared * trains
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:
-        """`[B]` of hidden states and their gradient; of a chunk of logits."""
+        """`[B]` bytes of hidden states and their gradient, and of a chunk of logits."""
         per_row, most = self._layer.logits()
         labels = np.minimum(rows.labels, rows.most)
         chunk = np.minimum(labels, most)
         return (labels + chunk) * self.architecture.hidden * self.size, chunk * per_row
 
     def _messages(self, in_step: float) -> Array:
-        """`[S]` hidden states, and gradients of them, that a stage has of its neighbours or has sent to them."""
+        """`[S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps."""
         ranks, ahead = self.method.pipeline, min(AHEAD, in_step - 1)
         share = ranks / len(self.stages)  # a rank's stages share what it keeps
         sent = min(sends_kept(ranks), in_step - 1) * share

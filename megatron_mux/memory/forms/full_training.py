@@ -67,7 +67,7 @@ class FullTrainingMemory(StepMemory):
 
     @cached_property
     def buffers(self) -> Array:
-        """See `StepMemory.buffers`: of torch's `DistributedDataParallel`."""
+        """See `StepMemory.buffers`: the buckets of torch's `DistributedDataParallel`."""
         size = self.recipe.gradient_size if self._has_buckets else 0
         return np.array([float(stage.values * size) for stage in self.stages])
 
@@ -77,7 +77,7 @@ class FullTrainingMemory(StepMemory):
 
     @cached_property
     def _linear(self) -> tuple[list[str], npt.NDArray[np.int64], Array, Array]:
-        """Names and stages of all phases; `[C, P]` bytes that they have of each part, and bytes that a row adds."""
+        """Names and stages of all phases; `[C, P]` constant bytes of each part, and bytes per row."""
         names: list[str] = []
         stage_of, sizes = [], []
         for stage in self.stages:
@@ -91,7 +91,7 @@ class FullTrainingMemory(StepMemory):
     # -- weights, gradients, optimizer states
 
     def _of_stage(self, stage: Stage) -> Iterator[tuple[list[str], Array]]:
-        """Names and `[C, P, 2]` bytes of a stage's phases: a constant, and so many per row."""
+        """Names and `[C, P, 2]` bytes of a stage's phases: a constant, and bytes per row."""
         lasting = np.zeros((len(PARTS), 2))
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
         lasting[AT["parameters"], 0] = values * self.recipe.weight_size
@@ -130,11 +130,11 @@ class FullTrainingMemory(StepMemory):
         return self._stepped(stage) / values * (recipe.master_size * values + states)
 
     def _stepped(self, stage: Stage) -> int:
-        """Values of a stage that each data-parallel rank steps."""
+        """Number of a stage's values whose optimizer step each data-parallel rank computes."""
         return stage.divided(self.method) if self.method.zero else stage.values
 
     def _step(self, stage: Stage) -> float:
-        """Bytes that the optimizer's step makes anew; Megatron's mixed precision has optimizers that make nothing."""
+        """Temporary bytes of the optimizer's step; none for the optimizers of Megatron's mixed precision."""
         if self.method.offload or self.recipe.has_master:
             return 0.0
         values, size = stage.values, self.recipe.gradient_size
@@ -162,7 +162,7 @@ class FullTrainingMemory(StepMemory):
         return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 
     def _samples(self, stage: Stage) -> Samples:
-        """Those of the profile that are of a stage."""
+        """The samples of the profile that belong to a stage."""
         samples = self._profile.samples
         inside = (samples.layer >= stage.layers.start) & (samples.layer < stage.layers.stop)
         chosen = (samples.section == BACKWARD) & inside
@@ -188,7 +188,7 @@ class FullTrainingMemory(StepMemory):
         return found
 
     def _divided(self, sizes: Array) -> Array:
-        """A tensor rank's share of `[..., 3 or 1, 2]` bytes: of hidden states all, unless rows are divided, too."""
+        """A tensor rank's share of `[..., 3 or 1, 2]` bytes; hidden states are whole without sequence parallelism."""
         if (
             self.recipe.autocast and self.method.zero == 3
         ):  # FSDP gathers half precision: autocast copies nothing

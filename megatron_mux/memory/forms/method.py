@@ -1,4 +1,4 @@
-"""Ways to divide a training step among GPUs, which leave its results alone; and all sensible ones for some GPUs."""
+"""Ways to divide a training step among GPUs without changing its results, and the list of useful ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Method:
-    """A way to divide a step: what leaves results alone.
+    """A way to divide a step, without changing its results.
 
     Attributes:
         data: Data-parallel ranks.
@@ -24,11 +24,11 @@ class Method:
         pipeline: Stages.
         expert: Data-parallel ranks that share a layer's experts.
         sequence_parallel: Whether tensor ranks divide the rows outside the products.
-        zero: What data-parallel ranks divide: nothing, the optimizer's states (1), gradients too (2), weights too (3:
-            FSDP). Of a frozen backbone there are weights alone to divide.
-        recompute: What is computed again in the backward pass.
-        offload: Whether host memory keeps what is not in use: a frozen backbone's weights; else the optimizer's
-            states, which are stepped there.
+        zero: What data-parallel ranks shard: nothing, the optimizer's states (1), gradients too (2), weights too (3:
+            FSDP). Of a frozen backbone only weights can be sharded.
+        recompute: What is recomputed in the backward pass.
+        offload: Whether host memory keeps a frozen backbone's weights between uses; in full fine-tuning, the
+            optimizer's states, whose step is computed there.
         parts: Micro-batches of a step on each pipeline; None for the usual number.
     """
 
@@ -44,12 +44,12 @@ class Method:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it takes."""
+        """Number of GPUs."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def micro_batches(self) -> int:
-        """Of a step on each pipeline; usually one, or four for each stage, so that its bubble is below a fifth."""
+        """Micro-batches of a step on each pipeline; by default one, or four per stage: the bubble is below a fifth."""
         return self.parts or (4 * self.pipeline if self.pipeline > 1 else 1)
 
     @property
@@ -66,7 +66,7 @@ class Method:
 
     @property
     def details(self) -> str:
-        """The rest, in words; empty for the plainest."""
+        """Everything but its degrees, in words; empty for the plainest method."""
         words = [
             f"ZeRO-{self.zero}" if self.zero else "",
             "sequence parallel" if self.sequence_parallel else "",
@@ -77,13 +77,13 @@ class Method:
 
 
 def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Method]:
-    """All sensible methods for so many GPUs, the plainest first.
+    """All useful methods for a number of GPUs, the plainest first.
 
-    Left out is what cannot help: division of gradients in a pipeline that sums them over micro-batches, recomputation
-    of attention that keeps no scores, division of a frozen backbone's optimizer; of full fine-tuning, an optimizer in
-    host memory that is not AdamW, or whose states every rank keeps: ranks divide the work there. And what nothing runs:
-    ZeRO with an optimizer that cannot be divided so; layers divided, or attention alone recomputed, with one that
-    Megatron-LM does not have.
+    Left out are those that cannot help: sharded gradients in a pipeline, which sums them over micro-batches;
+    recomputation of attention that keeps no scores; sharded optimizer states of a frozen backbone; in full fine-tuning,
+    an offloaded optimizer other than AdamW, or one whose states every rank keeps. And those that no program runs: ZeRO
+    with an optimizer whose states cannot be sharded; tensor or pipeline parallelism, or selective recomputation, with
+    an optimizer that Megatron-LM does not have.
     """
     alone = not recipe.frozen and recipe.keeps.megatron is None
     found = [
@@ -110,7 +110,7 @@ def impossible(gpus: int, architecture: Architecture) -> dict[str, str]:
 
 
 def _problem(architecture: Architecture, tensor: int, pipeline: int) -> str | None:
-    """What keeps a model from being divided so; None if nothing does."""
+    """Why a model cannot be divided so; None if it can."""
     a, layers = architecture, len(architecture.layers)
     if layers < pipeline:
         return f"{layers} layers cannot fill {pipeline} pipeline stages"
@@ -133,7 +133,7 @@ def _degrees(gpus: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _experts(architecture: Architecture, data: int) -> list[int]:
-    """Degrees of expert parallelism among so many data-parallel ranks."""
+    """Degrees of expert parallelism among `data` data-parallel ranks."""
     most = min(data, architecture.experts)
     return [size for size in range(1, most + 1) if data % size == 0 and architecture.experts % size == 0]
 
@@ -152,10 +152,10 @@ def _offloads(data: int, zero: int, recipe: Recipe) -> tuple[bool, ...]:
 
 
 def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:
-    """Whether computing attention again saves anything worth it.
+    """Whether recomputing attention alone saves memory.
 
-    Our engine keeps values as they lie, in the product's output: with queries and keys rotated beside it, that is more
-    than attention's output.
+    The engine keeps values as part of the whole output of linear_qkv: with rotated queries and keys beside it, that is
+    more than attention's output.
     """
     if recipe.frozen:
         return not architecture.rotary

@@ -1,4 +1,4 @@
-"""The memory of a training step: bytes by part at the phases at which a rank's memory may be at its highest."""
+"""The memory of a training step: bytes by part in the phases that may be a rank's peak."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ PARTS = (
     "fragmentation",
     "context",
 )
-"""What memory is for. `activations`: what passes keep, autocast's copies of weights among it; `communication`: weights
-gathered or copied for use, gradients copied to be summed; `fragmentation`: held by the allocator, used by nothing;
-`context`: beside the allocator's."""
+"""The parts of a rank's memory. `activations`: what passes keep, including autocast's copies of weights;
+`communication`: weights gathered or copied for use, gradients copied to be reduced; `fragmentation`: held by the
+allocator, but unused; `context`: not allocated through the allocator."""
 
 AT: Mapping[str, int] = {part: place for place, part in enumerate(PARTS)}
 """The columns of parts in arrays of bytes."""
 _TRANSIENT = [AT[part] for part in ("activations", "logits", "workspace", "communication")]
-"""Parts that come and go, and so leave fragments."""
+"""Parts that are allocated and freed within a step, and so leave fragments."""
 
 FRAGMENTATION: Mapping[Recompute, float] = {"none": 0.07, "selective": 0.07, "full": 0.26}
-"""Fragmentation as a share of what comes and goes: medians of replays of dry-run and traced steps, in the least memory
-in which they run (2 to 29% where all is kept, 4 to 88% where layers are computed again, most where there is little:
-benchmarks/fragmentation.py). Closed forms do not know better; a replay of the very step does."""
+"""Fragmentation as a share of these parts: medians of replays of dry-run and traced steps, in the least memory
+in which they run (2 to 29% where all is kept, 4 to 88% where layers are recomputed, most where there is little:
+benchmarks/fragmentation.py). A replay of the step itself is more precise."""
 _FRAGMENTATION_RANGE: Mapping[Recompute, tuple[float, float]] = {
     "none": (0.02, 0.29),
     "selective": (0.02, 0.29),
@@ -56,14 +56,14 @@ _FRAGMENTATION_RANGE: Mapping[Recompute, tuple[float, float]] = {
 
 
 class Phases(NamedTuple):
-    """Moments of a step that may be the peak.
+    """Moments of a step that may be its peak.
 
     Shapes: C moments, P parts.
 
     Attributes:
-        names: `[C]` in words.
-        stages: `[C]` of the pipeline.
-        bytes: `[C, P]` of each part.
+        names: `[C]` names of the moments, in words.
+        stages: `[C]` pipeline stages.
+        bytes: `[C, P]` bytes of each part.
     """
 
     names: Sequence[str]
@@ -80,8 +80,8 @@ class Phase(NamedTuple):
     """A phase of a step on one stage, for a micro-batch of some rows.
 
     Attributes:
-        name: In words.
-        stage: Of the pipeline.
+        name: Its name, in words.
+        stage: The pipeline stage.
         breakdown: Whole bytes of every part.
     """
 
@@ -97,8 +97,8 @@ class StepMemory(ABC):
         architecture: The model.
         recipe: What is trained and how.
         method: How the step is divided.
-        device: `cuda`, or `cpu`: where nothing but tensors counts.
-        gpu: Which kernels compute.
+        device: `cuda`, or `cpu`, where only tensors are counted.
+        gpu: The GPU, which decides about kernels.
         bare: Whether to leave out what a process takes on a GPU besides tensors: its context, communicators and
             cuBLAS's workspaces.
     """
@@ -120,29 +120,29 @@ class StepMemory(ABC):
 
     @abstractmethod
     def tensors(self, rows: int) -> Phases:
-        """What tensors take in all phases of all stages, for micro-batches of so many rows; in fresh arrays."""
+        """Bytes of tensors in all phases of all stages, for micro-batches of `rows` rows; in fresh arrays."""
 
     @property
     @abstractmethod
     def buffers(self) -> Array:
-        """`[S]` bytes of the buffers in which each stage's gradients are summed, which leave no fragments."""
+        """`[S]` bytes of the buffers in which each stage's gradients are reduced, which leave no fragments."""
 
     @abstractmethod
     def hosted(self, stage: Stage) -> float:
-        """Bytes of host memory for what offloading keeps there of a rank of a stage."""
+        """Bytes that offloading keeps in host memory for a rank of a stage."""
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages; layers as even as can be."""
+        """The stages, with layers divided as evenly as possible."""
         return stages(self.architecture, self.method)
 
     @property
     def host(self) -> int:
-        """Bytes of host memory for what a rank keeps there: of the rank that keeps most."""
+        """Bytes of host memory of the rank that keeps most there."""
         return round(max(map(self.hosted, self.stages))) if self.method.offload else 0
 
     def phases(self, rows: int) -> list[Phase]:
-        """The highest of each stage's phases of a name, for micro-batches of so many rows."""
+        """The highest of each stage's phases of a name, for micro-batches of `rows` rows."""
         found, highest = self._all(rows), dict[tuple[int, str], int]()
         totals = found.bytes.sum(axis=1)
         for index, key in enumerate(zip(found.stages.tolist(), found.names, strict=True)):
@@ -160,7 +160,7 @@ class StepMemory(ABC):
         return sum(self.worst(rows).breakdown.values())
 
     def interval(self, rows: int) -> tuple[int, int]:
-        """The least and the most that `peak` may be, by what is not known of the context, NCCL and fragmentation."""
+        """Lower and upper bound of `peak`: context, NCCL and fragmentation are uncertain."""
         found = self.worst(rows).breakdown
         known = sum(found.values()) - found["fragmentation"] - found["context"]
         transient = found["fragmentation"] / self._fragmentation if self._fragmentation else 0.0
@@ -171,7 +171,7 @@ class StepMemory(ABC):
         return ends[0], ends[1]
 
     def _all(self, rows: int) -> Phases:
-        """What a rank takes, besides tensors too."""
+        """Bytes of tensors, fragmentation, context and workspaces in all phases."""
         found = self.tensors(rows)
         found.bytes[:, AT["fragmentation"]] = self._fragmentation * found.bytes[:, _TRANSIENT].sum(axis=1)
         found.bytes[:, AT["context"]] = self._context()
@@ -180,7 +180,7 @@ class StepMemory(ABC):
         return found
 
     def _context(self, most: bool | None = None) -> int:
-        """What does not go through the allocator; `most`: the most or the least it may be, None for what is likely."""
+        """Bytes outside the allocator; `most`: the upper (True) or lower (False) bound, None for the likely value."""
         if not self._has_overhead:
             return 0
         # All ranks of `transformers.Trainer` are data-parallel, in torch's default group alone.

@@ -1,4 +1,4 @@
-"""What is trained, in which precision and with which optimizer: what changes a step's results."""
+"""What is trained, in which precision and with which optimizer: the choices that change results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 
 Attention = Literal["flash", "eager"]
 Precision = Literal["fp32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how: what changes results, and so is the user's to say.
+    """What is trained and how: choices that change results, and so are the user's.
 
     Attributes:
         length: Tokens of the longest sequence.
-        precision: Of products: of weights and hidden states too, but for autocast.
-        optimizer: Of full fine-tuning, a name of `OPTIMIZERS`; tasks have their own.
-        master: Whether half precision has fp32 weights, gradients and moments: beside half-precision weights, as
-            Megatron's mixed precision has it, or alone, for autocast, where `transformers` runs it; else all of these
-            are in the precision.
+        precision: Precision of matrix products; of weights and hidden states too, except under autocast.
+        optimizer: Optimizer of full fine-tuning, a name of `OPTIMIZERS`; tasks have their own.
+        master: Whether half precision has fp32 weights, gradients and moments: beside half-precision weights, as in
+            Megatron's mixed precision, or alone, under the autocast of `transformers`. If not, all of these are in
+            half precision.
         attention: Whether scores are kept (`eager`).
         adapters: The tasks of one hybrid task on a frozen backbone; empty: every parameter is trained.
-        mix: The share of a micro-batch's rows that each of them has; empty: all have the same.
+        mix: Each task's share of a micro-batch's rows; empty: equal shares.
     """
 
     length: int
@@ -39,13 +38,13 @@ class Recipe:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of a micro-batch's rows, for each task."""
+        """Each task's share of a micro-batch's rows."""
         count = len(self.adapters)
         return self.mix or (1 / count,) * count
 
     @property
     def mean_length(self) -> float:
-        """Tokens of the sequence that a row is of, in the mean of rows."""
+        """Mean length of the sequence that a row belongs to, over rows."""
         if not self.frozen:
             return self.length
         return sum(share * task.length for share, task in zip(self.shares, self.adapters, strict=True))
@@ -57,7 +56,7 @@ class Recipe:
 
     @property
     def size(self) -> int:
-        """Bytes of a weight as products take it."""
+        """Bytes of a weight in matrix products."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -67,7 +66,7 @@ class Recipe:
 
     @property
     def by_trainer(self) -> bool:
-        """Whether `transformers.Trainer` runs it: all is trained, by an optimizer that Megatron-LM does not have."""
+        """Whether `transformers.Trainer` runs it: full fine-tuning with an optimizer that Megatron-LM does not have."""
         return not self.frozen and self.keeps.megatron is None
 
     @property

@@ -1,6 +1,6 @@
-"""The architecture of a model of `transformers`: its parameters are sorted by name and shape, sizes are the config's.
+"""Reads the architecture of a model of `transformers` from its parameters' names and shapes, and its config.
 
-It does for any causal language model whose layers are an attention and an MLP, of one expert or of several.
+It supports any causal language model whose layers are an attention and an MLP, of one expert or of several.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_architecture(skeleton: Skeleton) -> Architecture:
     """A model's architecture, from its parameters and its config.
 
     Raises:
-        UserError: Its layers are not what is known here.
+        UserError: The structure of its layers is not understood.
     """
     tensors, config = skeleton.tensors, SimpleNamespace(**skeleton.tensors.config)
     experts = _first(config, ("num_local_experts", "num_experts", "n_routed_experts")) or 1
@@ -80,7 +80,7 @@ class _Reader:
         return units
 
     def ends(self) -> tuple[Unit, Unit, Unit]:
-        """What comes before the layers, the output layer's own, and what else comes behind the layers."""
+        """Parameters before the layers, of the output layer, and of what else follows the layers."""
         own = self._tensors.head_tensors
         head = sum((self._unit(tensor) for tensor in own), start=Unit())
         before, behind, passed = Unit(), Unit(), False
@@ -94,7 +94,7 @@ class _Reader:
         return before, head, behind
 
     def attention(self) -> int:
-        """Values of the first layer's products around attention."""
+        """Number of values of the first layer's linear modules around attention."""
         return sum(
             tensor.count
             for number, tensor, name in self._inside()

@@ -1,4 +1,4 @@
-"""The part of a model's parameters that a rank has: by pipeline stage, tensor rank and expert rank."""
+"""A rank's share of a model's parameters, by pipeline stage, tensor rank and expert rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Stage:
     """A pipeline stage as one of its ranks has it.
 
     Attributes:
-        index, count: Which one, of how many.
+        index, count: Its index and the number of stages.
         layers: Global indices of its layers.
-        units: What is used together, in the order of the forward pass: the embedding, the layers, the output layer; as
-            the rank has them before data-parallel ranks divide them.
+        units: Its units in the order of the forward pass: the embedding, the layers, the output layer; the rank's share
+            before data-parallel ranks shard them.
     """
 
     index: int
@@ -41,27 +41,27 @@ class Stage:
 
     @property
     def values(self) -> int:
-        """All values."""
+        """Number of values."""
         return sum(unit.total for unit in self.units)
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Of all tensors."""
+        """Shapes of all tensors."""
         return sum((unit.shapes for unit in self.units), start=Shapes())
 
     @property
     def largest(self) -> int:
-        """Values of the largest unit."""
+        """Number of values of the largest unit."""
         return max(unit.total for unit in self.units)
 
     @property
     def two_in_use(self) -> int:
-        """Values of the two largest neighbours: one is used while the next is on its way."""
+        """Number of values of the two largest neighbours: one is used while the next is being fetched."""
         sizes = [unit.total for unit in self.units]
         return max(a + b for a, b in pairwise(sizes)) if len(sizes) > 1 else sizes[0]
 
     def divided(self, method: Method) -> int:
-        """Values of each data-parallel rank's share."""
+        """Number of values of each data-parallel rank's shard."""
         dense = sum(-(-unit.copied // method.data) for unit in self.units)
         return dense + sum(-(-unit.experts * method.expert // method.data) for unit in self.units)
 
@@ -72,7 +72,7 @@ def stages(architecture: Architecture, method: Method, split: Sequence[range] | 
     Args:
         architecture: The model.
         method: How ranks divide it.
-        split: The layers of each stage, whatever the method's own number of stages; None: as even as can be.
+        split: The layers of each stage, instead of the method's number of stages; None: as even as possible.
     """
     if split is None:
         split = stage_layers(even_split(len(architecture.layers), method.pipeline))
@@ -90,7 +90,7 @@ def stages(architecture: Architecture, method: Method, split: Sequence[range] | 
 
 
 def on_rank(unit: Unit, method: Method) -> Unit:
-    """A rank's share: `copied` is what all data-parallel ranks have alike, `experts` what those with the same have."""
+    """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts."""
     dense = -(-unit.divided // method.tensor) + unit.copied
     experts = -(-unit.experts // (method.tensor * method.expert))
     return Unit(copied=dense, experts=experts, shapes=unit.shapes)

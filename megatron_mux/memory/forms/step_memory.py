@@ -1,4 +1,4 @@
-"""The memory of a step, whatever is trained; of the engine's: a hybrid task of all adapters on every stage."""
+"""The memory of a step: of full fine-tuning, or of the engine with all adapters in one hybrid task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Profiles = Callable[[bool], StepProfile]
 def step_memory(
     architecture: Architecture, recipe: Recipe, method: Method, profiles: Profiles | None = None, **more: Any
 ) -> StepMemory:
-    """The memory of a method on its worst rank: of the engine where only adapters are trained.
+    """The memory of a method; of the engine if only adapters are trained.
 
     Args:
         architecture: The model.
@@ -41,11 +41,11 @@ def step_memory(
 
 
 class EngineStepMemory(StepMemory):
-    """See `StepMemory`; the recipe has adapters. Micro-batches are alike."""
+    """See `StepMemory`; the recipe has adapters. All micro-batches are equal."""
 
     @cached_property
     def memory(self) -> EngineMemory:
-        """What lasts, and what micro-batches keep and take; fragmentation is a part of its own here."""
+        """Lasting memory and memory of micro-batches, without fragmentation, which is a part of its own here."""
         return EngineMemory(
             self.architecture,
             self.recipe.adapters,
@@ -69,7 +69,7 @@ class EngineStepMemory(StepMemory):
         return self.memory.lasting.buffer
 
     def tensors(self, rows: int) -> Phases:
-        """See `StepMemory.tensors`; gradients are there from the second micro-batch on, and in trials."""
+        """See `StepMemory.tensors`; gradients exist from the second micro-batch on, and in trials."""
         stages, lasting = self.method.pipeline, self.memory.lasting
         found = self.memory.passes(self._rows(rows), self.method.micro_batches)
         kept = np.array(in_flight(stages, self.method.micro_batches)) * found.kept[0]
@@ -106,7 +106,7 @@ class EngineStepMemory(StepMemory):
         )
 
     def _rows(self, rows: int) -> Rows:
-        """Of a micro-batch in which each task has its share, every row labelled."""
+        """A micro-batch in which each task has its share, every row labelled."""
         shares, tasks = np.array(self.recipe.shares), self.recipe.adapters
         copied = sum(
             share / task.length * task.virtual_tokens

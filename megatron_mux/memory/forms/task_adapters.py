@@ -1,4 +1,4 @@
-"""Where a task's adapter acts, what it keeps there and how many values it has, from the task and a config.json."""
+"""The BaseOps that a task's adapter acts on, the memory it keeps there and its number of values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class AdaptedOp:
     Attributes:
         layer: Index of the layer.
         op: The BaseOp.
-        curve: Where a profile has its seconds; None: it takes none.
-        kept: Its memory there.
+        curve: Key of its time in a profile; None: it takes no time.
+        kept: The memory it keeps there.
     """
 
     layer: int
@@ -31,7 +31,7 @@ class AdaptedOp:
 
     @property
     def first(self) -> First:
-        """Where gradients begin: a prefix, which needs nothing of its BaseOp, lies behind it."""
+        """Where gradients begin: at its BaseOp, or behind it for a prefix, which needs nothing of its BaseOp."""
         return "core_attention" if self.op == "linear_qkv" and self.kept == Kept() else self.op
 
 
@@ -40,7 +40,7 @@ def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, 
 
     Args:
         adapter: The `adapter` section of a task.
-        shape: Of the backbone.
+        shape: Shape of the backbone.
     """
     at: dict[tuple[int, BaseOpName], list[Module]] = {}
     for module in adapter.modules(shape):
@@ -56,18 +56,18 @@ def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, 
 
 @dataclass(frozen=True)
 class TaskAdapters:
-    """A task's adapter, for memory.
+    """A task's adapter, as memory depends on it.
 
     Attributes:
-        name: The task's.
+        name: The task's name.
         optimizer: `adamw` or `sgd`.
         ops: The BaseOps that it acts on.
         divided: `[L]` trained values of each layer that tensor ranks divide.
-        copied: `[L]` trained values of each layer that each of them has.
-        sequences: Of one optimizer step, over all ranks.
-        length: Tokens of each, at most.
-        virtual_tokens: In front of each sequence.
-        fixed: Values that are not trained, on each rank with a part of the adapter.
+        copied: `[L]` trained values of each layer that every tensor rank has.
+        sequences: Sequences of one optimizer step, over all ranks.
+        length: The most tokens of a sequence.
+        virtual_tokens: Virtual tokens in front of each sequence.
+        fixed: Untrained values on each rank with a part of the adapter.
     """
 
     name: str
@@ -82,7 +82,7 @@ class TaskAdapters:
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
-        """Of a validated task on a backbone.
+        """The adapter of a validated task on a backbone.
 
         Raises:
             UserError: It targets no module of the backbone.
@@ -113,15 +113,15 @@ class TaskAdapters:
 
     @property
     def lowest(self) -> int:
-        """Where gradients begin: the layer times `FIRSTS` of a layer, and the index there; if nowhere, beyond all."""
+        """Where gradients begin, as layer * len(FIRSTS) + index in `FIRSTS`; beyond the last layer if nowhere."""
         count = len(FIRSTS)
         places = (op.layer * count + FIRSTS.index(op.first) for op in self.ops)
         return min(places, default=len(self.divided) * count)
 
     def values(self, layers: range, tensor: int) -> float:
-        """Number of trained values that one of `tensor` tensor ranks has of these layers."""
+        """Number of trained values in these layers, on one of `tensor` tensor ranks."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
 
     def fixed_values(self, layers: range) -> float:
-        """Number of values that are not trained, on a rank with these layers."""
+        """Number of untrained values on a rank with these layers."""
         return self.fixed if any(op.layer in layers for op in self.ops) else 0.0
