@@ -24,7 +24,14 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS
 fi
 
-dtype="${QUICKSTART_DTYPE:-auto}"  # auto, fp32 or bf16
+dtype="${QUICKSTART_DTYPE:-auto}"
+case "$dtype" in
+    auto | fp32 | bf16) ;;
+    *)
+        echo "QUICKSTART_DTYPE=$dtype: must be auto, fp32 or bf16" >&2
+        exit 2
+        ;;
+esac
 if [ "$dtype" = auto ]; then
     dtype=$("$python" examples/quickstart/fastest_dtype.py)
     echo "The backbone runs in $dtype: measured to be the faster one here (QUICKSTART_DTYPE=fp32 or bf16 decides otherwise)."

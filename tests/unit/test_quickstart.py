@@ -6,7 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import struct
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -211,3 +213,14 @@ def test_what_cannot_be_fetched_is_said_in_words(
     with pytest.raises(fetch.FetchError, match="has no apt-get"):
         fetch.apt_unpacked("no-such-package", tmp_path / "cache")
     assert not any((tmp_path / "cache").iterdir())
+
+
+# --- run.sh ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    environment = {**os.environ, "QUICKSTART_DTYPE": "foo"}
+    command = ["bash", str(QUICKSTART / "run.sh")]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "QUICKSTART_DTYPE=foo: must be auto, fp32 or bf16\n"
