@@ -45,7 +45,14 @@ class Frozen:
         self.starts = np.array([layers.start for layers in stages])
         self.stops = np.array([layers.stop for layers in stages])
 
-    def seconds(self, rows: Array, labels: Array, attention: Array, lowest: npt.NDArray[np.int64]) -> Array:
+    def seconds(
+        self,
+        rows: Array,
+        labels: Array,
+        attention: Array,
+        lowest: npt.NDArray[np.int64],
+        recomputes: bool,
+    ) -> Array:
         """`[B, 2, S]` of B batches.
 
         Args:
@@ -53,6 +60,8 @@ class Frozen:
             labels: `[B]`.
             attention: `[B, 2]` seconds in one layer.
             lowest: `[B]` number of the lowest BaseOp with an adapter: layer times BaseOps of a layer, and its index.
+            recomputes: Whether layers are computed again in the backward pass. The embedding is not, nor the loss head,
+                whose gradient comes with the forward pass.
         """
         layer, op = np.divmod(lowest, len(BASE_OPS))
         half, mlp, trimmed = self.half.many(rows), self.mlp.many(rows), self.mlp.many(labels)
@@ -71,6 +80,34 @@ class Frozen:
         found[:, 1, -1] = np.maximum(
             0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0) + head[1]
         )
+        if recomputes:
+            again = self._in_backward(layer)
+            found[:, 1] += whole[0][:, None] * again
+            found[:, 1, -1] += (trimmed[0] - mlp[0]) * (again[:, -1] > 0)
+        return found
+
+    def all_reduces(self, lowest: npt.NDArray[np.int64], recomputes: bool) -> Array:
+        """`[B, 2, S]` all-reduces of hidden states over tensor ranks: two a layer in either pass, but none of a
+        gradient that nothing needs; and two more for each layer that is recomputed.
+
+        Args:
+            lowest, recomputes: See `seconds`.
+        """
+        layer, op = np.divmod(lowest, len(BASE_OPS))
+        found = np.repeat(self._in_backward(layer)[:, None], 2, axis=1)
+        found[:, 0] = 2 * self.layers
+        found[:, 1] *= 4 if recomputes else 2
+        # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
+        needless = np.where(op < BASE_OPS.index("linear_fc1"), 1, 2)
+        found[:, 1, 0] -= np.where(layer < self.stops[0], needless, 0)
+        return found
+
+    def _in_backward(self, layer: npt.NDArray[np.int64]) -> Array:
+        """`[B, S]` layers with a backward pass: of the first stage those from the lowest adapter's on (`layer`), of
+        later stages all, because what a stage receives needs a gradient.
+        """
+        found = np.repeat(self.layers[None], len(layer), axis=0).astype(np.float64)
+        found[:, 0] = np.clip(self.stops[0] - layer, 0, self.layers[0])
         return found
 
 

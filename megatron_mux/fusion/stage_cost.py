@@ -164,25 +164,22 @@ class StageCosts:
         total = rows.sum(axis=1)
         nothing = len(BASE_OPS) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
-        seconds = self._frozen.seconds(
-            total, labels, attention + self._cores.launch, lowest
-        ) + self._adapters(rows)  # [B, 2, S]
-        layers = np.array([len(own) for own in self.stages])
+        adapters = self._adapters(rows)  # [B, 2, S]
+        if self.recomputes:
+            adapters[:, 1] += adapters[:, 0]
+        launched = attention + self._cores.launch
+        seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters
         messages = np.zeros((len(rows), 2, 0))
         if self.tensor > 1:
             one = self._curves["all_reduce"].many(total)[0]
-            messages = np.repeat(
-                (2 * one[:, None] * layers)[:, None], 2, axis=1
-            )  # two a layer in either pass
-        if self.recomputes:  # the forward pass once more, its all-reduces included
-            seconds[:, 1] += seconds[:, 0]
-            messages[:, 1] += messages[:, 0]
+            messages = one[:, None, None] * self._frozen.all_reduces(lowest, self.recomputes)
         if self.tensor > 1 and not self.overlap:
             seconds += messages
             messages = messages[:, :, :0]
         transfer = np.zeros((len(rows), 0))
-        if len(layers) > 1:
-            transfer = np.repeat(self._curves["transfer"].many(total)[0][:, None], len(layers) - 1, axis=1)
+        if len(self.stages) > 1:
+            one = self._curves["transfer"].many(total)[0]
+            transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
         most = np.maximum(total, longest)
         memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
         passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.cost import HybridCost
@@ -89,8 +90,10 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     two = Method(tensor=2)
     overlapped = costs(loads, profile=profile, method=two, overlap=True).hybrid((0,), 1)
-    each_pass = pytest.approx((2 * LAYERS * profile.curves["all_reduce"].at(256)[0],))
-    assert overlapped.communication_forward == each_pass == overlapped.communication_backward
+    one = profile.curves["all_reduce"].at(256)[0]
+    assert overlapped.communication_forward == pytest.approx((2 * LAYERS * one,))
+    # What enters the first layer needs no gradient.
+    assert overlapped.communication_backward == pytest.approx(((2 * LAYERS - 1) * one,))
     assert not costs(loads, overlap=True).hybrid((0,), 1).communicates
     plain = costs(loads, profile=profile, method=two).hybrid((0,), 1)
     assert not plain.communicates, "by default nothing is hidden"
@@ -98,18 +101,53 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_recomputation_repeats_the_all_reduces(overlap: bool) -> None:
-    loads = [backbone.load("a", [64] * 4)]
+@pytest.mark.parametrize(("lowest", "again"), [(0, (4, 4)), (2, (2, 4)), (6, (0, 4))])
+def test_layers_with_a_backward_pass_are_recomputed(
+    lowest: int, again: tuple[int, int], overlap: bool
+) -> None:
+    """Neither the embedding nor the loss head; on the first stage nothing below the lowest adapter."""
+    sites = tuple(backbone.site(layer, size=8) for layer in range(lowest, LAYERS))
+    loads = [backbone.load("a", [64] * 4, sites=sites)]  # 256 rows, 128 labels
     profile = backbone.profile(LAYERS, tensor_parallel=2)
+    seconds = {name: curve.at(256)[0] for name, curve in profile.curves.items()}
 
     def found(recompute: Recompute) -> HybridCost:
         method = Method(tensor=2, recompute=recompute)
-        return costs(loads, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
+        return costs(loads, 2, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
 
-    without, recomputed = found("none"), found("full")
-    (kept,), (again,) = without.alone(), recomputed.alone()
-    forward = without.forward[0] + sum(without.communication_forward)
-    assert again == pytest.approx(kept + forward), "a whole forward pass more, communication included"
+    attention_half = ["norm", "linear_qkv", "rotary", "linear_proj", "glue_attention"]
+    mlp_half = ["norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp"]
+    layer = sum(seconds[op] for op in attention_half + mlp_half) + 2 * seconds["all_reduce"]
+    layer += 4 * profile.curves["attention:64:0"].at(1)[0]
+    unlabelled = sum(seconds[op] - profile.curves[op].at(128)[0] for op in mlp_half)  # of the last layer
+    adapters = [len({*range(*layers)} & {*range(lowest, LAYERS)}) for layers in ((0, 4), (4, 8))]
+    expected = [
+        count * layer + own * seconds["LORA:linear_qkv:8"] - without
+        for count, own, without in zip(again, adapters, (0.0, unlabelled), strict=True)
+    ]
+    kept, recomputed = found("none"), found("full")
+    more = [b - a for a, b in zip(kept.alone(), recomputed.alone(), strict=True)]
+    assert more == pytest.approx(expected)
+    assert recomputed.forward == kept.forward
+
+
+@pytest.mark.parametrize(
+    ("op", "first"), [("linear_qkv", 3), ("linear_proj", 3), ("linear_fc1", 2), ("linear_fc2", 2)]
+)
+def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: int) -> None:
+    """The first stage's upper two of four layers have a backward pass, the lower of them above the adapter alone."""
+    sites = (dataclasses.replace(backbone.site(2), op=op),)
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    found = costs(
+        [backbone.load("a", [64] * 4, sites=sites)],
+        2,
+        profile=profile,
+        method=Method(tensor=2),
+        overlap=True,
+    ).hybrid((0,), 1)
+    one = profile.curves["all_reduce"].at(256)[0]
+    assert found.communication_forward == pytest.approx((8 * one, 8 * one))
+    assert found.communication_backward == pytest.approx((first * one, 8 * one))
 
 
 def test_an_adapter_of_unknown_cost_is_an_error() -> None:
