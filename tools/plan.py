@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.plan import Plan
     from megatron_mux.fusion.planner import Comparison, Planner
+    from megatron_mux.fusion.profile import Profile
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -153,10 +155,16 @@ def _plans(
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     found: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
+    ranks = meshes[0].ranks
+    threads = arguments.threads or (None if ranks == 1 else 1)
+
+    @cache  # what is said of a profile is said once
+    def profile(tensor: int) -> Profile:
+        return find_profile(info.shape, kind, dtype, tensor, threads, arguments.profiles, _say, ranks)
+
     for mesh in meshes:
-        threads = arguments.threads or (None if mesh.ranks == 1 else 1)
         context = PlanningContext(
-            find_profile(info.shape, kind, dtype, mesh.tensor, threads, arguments.profiles, busy=mesh.ranks),
+            profile(mesh.tensor),
             info,
             mesh,
             dtype.itemsize,
@@ -199,13 +207,8 @@ def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
 
 
 def flags(mesh: Mesh) -> str:
-    """Return the flags of a run on a mesh; data parallelism follows from the number of processes."""
-    text = ""
-    if mesh.tensor > 1:
-        text += f"--tensor-model-parallel-size {mesh.tensor} "
-    if mesh.pipeline > 1:
-        text += f"--pipeline-model-parallel-size {mesh.pipeline} "
-    return text
+    """Return the flags of a run on a mesh as part of a command line, each with a space behind it."""
+    return "".join(f"{word} " for word in mesh.flags)
 
 
 def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_mux.backbone.registry import FAMILIES
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 
@@ -168,11 +169,7 @@ _SUMMED_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
 
 def _degrees(method: Method) -> list[str]:
-    words = []
-    if method.tensor > 1:
-        words += ["--tensor-model-parallel-size", str(method.tensor)]
-    if method.pipeline > 1:
-        words += ["--pipeline-model-parallel-size", str(method.pipeline)]
+    words = Mesh(method.tensor, method.pipeline).flags
     if method.sequence_parallel:
         words.append("--sequence-parallel")
     return words

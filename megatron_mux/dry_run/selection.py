@@ -157,11 +157,7 @@ def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) ->
 
 def _flags(arguments: Namespace, plan: Plan) -> list[str]:
     """Flags of a run that follows a plan, besides the plan's own."""
-    words = []
-    if plan.tensor > 1:
-        words += ["--tensor-model-parallel-size", str(plan.tensor)]
-    if plan.ranks > 1:
-        words += ["--pipeline-model-parallel-size", str(plan.ranks)]
+    words = plan.mesh.flags
     if arguments.precision == "bf16":
         words.append("--bf16")
     if arguments.recompute != "none":

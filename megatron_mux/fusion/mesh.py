@@ -38,6 +38,16 @@ class Mesh:
         """Stages per rank."""
         return self.stages // self.pipeline
 
+    @property
+    def flags(self) -> list[str]:
+        """Command-line flags of a run; data parallelism follows from the number of processes."""
+        words = []
+        if self.tensor > 1:
+            words += ["--tensor-model-parallel-size", str(self.tensor)]
+        if self.pipeline > 1:
+            words += ["--pipeline-model-parallel-size", str(self.pipeline)]
+        return words
+
     def stage_layers(self, layers: int) -> list[range]:
         """The layers of each stage of a backbone with `layers` layers."""
         return stage_layers(self.split or even_split(layers, self.pipeline))

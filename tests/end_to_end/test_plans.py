@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.profile_store import about_run, save_profile
+from megatron_mux.fusion.roofline import roofline
 from tests.end_to_end.complaints import complaints
 from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.workplace import TASKS, Workplace
@@ -70,6 +74,22 @@ def test_what_people_read(plan: Call) -> None:
         "torchrun",
     ):
         assert word in output, word
+
+
+def test_a_profile_that_stands_in_is_said(plan: Call, workplace: Workplace, tmp_path: Path) -> None:
+    """Of another number of busy processes; one that is damaged is passed over. Programs read nothing of it."""
+    shape = read_backbone_info(workplace.backbone).shape
+    about = about_run(shape, "cpu", "torch.float32", 1, threads=2, busy=1)
+    profile = replace(roofline(shape, about, 4, 1), about=about, source="measured")
+    file = save_profile(profile, tmp_path / "cache" / "profiles")
+    said = "no profile was measured with 2 process(es) busy: using the one with 1"
+    status, output, errors = plan("--json", "--stages", "2", "--device", "cpu")
+    assert status == 0 and profile.key in json.loads(output)["costs"] and said in errors
+    assert plan("--gpus", "2", "--device", "cpu")[2].count(said) == 1, "not for each way to divide the ranks"
+    file.write_text("{")
+    status, output, errors = plan("--json", "--stages", "2", "--device", "cpu")
+    assert status == 0 and "roofline" in json.loads(output)["costs"]
+    assert f"{file}: is no profile" in errors and "going on without it" in errors
 
 
 def test_ranks_are_divided(plan: Call) -> None:
