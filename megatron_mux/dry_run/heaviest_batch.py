@@ -16,12 +16,11 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.dry_run.run_spec import Lengths, TaskRecords
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.training import TOKENS_PER_PASS
 
 STEPS, STEPS_THAT_PRUNE = 2, 3
 """From the second step on all persistent tensors exist; diff pruning fixes its masks after it, so takes a third."""
 
-PASS = 2048
-"""Tokens per evaluation pass, equal to `engine.evaluate.TOKENS_PER_PASS`."""
 _MOST_RECORDS = 2_000_000
 """Records of all steps together; beyond that, steps are not enumerated."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -72,7 +71,7 @@ def heaviest_batches(
             step = chosen(spec, spec.data.path, partial(heaviest, spec), longest(spec))
             evaluation = None
             if spec.eval is not None:
-                bound = longest(spec, -(-PASS // spec.data.max_length))
+                bound = longest(spec, -(-TOKENS_PER_PASS // spec.data.max_length))
                 evaluation = chosen(spec, spec.eval.path, densest, bound)
             found.append((step, evaluation))
         except UserError as error:
@@ -146,7 +145,7 @@ def densest(data: Lengths) -> Batch:
     """
     lengths, labels = np.asarray(data.lengths), np.asarray(data.label_counts)
     order = np.argsort(-labels / lengths, kind="stable")
-    count = int(np.searchsorted(np.cumsum(lengths[order]), PASS)) + 1
+    count = int(np.searchsorted(np.cumsum(lengths[order]), TOKENS_PER_PASS)) + 1
     chosen = [*order[:count], int(lengths.argmax())]
     return Batch(tuple(map(int, lengths[chosen])), tuple(map(int, labels[chosen])))
 

@@ -31,6 +31,10 @@ class DataSpec(Section):
     """Each epoch in an order drawn from the task's seed; false keeps the file's order."""
 
 
+TOKENS_PER_PASS = 2048
+"""Of an evaluation: large enough to use the processor well, small enough to bound activations."""
+
+
 class EvalSpec(Section):
     """Held-out records, and when to evaluate on them."""
 

@@ -12,7 +12,6 @@ from megatron_mux.adapters.diff_pruning import freeze_step
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.dry_run import heaviest_batch
 from megatron_mux.dry_run.heaviest_batch import (
-    PASS,
     Batch,
     densest,
     heaviest,
@@ -20,8 +19,8 @@ from megatron_mux.dry_run.heaviest_batch import (
     steps_of,
     task_records,
 )
-from megatron_mux.engine import evaluate
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.training import TOKENS_PER_PASS
 
 
 def _spec(peft_type: str = "LORA", **training: Any) -> TaskSpec:
@@ -90,12 +89,10 @@ def test_a_few_steps_in_which_all_happens() -> None:
 def test_no_pass_of_an_evaluation_has_more_labels_than_the_densest() -> None:
     data = _data(300)
     found = densest(data)
-    assert PASS == evaluate.TOKENS_PER_PASS
-    assert found.lengths[-1] == max(data.lengths) and sum(found.lengths[:-2]) < PASS <= sum(
-        found.lengths[:-1]
-    )
+    assert found.lengths[-1] == max(data.lengths)
+    assert sum(found.lengths[:-2]) < TOKENS_PER_PASS <= sum(found.lengths[:-1])
     order = np.random.default_rng(1).permutation(300)
     for begin in range(200):
         tokens = np.cumsum(data.lengths[order[begin:]])
-        own = order[begin:][tokens <= PASS]
+        own = order[begin:][tokens <= TOKENS_PER_PASS]
         assert data.label_counts[own].sum() <= sum(found.labels[:-1])
