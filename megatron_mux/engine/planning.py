@@ -66,7 +66,7 @@ class Planning:
     split: Split = ()
     schedule: Schedule = "planned"
     news: list[str] = field(default_factory=list, init=False)
-    _left: int = field(default=0, init=False)
+    _left: int = field(default=0, init=False)  # steps to the first of the coming plan, that one included
     _plan: Plan | None = field(default=None, init=False)
     _relieved: Plan | None = field(default=None, init=False)
     _thread: ThreadPoolExecutor | None = field(default=None, init=False)
@@ -113,19 +113,18 @@ class Planning:
                 self._making = None
         if self._left and self._making is None and self.leads:
             self._making = self._start(loads)
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                self._take_over()
+        if self._left == 1:
+            self._left = 0
+            self._take_over()
         return self._plan
 
     @property
     def steps_left(self) -> int:
-        """Number of steps, counting the current one, for which this plan stays valid unless a task joins or leaves."""
-        return self._left or _FOREVER
+        """Number of steps for which the plan that `begin` returned stays valid unless a task joins or leaves."""
+        return self._left - 1 if self._left else _FOREVER
 
     def count(self, steps: int) -> None:
-        """Count steps of the same plan that follow the one that has begun; fewer than `steps_left`."""
+        """Count steps that were taken of the plan that `begin` returned; at most `steps_left`."""
         if self._left:
             self._left -= steps
 

@@ -87,7 +87,7 @@ class StepRunner:
         self.last_plan = plan if plan.tasks else self.last_plan
         if not plan.tasks:
             # Nothing is left; or a serial run's next task, which takes the next step.
-            self.planning.count(len(sequences) - 1)
+            self.planning.count(len(sequences))
             return [failures]
         results = self._run(plan, {name: tasks[name] for name in plan.tasks}, pad_to, sequences, timer)
         if failures:
@@ -132,10 +132,10 @@ class StepRunner:
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
                 return [failures] if failures else []
-        self.planning.count(len(sequences) - 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)
+        self.planning.count(len(sequences))
         results = work.finalizer.finish()
         if skipped := work.finalizer.skipped:
             results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")

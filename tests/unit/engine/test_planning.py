@@ -50,26 +50,31 @@ def loads(names: str) -> dict[str, TaskLoad]:
     return {name: backbone.load(name, [8, 8]) for name in names}
 
 
+def step(planning: Planning, names: str) -> Plan:
+    """Take a step of these tasks."""
+    plan = planning.begin(loads(names))
+    planning.count(1)
+    return plan
+
+
 def test_the_first_plan_is_there_at_once() -> None:
     planning = Planning("auto", 1, Slow())
-    assert planning.begin(loads("ab")).tasks == ("a", "b")
+    assert step(planning, "ab").tasks == ("a", "b")
 
 
 @pytest.mark.parametrize("now", ["a", "abc", "ac"])
 def test_steps_go_on_while_the_planner_works(now: str) -> None:
     slow = Slow()
     planning = Planning("auto", 1, slow)
-    planning.begin(loads("ab"))
+    step(planning, "ab")
     slow.go.clear()
-    plans = [
-        planning.begin(loads(now)) for _ in range(2)
-    ]  # half a second of planning: two steps, then the next
+    plans = [step(planning, now) for _ in range(2)]  # half a second of planning: two steps, then the next
     for plan in plans:
         assert sorted(plan.tasks) == sorted(now)
     assert plans[0].buckets[0].micro_batches == 7, "those who stay keep their bucket"
     assert len(slow.made) == 1, "nobody waited"
     slow.go.set()
-    last = planning.begin(loads(now))
+    last = step(planning, now)
     assert last.tasks == tuple(sorted(now)) and len(last.buckets) == 1 and slow.made[-1] == last.tasks
 
 
@@ -79,21 +84,35 @@ def test_every_rank_changes_at_the_same_step() -> None:
     for hurried in (True, False):
         slow = Slow(0.1)
         planning = Planning("auto", 1, slow)
-        planning.begin(loads("ab"))
+        step(planning, "ab")
         if not hurried:
             slow.go.clear()
             threading.Timer(0.3, slow.go.set).start()
-        histories.append([len(planning.begin(loads("abc")).buckets) for _ in range(12)])
+        histories.append([len(step(planning, "abc").buckets) for _ in range(12)])
     assert histories[0] == histories[1] and set(histories[0]) == {1, 2}
+
+
+def test_a_step_that_was_not_taken_does_not_count() -> None:
+    """A plan that did not fit begins anew, as what it was relieved to, and the planner has as many steps as before."""
+    slow = Slow()
+    planning = Planning("auto", 1, slow)
+    step(planning, "ab")
+    slow.go.clear()
+    for _ in range(5):
+        planning.relieve(planning.begin(loads("abc")))
+        assert planning.steps_left == 2
+    assert [len(step(planning, "abc").buckets) for _ in range(2)] == [2, 2], "nobody waited"
+    slow.go.set()
+    assert len(step(planning, "abc").buckets) == 1
 
 
 def test_a_second_change_begins_anew() -> None:
     slow = Slow()
     planning = Planning("auto", 1, slow)
-    planning.begin(loads("ab"))
-    planning.begin(loads("abc"))
+    step(planning, "ab")
+    step(planning, "abc")
     for _ in range(3):
-        last = planning.begin(loads("bc"))
+        last = step(planning, "bc")
     assert last.tasks == ("b", "c") and last.costs == "planned" and len(last.buckets) == 1
 
 
@@ -102,14 +121,14 @@ def test_a_second_change_begins_anew() -> None:
 def test_a_continued_run_changes_when_the_first_would_have(names: str, steps_before_the_save: int) -> None:
     """Whether it was saved before the first step with other tasks, which is when a task finishes, or later."""
     first = Planning("auto", 1, Slow(0.1))
-    first.begin(loads("ab"))
+    step(first, "ab")
     for _ in range(steps_before_the_save):
-        first.begin(loads(names))
+        step(first, names)
     saved = Plan.from_json(first.next(loads(names)).to_json())
     assert saved.replan_in > 1
     second = Planning("auto", 1, Slow(0.1), given=saved)
     for _ in range(12):
-        ours, theirs = first.begin(loads(names)), second.begin(loads(names))
+        ours, theirs = step(first, names), step(second, names)
         assert (ours.buckets, first.next(loads(names))) == (theirs.buckets, second.next(loads(names)))
     assert ours.costs == "planned" and len(ours.buckets) == 1
 
@@ -122,9 +141,9 @@ def test_a_plan_that_cannot_be_made_leaves_the_old_one() -> None:
             return super().plan(loads)
 
     planning = Planning("auto", 1, Failing())
-    planning.begin(loads("ab"))
+    step(planning, "ab")
     for _ in range(5):
-        plan = planning.begin(loads("abc"))
+        plan = step(planning, "abc")
     assert sorted(plan.tasks) == ["a", "b", "c"]
     assert planning.news == ["planning failed, keeping the old plan: too large"]
 
@@ -140,18 +159,18 @@ def test_ranks_follow_the_first() -> None:
         return (theirs, "") if isinstance(what, tuple) and what[0] is None else what
 
     planning = Planning("auto", 1, follower, leads=False, share=share)
-    planning.begin(loads("ab"))
+    step(planning, "ab")
     for _ in range(4):
-        last = planning.begin(loads("abc"))
+        last = step(planning, "abc")
     assert last == theirs and follower.made == [("a", "b")]
 
 
 def test_looking_at_the_next_plan_changes_nothing() -> None:
     planning = Planning("auto", 1, Slow())
-    planning.begin(loads("ab"))
+    step(planning, "ab")
     for _ in range(5):
         assert planning.next(loads("abc")).tasks == ("a", "b", "c")
-    assert len(planning.begin(loads("abc")).buckets) == 2
+    assert len(step(planning, "abc").buckets) == 2
 
 
 @pytest.mark.parametrize(("limit", "parts"), [(None, [7, 1]), (2, [7, 1]), (1, [7, 2]), (0.5, [2, 2, 2])])
@@ -159,8 +178,8 @@ def test_newcomers_are_as_cautious_as_memory_is_short(limit: float | None, parts
     slow = Slow()
     slow.memory_limit = limit
     planning = Planning("auto", 1, slow)
-    planning.begin(loads("ab"))
-    assert [bucket.micro_batches for bucket in planning.begin(loads("abc")).buckets] == parts
+    step(planning, "ab")
+    assert [bucket.micro_batches for bucket in step(planning, "abc").buckets] == parts
 
 
 def test_auto_needs_a_planner() -> None:
