@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def test_python_is_python_and_runs_where_it_stands_alone() -> None:
         code = compile(text, page, "exec")
         if page == "pipeline.md" and text.startswith("from megatron_mux"):
             exec(code, {})
+
+
+def test_the_table_of_floors_has_the_rooms_of_the_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(one["layers"] for one in settings["contracts"] if one["type"] == "layers")
+    contract = {}
+    for floor, layer in enumerate(reversed(layers)):
+        rooms = {room.strip() for room in re.split(r"[|:]", layer)}
+        contract[floor] = {room for room in rooms if not room.startswith("(")}  # those may be missing
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    assert {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows} == contract
 
 
 def test_every_tool_has_its_flags_documented() -> None:
