@@ -157,18 +157,7 @@ def pack(
     padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
     join = partial(_join, device)
     return MicroBatch(
-        segments=tuple(
-            Segment(
-                s[0],
-                start,
-                stop - first,
-                s[1],
-                first,
-                stop < int(s[2].shape[0]),
-                int(s[2].shape[0]) + offsets.get(s[0], 0),
-            )
-            for (s, (first, stop)), start in zip(parts, starts, strict=False)
-        ),
+        segments=_segments(parts, starts, offsets),
         task_rows=_ranges((s[0], stop - first) for s, (first, stop) in parts),
         tokens=join((s[2][first:stop] for s, (first, stop) in parts), padding),
         positions=join((i + offsets.get(name, 0) for name, i in zip(names, index, strict=True)), padding),
@@ -181,6 +170,24 @@ def pack(
         training=training,
         carry=carry,
         **_labels(parts, starts, order, device),
+    )
+
+
+def _segments(
+    parts: Sequence[tuple[PackedSequence, Span]], starts: Sequence[int], offsets: Mapping[str, int]
+) -> tuple[Segment, ...]:
+    """The segment of each part of a sequence: which rows and tokens, and how long the whole sequence is."""
+    return tuple(
+        Segment(
+            s[0],
+            start,
+            stop - first,
+            s[1],
+            first,
+            stop < int(s[2].shape[0]),
+            int(s[2].shape[0]) + offsets.get(s[0], 0),
+        )
+        for (s, (first, stop)), start in zip(parts, starts, strict=False)
     )
 
 

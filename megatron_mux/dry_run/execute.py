@@ -60,7 +60,7 @@ def execute_dry_run(run: RunSpec, rank: int) -> Recording:
         parallel = runtime.initialize(run.tensor, run.plan.ranks, run.sequence_parallel, device=_device(run))
         host = stack.enter_context(RealHostMode())
         parallel = UniformParallel(**vars(parallel))
-        recording = _record(run, directory, parallel, read_fake_value)
+        recording = record_steps(run, directory, parallel, read_fake_value)
         return replace(recording, communicators=len(host.groups))
 
 
@@ -78,21 +78,16 @@ class UniformParallel(Parallel):
         return list(values)
 
 
-def execute_for_real(run: RunSpec, directory: Path, parallel: Parallel) -> Recording:
-    """Record the same steps while computing them; every rank calls it. All tokens are equal.
+def record_steps(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
+    """Record a rank while it loads, registers, steps and evaluates as a training process does. All tokens are equal.
+
+    Scratch that CUDA kernels allocate is added for a fake GPU only.
 
     Args:
         run: Its number of ranks is the world size.
-        directory: Backbone with weights.
+        directory: The backbone; without weights if they are fake.
         parallel: This rank's place.
-    """
-    return _record(run, directory, parallel, None)
-
-
-def _record(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
-    """Load, register, step and evaluate as a training process does; `answer` replaces values read from fake tensors.
-
-    Scratch that CUDA kernels allocate is added for a fake GPU only.
+        answer: Replaces values read from fake tensors; None: nothing is fake.
     """
     plan = run.plan
     place = Place()

@@ -11,11 +11,11 @@ from types import FrameType
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
-from megatron_mux.backbone.model import load_stages
+from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
-from megatron_mux.engine import Engine
+from megatron_mux.engine import Engine, Planning
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
@@ -69,17 +69,7 @@ def run(arguments: MuxArguments) -> None:
         arguments.check_device(parallel.device.type)
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
-            reporter.say(f"reading the backbone {arguments.backbone}")
-            parallel.heartbeat.at("reading the backbone", long=True)
-            stages = load_stages(
-                arguments.backbone,
-                parallel,
-                arguments.dtype,
-                arguments.recompute_granularity or "none",
-                planning.split,
-                arguments.mux_backbone_weights,
-            )
-            engine = Engine(stages, parallel, planning)
+            engine = Engine(_load_backbone(arguments, parallel, planning, reporter), parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             loop.registry.register(tasks)
             with _stop_on_signals(loop), closing(loop.registry):
@@ -87,6 +77,22 @@ def run(arguments: MuxArguments) -> None:
         reporter.close()
     finally:
         reporter.release()
+
+
+def _load_backbone(
+    arguments: MuxArguments, parallel: Parallel, planning: Planning, reporter: Reporter
+) -> list[Backbone]:
+    """Load this rank's stages of the backbone, divided as planned."""
+    reporter.say(f"reading the backbone {arguments.backbone}")
+    parallel.heartbeat.at("reading the backbone", long=True)
+    return load_stages(
+        arguments.backbone,
+        parallel,
+        arguments.dtype,
+        arguments.recompute_granularity or "none",
+        planning.split,
+        arguments.mux_backbone_weights,
+    )
 
 
 @contextmanager

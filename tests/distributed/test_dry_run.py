@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.dry_run.execute import execute_for_real
+from megatron_mux.dry_run.execute import record_steps
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.representative_ranks import representative_ranks
@@ -106,7 +106,7 @@ def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
     for cached in (attention._mask, attention._bounds, grouped._runs):
         cached.cache_clear()  # what an earlier layout left
     with OnCopies():
-        return execute_for_real(run, path, parallel)
+        return record_steps(run, path, parallel, None)
 
 
 def _told(recording: Recording) -> list[tuple[str, int]]:
