@@ -24,6 +24,10 @@ from tests.end_to_end.harness import Case, assert_same, random_records
 STEPS = 2
 
 
+LITTLE = 0.62
+"""Of the peak: away from what whole and halved passes take, since gloo's threads move the peak by some percent."""
+
+
 @dataclass(frozen=True)
 class Layout:
     tensor: int
@@ -104,7 +108,7 @@ def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
     whole = Run(parallel, path, own, Planning(policy, own.pipeline, micro_batches=1)).go()
     last = parallel.rank == parallel.world_size - 1
     small = Run(parallel, path, own, Planning(policy, own.pipeline, micro_batches=1))
-    small.go(0.7 * whole.budget.peak if last else None)
+    small.go(LITTLE * whole.budget.peak if last else None)
     plan, problems = small.engine.last_plan, []
     assert plan is not None
     counts = [bucket.micro_batches for bucket in plan.buckets]
