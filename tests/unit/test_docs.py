@@ -7,11 +7,14 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_mux.arguments.parser import build_parser
 from megatron_mux.tasks import load_task_file
+from tests.end_to_end.workplace import TASKS, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/launch/README.md"]
@@ -62,6 +65,26 @@ def test_python_is_python_and_runs_where_it_stands_alone() -> None:
         code = compile(text, page, "exec")
         if page == "pipeline.md" and text.startswith("from megatron_mux"):
             exec(code, {})
+
+
+def test_the_engine_trains_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((page, text),) = [found for found in blocks("python") if "Engine(" in found[1]]
+    workplace = furnish(tmp_path)
+    workplace.backbone.rename(tmp_path / "DIR")
+    training = {"per_device_train_batch_size": 2, "max_steps": 2}
+    tasks = {name: {**TASKS[name], "training": training} for name in ("lora", "prefix")}
+    workplace.write_tasks("tasks.yaml", tasks)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found: dict[str, Any] = {}
+    exec(compile(text, page, "exec"), found)
+    printed = re.findall(r"^(\w+) (\d+) \d+\.\d+$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == [(name, str(step)) for step in (1, 2) for name in tasks]
+    assert found["engine"].tasks == ()
+    assert found["config"]["peft_type"] == "PREFIX_TUNING"
+    assert all(tensor.isfinite().all() for tensor in found["tensors"].values())
 
 
 def test_the_table_of_floors_has_the_rooms_of_the_contract() -> None:
