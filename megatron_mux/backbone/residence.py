@@ -73,7 +73,7 @@ class _SideStream:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class Unit:
+class WeightUnit:
     """The frozen parameters of a unit: fetched before use, dropped after.
 
     Args:
@@ -175,7 +175,7 @@ class Residence:
         self._offloaded = kind.endswith("offloaded")
         self._side = _SideStream(parallel.device)
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
-        self.units: dict[Key, Unit] = {}
+        self.units: dict[Key, WeightUnit] = {}
 
     @property
     def in_step(self) -> bool:
@@ -185,7 +185,7 @@ class Residence:
     def settle(self, key: Key, parameters: Sequence[nn.Parameter]) -> None:
         """Take over filled parameters as the unit `key`."""
         if self.shares > 1 or self._offloaded:
-            self.units[key] = Unit(parameters, self.parallel, self.shares, self._offloaded, self._side)
+            self.units[key] = WeightUnit(parameters, self.parallel, self.shares, self._offloaded, self._side)
 
     def tie(self, key: Key, other: Key) -> None:
         """Make `key` another name of the unit `other`, which has the same weights."""

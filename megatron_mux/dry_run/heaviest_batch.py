@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.dry_run.run_spec import Lengths, TaskRecords
+from megatron_mux.dry_run.run_spec import RecordLengths, TaskRecords
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.training import TOKENS_PER_PASS
@@ -60,7 +60,9 @@ def heaviest_batches(
     tokenizer = cache(lambda: _load_tokenizer(backbone))
     can_read = any((backbone / name).is_file() for name in _TOKENIZER)
 
-    def chosen(spec: TaskSpec, file: str | Path, choose: Callable[[Lengths], Batch], bound: Batch) -> Batch:
+    def chosen(
+        spec: TaskSpec, file: str | Path, choose: Callable[[RecordLengths], Batch], bound: Batch
+    ) -> Batch:
         if can_read and Path(file).is_file():
             return _read(Path(file), tokenizer(), spec.data.max_length, choose)
         unread.append(spec.name)
@@ -87,7 +89,7 @@ def _load_tokenizer(backbone: Path) -> Any:
     return load_tokenizer(backbone)
 
 
-def _read(path: Path, tokenizer: Any, max_length: int, choose: Callable[[Lengths], Batch]) -> Batch:
+def _read(path: Path, tokenizer: Any, max_length: int, choose: Callable[[RecordLengths], Batch]) -> Batch:
     """The batch chosen from a file's records."""
     from megatron_mux.data.dataset import TaskDataset  # takes seconds to import
 
@@ -106,7 +108,7 @@ def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:
     return Batch(lengths, lengths)
 
 
-def heaviest(spec: TaskSpec, data: Lengths) -> Batch:
+def heaviest(spec: TaskSpec, data: RecordLengths) -> Batch:
     """The step's batch with the most tokens, with at least as many labels as any step has.
 
     With too many steps to enumerate, the longest records form the batch.
@@ -135,7 +137,7 @@ def steps_of(specs: Sequence[TaskSpec]) -> int:
     return STEPS_THAT_PRUNE if prune else STEPS
 
 
-def densest(data: Lengths) -> Batch:
+def densest(data: RecordLengths) -> Batch:
     """Records of the heaviest evaluation pass: those with the most labels per token, then the longest.
 
     (Where records are classified, a pass has them with other records' completions: of this file, too.)

@@ -24,7 +24,7 @@ Mark = tuple[int, str]
 """Number of events before something started, and its name."""
 
 
-class Lengths(Protocol):
+class RecordLengths(Protocol):
     """The part of `TaskDataset` used here."""
 
     @property

@@ -66,7 +66,7 @@ def read_together(
 
 
 @dataclass(eq=False)
-class Batches:
+class StepBatches:
     """The micro-batches of this pipeline in one or several steps; a unit is laid out when it is first asked for.
 
     Args:
@@ -117,7 +117,7 @@ class Batches:
         rows = (self.rows(replace(unit, bucket=unit.bucket + step * self._period)) for step, unit in units)
         return max(rows, default=1)
 
-    def anew(self) -> Batches:
+    def anew(self) -> StepBatches:
         """A copy with nothing laid out yet."""
         return replace(self)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine.batches import Batches
+from megatron_mux.engine.batches import StepBatches
 from megatron_mux.engine.bucket_finalizer import COLUMNS, BucketFinalizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.layout import MicroBatch
@@ -38,7 +38,7 @@ class TrainingCompute:
         finalizer: Of the buckets' steps.
     """
 
-    def __init__(self, stages: Stages, batches: Batches, finalizer: BucketFinalizer) -> None:
+    def __init__(self, stages: Stages, batches: StepBatches, finalizer: BucketFinalizer) -> None:
         self.stages = stages
         self.batches = batches
         self.finalizer = finalizer

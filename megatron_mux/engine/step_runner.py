@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_mux.engine.batches import Batches, read_together
+from megatron_mux.engine.batches import StepBatches, read_together
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
@@ -110,7 +110,7 @@ class StepRunner:
         ]
         grids = [self._grid(plan, own) for own in lengths]
         template = self._template(plan, grids)
-        batches = Batches(
+        batches = StepBatches(
             grids,
             [{name: own[name] for name in tasks} for own in sequences],
             {name: task.step for name, task in tasks.items()},
@@ -119,7 +119,7 @@ class StepRunner:
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
 
-        def compute(failed: FailedBuckets, batches: Batches) -> TrainingCompute:
+        def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
             finalizer = BucketFinalizer(tasks, plan.buckets, tokens, self.parallel, failed, self.buffer)
             return TrainingCompute(self.stages, batches, finalizer)
 

@@ -111,7 +111,7 @@ class Frozen:
         return found
 
 
-class Attention:
+class AttentionCosts:
     """Seconds of core attention in one layer.
 
     Args:

@@ -22,7 +22,7 @@ from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
-from megatron_mux.fusion.frozen import Attention, Frozen
+from megatron_mux.fusion.frozen import AttentionCosts, Frozen
 from megatron_mux.fusion.load import TaskLoad, engine_memory
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.gpus import Gpu, find
@@ -72,7 +72,7 @@ class StageCosts:
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
-        self._cores = Attention(profile)
+        self._cores = AttentionCosts(profile)
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load.ops, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([len(load.tokens) for load in self.loads])

@@ -34,7 +34,7 @@ _MOST_RANKS = 4096
 """Ranks that may connect at once."""
 
 
-class Link:
+class Channel:
     """One end of a connection, on which objects are sent.
 
     Args:
@@ -82,12 +82,12 @@ class Endpoint(ABC):
 
     Attributes:
         over: Whether rank 0 has finished its work: then nobody watches any longer.
-        links: To other ranks, by rank.
+        channels: To other ranks, by rank.
     """
 
     def __init__(self, detector: FailureDetector) -> None:
         self.over = False
-        self.links: dict[int, Link] = {}
+        self.channels: dict[int, Channel] = {}
         self._detector = detector
         self._bell, self._button = Pipe(duplex=False)
 
@@ -102,13 +102,13 @@ class Endpoint(ABC):
             Why to stop, if there is a reason.
         """
         beat = self._beat(state)
-        for link in self._open():
-            link.send(beat)
+        for channel in self._open():
+            channel.send(beat)
         now = time.monotonic()
         while now < until and not state.end:
-            found = wait([self._bell, *(link.connection for link in self._open())], until - now)
-            for rank, link in self.links.items():
-                if link.connection in found and (message := link.receive()) is not None:
+            found = wait([self._bell, *(channel.connection for channel in self._open())], until - now)
+            for rank, channel in self.channels.items():
+                if channel.connection in found and (message := channel.receive()) is not None:
                     self._take(rank, message)
             # The time before it received: had this thread been held up since, messages could be waiting.
             verdict = self._judge(now)
@@ -127,11 +127,11 @@ class Endpoint(ABC):
         Args:
             verdict: Why all have to stop; None: this rank has finished its work.
         """
-        for link in self.links.values():
-            link.close()
+        for channel in self.channels.values():
+            channel.close()
 
-    def _open(self) -> list[Link]:
-        return [link for link in self.links.values() if not link.closed]
+    def _open(self) -> list[Channel]:
+        return [channel for channel in self.channels.values() if not channel.closed]
 
     @abstractmethod
     def _beat(self, state: State) -> object:
@@ -178,32 +178,32 @@ class Hub(Endpoint):
         """
         until = time.monotonic() + _SECONDS_TO_CONNECT
         with self._listener:
-            while len(self.links) < len(self._names) - 1:
+            while len(self.channels) < len(self._names) - 1:
                 self._listener.settimeout(max(0.1, until - time.monotonic()))
-                link = Link(self._listener.accept()[0])
+                channel = Channel(self._listener.accept()[0])
                 try:
-                    self._greet(link)
+                    self._greet(channel)
                 except (ValueError, TypeError, IndexError, EOFError, OSError):
-                    link.close()  # not one of our ranks
+                    channel.close()  # not one of our ranks
 
-    def _greet(self, link: Link) -> None:
-        password, rank, name = json.loads(link.connection.recv_bytes(_LONGEST_GREETING))
+    def _greet(self, channel: Channel) -> None:
+        password, rank, name = json.loads(channel.connection.recv_bytes(_LONGEST_GREETING))
         if not hmac.compare_digest(str(password), self.address[1]):
             raise ValueError("a stranger")
-        self._names[rank], self.links[rank] = name, link
+        self._names[rank], self.channels[rank] = name, channel
 
     def leave(self, verdict: Verdict | None) -> None:
         """See `Endpoint`."""
         here = not self._states[0].end
-        for link in self._open():
-            link.send(True if verdict is None else replace(verdict, said=here))
+        for channel in self._open():
+            channel.send(True if verdict is None else replace(verdict, said=here))
         # Closing with unread input would reset the connection and lose what was sent: wait until the others close.
         until = time.monotonic() + _SECONDS_TO_LEAVE
         while (waiting := self._open()) and time.monotonic() < until:
-            found = wait([link.connection for link in waiting], until - time.monotonic())
-            for link in waiting:
-                if link.connection in found:
-                    link.receive()
+            found = wait([channel.connection for channel in waiting], until - time.monotonic())
+            for channel in waiting:
+                if channel.connection in found:
+                    channel.receive()
         super().leave(verdict)
 
     def _beat(self, state: State) -> object:
@@ -215,8 +215,8 @@ class Hub(Endpoint):
 
     def _judge(self, now: float) -> Verdict | None:
         ranks = [RankView(name, state) for name, state in zip(self._names, self._states, strict=True)]
-        for rank, link in self.links.items():
-            ranks[rank] = replace(ranks[rank], silent=now - link.heard, closed=link.closed)
+        for rank, channel in self.channels.items():
+            ranks[rank] = replace(ranks[rank], silent=now - channel.heard, closed=channel.closed)
         return self._detector(ranks)
 
 
@@ -243,8 +243,10 @@ class Spoke(Endpoint):
         self._verdict: Verdict | None = None
         # torchrun and its like name rank 0's host to every process.
         host = os.environ.get("MASTER_ADDR", "localhost")
-        link = self.links[0] = Link(socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT))
-        link.connection.send_bytes(json.dumps([password, rank, name]).encode())
+        channel = self.channels[0] = Channel(
+            socket.create_connection((host, port), timeout=_SECONDS_TO_CONNECT)
+        )
+        channel.connection.send_bytes(json.dumps([password, rank, name]).encode())
 
     def _beat(self, state: State) -> object:
         return state
@@ -257,8 +259,8 @@ class Spoke(Endpoint):
     def _judge(self, now: float) -> Verdict | None:
         if self._verdict is not None or self.over:
             return self._verdict
-        if self.links[0].closed:
+        if self.channels[0].closed:
             return Verdict(0, gone_text([self._hub]))
-        if now - self.links[0].heard >= self._detector.max_silence:
+        if now - self.channels[0].heard >= self._detector.max_silence:
             return Verdict(0, silent_text([self._hub], self._detector.max_silence))
         return None

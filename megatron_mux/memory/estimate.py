@@ -15,7 +15,7 @@ from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.replay import Replay, replay
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.stream.events import Moment, Stream
-from megatron_mux.memory.stream.insertion import Block, inserted, scaled, workspaces
+from megatron_mux.memory.stream.insertion import InsertedBlock, inserted, scaled, workspaces
 
 FRAGMENTATION, CONTEXT, COMMUNICATORS = "fragmentation", "context", "nccl"
 _PHASES = {
@@ -144,7 +144,7 @@ def predict(
     gpu: Gpu,
     settings: Settings | None = None,
     communicators: int = 0,
-    blocks: Sequence[Block] = (),
+    blocks: Sequence[InsertedBlock] = (),
 ) -> Prediction:
     """Predict the memory of a process from its recorded stream.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mux.pipeline.action import Action, Unit
 
-Batches = Iterator[Any] | None
+DataIterator = Iterator[Any] | None
 """What Megatron calls a data iterator; None on ranks that read no data."""
 
 
@@ -33,7 +33,7 @@ class BucketInput:
     name: str
     shape: tuple[int, int, int]
     divisor: int
-    batches: Batches
+    batches: DataIterator
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.megatron_stage import (
-    Batches,
     BucketInput,
+    DataIterator,
     GradientSync,
     MegatronStage,
     StepFunctions,
@@ -316,7 +316,7 @@ def _shape(bucket: Bucket, parallel: Parallel, hidden_size: int) -> tuple[int, i
     return bucket.seq_length // parts, bucket.micro_batch_size, hidden_size
 
 
-def _batches(data_iterator: Any, buckets: Sequence[Bucket]) -> list[Batches]:
+def _batches(data_iterator: Any, buckets: Sequence[Bucket]) -> list[DataIterator]:
     """An iterator for each bucket; None on ranks that read no data."""
     if data_iterator is None:
         return [None] * len(buckets)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute, load_stages
-from megatron_mux.backbone.residence import Kind, Unit
+from megatron_mux.backbone.residence import Kind, WeightUnit
 from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, EvalResult
 from megatron_mux.engine import evaluate as evaluate_module
@@ -198,14 +198,14 @@ def test_a_rank_keeps_its_share_alone(
     if sum(alive.values()):
         problems.append("weights are in memory between steps")
     most = 0
-    bring = Unit.bring
+    bring = WeightUnit.bring
 
-    def brought(unit: Unit) -> None:
+    def brought(unit: WeightUnit) -> None:
         nonlocal most
         bring(unit)
         most = max(most, sum(u.whole.untyped_storage().nbytes() > 0 for u in units))
 
-    monkeypatch.setattr(Unit, "bring", brought)
+    monkeypatch.setattr(WeightUnit, "bring", brought)
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task for case in _cases()[:2]])
     engine.step()

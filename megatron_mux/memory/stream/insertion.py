@@ -16,7 +16,7 @@ _FIRST_BUCKET, _BUCKET = MIB, 25 * MIB
 """Bytes at which `DistributedDataParallel` closes its first gradient bucket, and any other."""
 
 
-class Block(NamedTuple):
+class InsertedBlock(NamedTuple):
     """A block that is allocated before an event of a stream and never freed."""
 
     before: int
@@ -25,25 +25,25 @@ class Block(NamedTuple):
     moment: Moment
 
 
-def workspaces(stream: Stream, size: int) -> list[Block]:
+def workspaces(stream: Stream, size: int) -> list[InsertedBlock]:
     """The workspaces of cuBLAS, one for each thread's handle: autograd runs the backward pass in a second thread.
 
     Args:
         stream: A step whose matrix products run on one CUDA stream.
         size: Bytes of a workspace.
     """
-    found: dict[bool, Block] = {}
+    found: dict[bool, InsertedBlock] = {}
     products = {place for place, moment in enumerate(stream.moment_names) if moment.operator in _PRODUCTS}
     for index, (code, at) in enumerate(zip(stream.codes, stream.moments, strict=True)):
         if code >= 0 and at in products:
             phase = stream.moment_names[at].phase
             # The result of the product is allocated first.
             moment = Moment(phase, None, untraced.CUBLAS)
-            found.setdefault(phase == "backward", Block(index + 1, size, Category.WORKSPACE, moment))
+            found.setdefault(phase == "backward", InsertedBlock(index + 1, size, Category.WORKSPACE, moment))
     return list(found.values())
 
 
-def buckets(stream: Stream) -> list[Block]:
+def buckets(stream: Stream) -> list[InsertedBlock]:
     """The gradient buckets of `DistributedDataParallel`, which hold a copy of every gradient.
 
     They are allocated before the first step, in the order in which gradients are computed, which must have one type.
@@ -52,7 +52,10 @@ def buckets(stream: Stream) -> list[Block]:
     """
     moment = Moment("load", None, "gradient bucket")
     begin = next((i for i, at in enumerate(stream.moments) if stream.moment_names[at].phase != "load"), 0)
-    return [Block(begin, size, Category.COMMUNICATION, moment) for size in bucket_sizes(_gradients(stream))]
+    return [
+        InsertedBlock(begin, size, Category.COMMUNICATION, moment)
+        for size in bucket_sizes(_gradients(stream))
+    ]
 
 
 def bucket_sizes(gradients: Sequence[int]) -> Iterator[int]:
@@ -67,7 +70,7 @@ def bucket_sizes(gradients: Sequence[int]) -> Iterator[int]:
         yield size
 
 
-def inserted(stream: Stream, blocks: Sequence[Block]) -> Stream:
+def inserted(stream: Stream, blocks: Sequence[InsertedBlock]) -> Stream:
     """The stream with further blocks, all numbered in the order of allocation."""
     blocks = sorted(blocks, key=lambda block: block.before)
     names = dict.fromkeys((*stream.moment_names, *(block.moment for block in blocks)))

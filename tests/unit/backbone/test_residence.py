@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute
-from megatron_mux.backbone.residence import Residence, Unit, unit_of
+from megatron_mux.backbone.residence import Residence, WeightUnit, unit_of
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.distributed.test_engine_layouts import cases_of
@@ -110,19 +110,19 @@ def _watched(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     names = {id(unit): str(key) for key, unit in backbone.residence.units.items()}
     used: list[str] = []
     alive: list[int] = []
-    wait, bring = Unit.wait, Unit.bring
+    wait, bring = WeightUnit.wait, WeightUnit.bring
 
-    def waited(unit: Unit) -> None:
+    def waited(unit: WeightUnit) -> None:
         wait(unit)
         used.append(names[id(unit)])
 
-    def brought(unit: Unit) -> None:
+    def brought(unit: WeightUnit) -> None:
         bring(unit)
         alive.append(sum(size > 0 for size in _storages(backbone).values()))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Unit, "wait", waited)
-        patched.setattr(Unit, "bring", brought)
+        patched.setattr(WeightUnit, "wait", waited)
+        patched.setattr(WeightUnit, "bring", brought)
         yield used, alive
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.memory.stream.insertion import Block, bucket_sizes, buckets, inserted, scaled, workspaces
+from megatron_mux.memory.stream.insertion import (
+    InsertedBlock,
+    bucket_sizes,
+    buckets,
+    inserted,
+    scaled,
+    workspaces,
+)
 
 AT = Moment("forward")
 
@@ -72,7 +79,7 @@ def test_what_was_there_stays_as_it_was(data: st.DataObject) -> None:
     stream = builder.done()
     places = data.draw(st.lists(st.integers(0, len(stream)), max_size=4))
     new = Moment("new")
-    found = inserted(stream, [Block(place, 1000, Category.OTHER, new) for place in places])
+    found = inserted(stream, [InsertedBlock(place, 1000, Category.OTHER, new) for place in places])
     assert Stream.from_json(found.to_json()) == found, "blocks are numbered in order"
     old = [(event.kind, event.size) for event in found if event.moment != new]
     assert old == [(event.kind, event.size) for event in stream]
