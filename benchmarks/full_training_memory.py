@@ -4,8 +4,9 @@ python benchmarks/full_training_memory.py                                       
 python benchmarks/full_training_memory.py --families llama gemma2
 python benchmarks/full_training_memory.py --output benchmarks/results/full-training-memory.json
 
-The estimate traces the sequence length in question with a few layers and with batches of its own choice; it is compared
-at the full depth and at other batches. Nothing is measured: the result is the same on every machine.
+The estimate traces a few layers, with sequence lengths and batches of its own choice; it is compared at the full depth,
+at other lengths and at other batches. A length that it had to trace all the same is marked. Nothing is measured: the
+result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 BATCHES = (1, 5, 40)
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     # Options of the estimate, and the tokens of a sequence.
-    "bf16": ({"master_weights": False}, 200),
-    "bf16, recomputed": ({"master_weights": False, "recompute": True}, 96),
-    "autocast": ({"optimizer": "rmsprop"}, 96),
-    "autocast, recomputed": ({"optimizer": "rmsprop", "recompute": True}, 200),
-    "fp32": ({"precision": "fp32"}, 72),
-    "bf16, eager attention": ({"master_weights": False, "attention": "eager"}, 136),
+    "bf16": ({"master_weights": False}, 700),
+    "bf16, recomputed": ({"master_weights": False, "recompute": True}, 600),
+    "autocast": ({"optimizer": "rmsprop"}, 900),
+    "autocast, recomputed": ({"optimizer": "rmsprop", "recompute": True}, 1000),
+    "fp32": ({"precision": "fp32"}, 530),
+    "bf16, eager attention": ({"master_weights": False, "attention": "eager"}, 660),
 }
 SIZES = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024,
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def family(name: str) -> dict[str, Any]:
-    """A family's deviation in each way, the worst of all batches; or why it is refused."""
+    """A family's deviation in each way, the worst of all batches, and whether the length was traced; or why it is
+    refused.
+    """
     from megatron_mux.errors import UserError
 
     found: dict[str, Any] = {}
@@ -70,7 +73,9 @@ def family(name: str) -> dict[str, Any]:
         skeleton = model(name, Path(directory))
         for way, (options, length) in WAYS.items():
             try:
-                found[way] = max(deviations(skeleton, options, length), key=abs)
+                lengths = set[int]()
+                worst = max(deviations(skeleton, options, length, lengths), key=abs)
+                found[way] = {"off": worst, "length_traced": length in lengths}
             except UserError as error:
                 found[way] = str(error)
     print(name, found, file=sys.stderr, flush=True)
@@ -96,8 +101,8 @@ def model(name: str, directory: Path) -> Skeleton:
     return Skeleton(directory / "config.json")
 
 
-def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator[float]:
-    """How far estimates are from the peak of a trace at full depth, for each batch.
+def deviations(skeleton: Skeleton, how: dict[str, Any], length: int, lengths: set[int]) -> Iterator[float]:
+    """How far estimates are from the peak of a trace at full depth, for each batch; adds the lengths that they trace.
 
     Raises:
         UserError: The model is refused.
@@ -108,24 +113,26 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int) -> Iterator
     from megatron_mux.memory.forms.skeleton import read_architecture
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.step_profile import StepProfiles
+    from megatron_mux.memory.stream.events import Stream
     from megatron_mux.memory.trace import depth
-    from megatron_mux.memory.trace.case import Options
+    from megatron_mux.memory.trace.case import Case, Options
     from megatron_mux.memory.trace.training import trace
     from tests.unit.memory.stream.peak import peak_of
 
     options = Options(**how)
     recipe = Recipe(length, options.precision, options.optimizer, options.master_weights, options.attention)
     question = Question(skeleton, 1, 80 << 30, length, options=options)
-    profiles = StepProfiles(
-        question,
-        recipe.autocast,
-        lambda cases: [depth.step(case, lambda few: map(trace, few)) for case in cases],
-    )
+
+    def steps(cases: Sequence[Case]) -> list[Stream]:
+        lengths.update(case.length for case in cases)
+        return [depth.step(case, lambda few: map(trace, few)) for case in cases]
+
+    profiles = StepProfiles(question, recipe.autocast, steps)
     memory = FullTrainingMemory(
         read_architecture(skeleton),
         recipe,
         Method(recompute="full" if options.recompute else "none"),
-        profiles(options.recompute),
+        profiles,
         bare=True,
     )
     for batch in BATCHES:
@@ -138,17 +145,23 @@ def markdown(result: dict[str, Any]) -> str:
     """The table."""
     ways = list(WAYS)
     rows = [(name, *(shown(found[way]) for way in ways)) for name, found in result.items()]
-    sizes = [size for found in result.values() for size in found.values() if isinstance(size, float)]
+    sizes = [one["off"] for found in result.values() for one in found.values() if isinstance(one, dict)]
     head = (
         "Peak memory of full fine-tuning on one GPU as estimated, against a trace of the whole model: the worst of "
-        f"{', '.join(map(str, BATCHES))} sequences. Worst of all: {max(sizes, key=abs):+.2%}."
+        f"{', '.join(map(str, BATCHES))} sequences. The estimate traces fewer layers, other numbers of sequences and "
+        "other lengths than those compared, unless a length is marked. "
+        f"Worst of all: {max(sizes, key=abs):+.2%}."
     )
-    return "\n".join([head, "", *table(" | ".join(("family", *ways)), rows)])
+    return "\n".join(
+        [head, "", *table(" | ".join(("family", *(f"{way}, {WAYS[way][1]} tokens" for way in ways))), rows)]
+    )
 
 
-def shown(found: float | str) -> str:
+def shown(found: dict[str, Any] | str) -> str:
     """A deviation, or that the family is refused."""
-    return f"{found:+.2%}" if isinstance(found, float) else "refused"
+    if isinstance(found, str):
+        return "refused"
+    return f"{found['off']:+.2%}" + " (length traced)" * found["length_traced"]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import Phase, StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.step_memory import Profiles, step_memory
+from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.largest_batch import largest_batch
+from megatron_mux.memory.step_profile import Profiles
 
 SEQUENCES = 64
 """The least sequences of a step where no batch size is given, in further micro-batches if one holds fewer: then every

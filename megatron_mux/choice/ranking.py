@@ -15,10 +15,9 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import impossible, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
-from megatron_mux.memory.forms.step_memory import Profiles
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.question import OFFLOAD, Question
-from megatron_mux.memory.step_profile import StepProfiles
+from megatron_mux.memory.step_profile import Profiles, StepProfiles
 
 
 @dataclass(frozen=True)

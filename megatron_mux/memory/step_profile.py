@@ -1,14 +1,15 @@
 """What a full fine-tuning step allocates in its forward and backward pass, layer by layer, as functions of the batch.
 
-Read from traced steps of `transformers` at the sequence length in question: with few layers and few sequences, extended
-to the model's depth and to any batch. Bytes of every block are a constant and so many per sequence.
+Read from traced steps of `transformers` with few layers and few sequences, of lengths around the one in question, which
+are extended to the model's depth, to the length and to any batch. Bytes of every block are a constant and so many per
+sequence. A single sequence is traced by itself: its step makes fewer copies.
 
 Shapes: L layers, N samples (events at which memory may be at its highest).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.batches import BatchFamily, Steps, least_batch
+from megatron_mux.memory.batches import BatchFamily, Steps
+from megatron_mux.memory.lengths import Length
 from megatron_mux.memory.question import Question
-from megatron_mux.memory.stream.events import CATEGORIES, Category, StreamError
+from megatron_mux.memory.stream.events import CATEGORIES, Category, Moment, Stream, StreamError
 from megatron_mux.memory.traced_estimate import NOT_TRACED, check_layers, itemsize
 from megatron_mux.memory.worker import WorkerError
 
@@ -68,17 +70,24 @@ class StepProfile:
         length: Tokens of a sequence.
         kept: `[L, 2]` bytes that each layer keeps from its forward to its backward pass: constant, per sequence.
         scores: `[L, 2]` those of `kept` that are attention scores.
+        buffers: Bytes that the model loads besides its weights.
         samples: The events that may be the peak.
     """
 
     length: int
     kept: Array
     scores: Array
+    buffers: int
     samples: Samples
 
 
+Profiles = Callable[[bool, bool], StepProfile]
+"""The profile of a step, by whether all layers are recomputed, and whether there is one sequence alone."""
+
+
 class StepProfiles:
-    """The profiles of one model and sequence length, with layers recomputed and without, each traced once.
+    """The profiles of one model and sequence length, with layers recomputed and without, of one sequence and of more,
+    each traced once.
 
     Args:
         question: The model, the length and how it is trained.
@@ -98,65 +107,94 @@ class StepProfiles:
         )
         skeleton = question.skeleton
         case = options.case(skeleton.raw, skeleton.tensors, question.length)
-        self._case = replace(case, steps=1, batch=least_batch(case))
-        self._steps = steps or question.tracer.steps
-        self._known: dict[bool, StepProfile] = {}
+        self._case = replace(case, steps=1)
+        self._length = Length.of(question.length, steps or question.tracer.steps, skeleton.tensors.positions)
+        self._families: dict[bool, BatchFamily] = {}
+        self._known: dict[tuple[bool, bool], StepProfile] = {}
 
-    def __call__(self, recompute: bool) -> StepProfile:
+    def __call__(self, recompute: bool, single: bool) -> StepProfile:
         """The profile of a step.
 
         Args:
             recompute: Whether all layers are recomputed in the backward pass.
+            single: Whether it has one sequence alone.
 
         Raises:
             UserError: The model's step cannot be traced, or is no linear function of the batch.
         """
-        if recompute not in self._known:
-            self._known[recompute] = self._profile(recompute)
-        return self._known[recompute]
+        key = recompute, single
+        if key not in self._known:
+            self._known[key] = self._profile(recompute, single)
+        return self._known[key]
 
-    def _profile(self, recompute: bool) -> StepProfile:
+    def _profile(self, recompute: bool, single: bool) -> StepProfile:
         case = replace(self._case, recompute=recompute)
         tensors = self._question.skeleton.tensors
         try:
-            family = BatchFamily.of(case, self._steps)
-            check_layers(family.streams[0], itemsize(case) * tensors.total)
+            if recompute not in self._families:
+                self._families[recompute] = self._length.family(case)
+            family = self._families[recompute]
+            stream, sizes = family.streams[0], _sizes(family)
+            if single:
+                fixed = {block for block, size in zip(_blocks(stream), sizes, strict=True) if not size[1]}
+                (stream,) = self._length([replace(case, batch=1)])
+                sizes = np.array(
+                    [(s, 0) if (m, s) in fixed else (0, s) for m, s in _blocks(stream)], np.float64
+                )
+            buffers = check_layers(stream, itemsize(case) * tensors.total)
             # Heads' own tensors have as many bytes as so many scores where sequences are short.
             tells = case.length > 4 * tensors.hidden // tensors.heads
             scores = tensors.heads * case.length**2 if tells else None
-            return _Reader(family, case.layers).profile(case.length, scores)
+            return _Reader(stream, sizes, case.layers).profile(case.length, scores, buffers)
         except (WorkerError, StreamError) as error:
             said = f"ours: {tensors.model_type}: {NOT_TRACED}: {error}"
             raise UserError(said) from None
+
+
+def _sizes(family: BatchFamily) -> Array:
+    """`[K, 2]` bytes of a family's blocks: constant, per sequence."""
+    few, many = (np.array(stream.sizes, np.float64) for stream in family.streams)
+    each = (many - few) / (family.batches[1] - family.batches[0])
+    return np.stack([few - each * family.batches[0], each], axis=1)
+
+
+def _blocks(stream: Stream) -> Iterator[tuple[Moment, int]]:
+    """When each block is allocated, and its bytes: what tells blocks that do not depend on the number of sequences."""
+    names = stream.moment_names
+    moments = (names[at] for code, at in zip(stream.codes, stream.moments, strict=True) if code >= 0)
+    return zip(moments, stream.sizes, strict=True)
 
 
 class _Reader:
     """A step's events as columns.
 
     Shapes: E events, K blocks.
+
+    Args:
+        stream: The step.
+        sizes: `[K, 2]` bytes of its blocks: constant, per sequence.
+        layers: Number of layers.
     """
 
-    def __init__(self, family: BatchFamily, layers: int) -> None:
-        self._layers, (small, large), batches = layers, family.streams, family.batches
-        codes = np.array(small.codes, np.int64)
+    def __init__(self, stream: Stream, sizes: Array, layers: int) -> None:
+        self._layers, self._size = layers, sizes
+        codes = np.array(stream.codes, np.int64)
         self._allocates = codes >= 0
         self._block = np.where(self._allocates, codes, ~codes)
-        moments = np.array(small.moments, np.int64)
-        names = small.moment_names
+        moments = np.array(stream.moments, np.int64)
+        names = stream.moment_names
         self._phase = np.array([name.phase for name in names])[moments]
         self._layer = np.array([-1 if name.layer is None else name.layer for name in names])[moments]
-        few, many = np.array(small.sizes, np.float64), np.array(large.sizes, np.float64)
-        each = (many - few) / (batches[1] - batches[0])
-        self._size = np.stack([few - each * batches[0], each], axis=1)  # [K, 2]
-        self._category = np.array(small.categories, np.int64)
+        self._category = np.array(stream.categories, np.int64)
         self._within = np.isin(self._phase, _PASSES)
 
-    def profile(self, length: int, scores: int | None) -> StepProfile:
+    def profile(self, length: int, scores: int | None, buffers: int) -> StepProfile:
         """The profile of these events.
 
         Args:
             length: Tokens of a sequence.
             scores: Number of attention scores of a sequence, if no other kept tensor's bytes are a multiple of it.
+            buffers: Bytes that the model loads besides its weights.
 
         Raises:
             StreamError: Layers do not follow one another.
@@ -181,7 +219,7 @@ class _Reader:
         )
         samples = samples[self._within & (samples.section >= 0)]
         of_scores = np.zeros_like(kept) if scores is None else self._kept(begin, scores)
-        return StepProfile(length, kept, of_scores, _highest(samples))
+        return StepProfile(length, kept, of_scores, buffers, _highest(samples))
 
     def _live(self, category: Category) -> Array:
         """`[E, 2]` bytes of a category after each event."""

@@ -82,12 +82,15 @@ def itemsize(case: Case) -> int:
     return 4 if case.weights == "float32" else 2
 
 
-def check_layers(stream: Stream, wanted: int) -> None:
+def check_layers(stream: Stream, wanted: int) -> int:
     """Refuse a stream whose layers do not stand for all: some models' first ones are unlike the others.
 
     Args:
         stream: A step.
         wanted: Bytes of the model's weights.
+
+    Returns:
+        Bytes of the buffers that it loads besides, such as a table of which tokens see which.
 
     Raises:
         StreamError: The stream loads fewer, or far more (buffers are loaded too).
@@ -99,3 +102,4 @@ def check_layers(stream: Stream, wanted: int) -> None:
         raise StreamError(
             f"its layers differ: those traced make {show_size(loaded)} of all, and it has {show_size(wanted)}"
         )
+    return max(0, loaded - wanted)

@@ -1,18 +1,18 @@
 """The memory of full fine-tuning: every parameter is trained, by the code of `transformers`.
 
-What the forward and backward pass allocate comes from a `StepProfile`, read from traces of this very model at this
-sequence length. Weights, gradients, optimizer states and how ranks divide all of them are closed forms. One GPU and
-data parallelism are met exactly; pipeline stages and tensor ranks get their share of the same step, although
-Megatron-LM, which runs those, has kernels of its own.
+What the forward and backward pass allocate comes from a `StepProfile`, read from traces of this very model. Weights,
+gradients, optimizer states and how ranks divide all of them are closed forms. One GPU and data parallelism are met
+exactly; pipeline stages and tensor ranks get their share of the same step, although Megatron-LM, which runs those, has
+kernels of its own.
 
 Shapes: T rows (tokens) of a micro-batch, L layers, N samples of the profile, P parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from megatron_mux.memory.step_profile import (
     LOGITS,
     LOSS,
     WORKSPACE,
+    Profiles,
     Samples,
     StepProfile,
 )
@@ -43,6 +44,22 @@ _NAMES = {
 _OPTIMIZER = "the optimizer's step"
 
 
+class _Linear(NamedTuple):
+    """All phases as functions of the rows.
+
+    Attributes:
+        names: Their names.
+        stages: Their stages.
+        fixed: `[C, P]` constant bytes of each part.
+        per_row: `[C, P]` bytes per row.
+    """
+
+    names: Sequence[str]
+    stages: npt.NDArray[np.int64]
+    fixed: Array
+    per_row: Array
+
+
 class FullTrainingMemory(StepMemory):
     """See `StepMemory`; the recipe has no adapters.
 
@@ -50,20 +67,24 @@ class FullTrainingMemory(StepMemory):
         architecture: The model.
         recipe: What is trained and how.
         method: How the step is divided.
-        profile: The step on one GPU, with all layers recomputed if the method recomputes them.
+        profiles: The step on one GPU.
         more: Further arguments of `StepMemory`.
     """
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, method: Method, profile: StepProfile, **more: Any
+        self, architecture: Architecture, recipe: Recipe, method: Method, profiles: Profiles, **more: Any
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
-        self._profile = profile
+        self._profiles = profiles
+        self._known: dict[bool, _Linear] = {}
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`."""
-        names, stage_of, fixed, per_row = self._linear
-        return Phases(names, stage_of, fixed + per_row * rows)
+        single = rows <= self.recipe.length
+        if single not in self._known:
+            self._known[single] = self._linear(self._profiles(self.method.recompute == "full", single))
+        found = self._known[single]
+        return Phases(found.names, found.stages, found.fixed + found.per_row * rows)
 
     @cached_property
     def buffers(self) -> Array:
@@ -75,29 +96,29 @@ class FullTrainingMemory(StepMemory):
         """See `StepMemory.hosted`: the optimizer's states, and gradients to step with."""
         return self._all_states(stage) + self._stepped(stage) * self.recipe.gradient_size
 
-    @cached_property
-    def _linear(self) -> tuple[list[str], npt.NDArray[np.int64], Array, Array]:
-        """Names and stages of all phases; `[C, P]` constant bytes of each part, and bytes per row."""
+    def _linear(self, profile: StepProfile) -> _Linear:
+        """All phases of a profile."""
         names: list[str] = []
         stage_of, sizes = [], []
         for stage in self.stages:
-            for own, found in self._of_stage(stage):
+            for own, found in self._of_stage(stage, profile):
                 names += own
                 stage_of += [stage.index] * len(own)
                 sizes.append(found)
         both = np.concatenate(sizes)
-        return names, np.array(stage_of), both[..., 0], both[..., 1]
+        return _Linear(names, np.array(stage_of), both[..., 0], both[..., 1])
 
     # -- weights, gradients, optimizer states
 
-    def _of_stage(self, stage: Stage) -> Iterator[tuple[list[str], Array]]:
+    def _of_stage(self, stage: Stage, profile: StepProfile) -> Iterator[tuple[list[str], Array]]:
         """Names and `[C, P, 2]` bytes of a stage's phases: a constant, and bytes per row."""
         lasting = np.zeros((len(PARTS), 2))
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
         lasting[AT["parameters"], 0] = values * self.recipe.weight_size
+        lasting[AT["parameters"], 0] += profile.buffers * len(stage.layers) / len(self.architecture.layers)
         lasting[AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
         gradients = self._gradients(stage)
-        yield self._passes(stage, lasting, gradients)
+        yield self._passes(stage, profile, lasting, gradients)
         step = lasting + gradients
         step[AT["workspace"], 0] += self._step(stage)
         yield [_OPTIMIZER], step[None]
@@ -142,12 +163,14 @@ class FullTrainingMemory(StepMemory):
 
     # -- the forward and backward pass
 
-    def _passes(self, stage: Stage, lasting: Array, gradients: Array) -> tuple[list[str], Array]:
+    def _passes(
+        self, stage: Stage, profile: StepProfile, lasting: Array, gradients: Array
+    ) -> tuple[list[str], Array]:
         """Names and `[C, P, 2]` bytes of the samples of a stage's passes."""
-        samples = self._samples(stage)
+        samples = self._samples(stage, profile)
         found = np.repeat(lasting[None], len(samples.layer), axis=0)
-        rows = self._divided(samples.bytes) / [1, self._profile.length]
-        found[:, AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, samples.layer)
+        rows = self._divided(samples.bytes) / [1, profile.length]
+        found[:, AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, profile, samples.layer)
         found[:, AT["logits"]] += rows[:, LOGITS]
         found[:, AT["workspace"]] += rows[:, WORKSPACE]
         if self._gradients_stay:
@@ -161,9 +184,9 @@ class FullTrainingMemory(StepMemory):
             found[:, AT["communication"], 0] += brought * self.recipe.size
         return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 
-    def _samples(self, stage: Stage) -> Samples:
+    def _samples(self, stage: Stage, profile: StepProfile) -> Samples:
         """The samples of the profile that belong to a stage."""
-        samples = self._profile.samples
+        samples = profile.samples
         inside = (samples.layer >= stage.layers.start) & (samples.layer < stage.layers.stop)
         chosen = (samples.section == BACKWARD) & inside
         if stage.last:
@@ -172,12 +195,12 @@ class FullTrainingMemory(StepMemory):
             chosen |= samples.section == EMBEDDING
         return samples[chosen]
 
-    def _kept_below(self, stage: Stage, layer: npt.NDArray[np.int64]) -> Array:
+    def _kept_below(self, stage: Stage, profile: StepProfile, layer: npt.NDArray[np.int64]) -> Array:
         """`[N, 2]` bytes that a stage's layers below one keep, and all of them for other micro-batches in flight."""
-        kept = self._profile.kept
+        kept = profile.kept
         if self.method.recompute == "selective":
-            kept = kept - self._profile.scores
-        kept = self._divided(kept[:, None])[:, 0] / [1, self._profile.length]
+            kept = kept - profile.scores
+        kept = self._divided(kept[:, None])[:, 0] / [1, profile.length]
         below = np.concatenate([np.zeros((1, 2)), np.cumsum(kept, axis=0)])
         first, behind = stage.layers.start, stage.layers.stop
         others = in_flight(stage.count, self.method.micro_batches)[stage.index] - 1
@@ -197,7 +220,7 @@ class FullTrainingMemory(StepMemory):
         if tensor == 1 or self.method.sequence_parallel:
             return sizes / tensor
         # Inputs and outputs of two norms.
-        whole = 4 * self.architecture.hidden * self.recipe.size * self._profile.length
+        whole = 4 * self.architecture.hidden * self.recipe.size * self.recipe.length
         undivided = np.zeros_like(sizes)
         undivided[..., ACTIVATIONS, 1] = np.clip(sizes[..., ACTIVATIONS, 1], 0, whole)
         found: Array = undivided + (sizes - undivided) / tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +14,7 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage
-from megatron_mux.memory.step_profile import StepProfile
-
-Profiles = Callable[[bool], StepProfile]
-"""The profile of a full fine-tuning step, with all layers recomputed or without."""
+from megatron_mux.memory.step_profile import Profiles
 
 
 def step_memory(
@@ -37,7 +33,7 @@ def step_memory(
         return EngineStepMemory(architecture, recipe, method, **more)
     if profiles is None:
         raise ValueError("full fine-tuning is estimated from profiles of its step")
-    return FullTrainingMemory(architecture, recipe, method, profiles(method.recompute == "full"), **more)
+    return FullTrainingMemory(architecture, recipe, method, profiles, **more)
 
 
 class EngineStepMemory(StepMemory):

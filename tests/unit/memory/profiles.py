@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,15 @@ import numpy as np
 
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.question import Question
-from megatron_mux.memory.step_profile import BACKWARD, EMBEDDING, LOSS, Samples, StepProfile, StepProfiles
+from megatron_mux.memory.step_profile import (
+    BACKWARD,
+    EMBEDDING,
+    LOSS,
+    Profiles,
+    Samples,
+    StepProfile,
+    StepProfiles,
+)
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.memory.trace import depth
@@ -22,11 +30,11 @@ KEPT, TAKEN = 20, 4
 """Hidden states that a layer of a profile by hand keeps, and that its backward pass takes."""
 
 
-def by_hand(architecture: Architecture, length: int = 128, size: int = 2) -> Callable[[bool], StepProfile]:
+def by_hand(architecture: Architecture, length: int = 128, size: int = 2) -> Profiles:
     """Profiles whose layers keep `KEPT` hidden states, or one if they are recomputed."""
     layers, hidden = len(architecture.layers), float(architecture.hidden * size * length)
 
-    def of(recompute: bool) -> StepProfile:
+    def of(recompute: bool, single: bool) -> StepProfile:
         kept = np.zeros((layers, 2))
         kept[:, 1] = hidden * (1 if recompute else KEPT)
         count = layers + 2
@@ -40,7 +48,7 @@ def by_hand(architecture: Architecture, length: int = 128, size: int = 2) -> Cal
             np.linspace(0.0, 1.0, count),
             np.zeros(count),
         )
-        return StepProfile(length, kept, np.zeros((layers, 2)), samples)
+        return StepProfile(length, kept, np.zeros((layers, 2)), 0, samples)
 
     return of
 

@@ -45,8 +45,9 @@ WAYS = {
     "autocast, recomputed": (Options(optimizer="rmsprop", recompute=True), 48),
     "fp32, eager": (Options(precision="fp32", attention="eager"), 36),
 }
-CHOSEN = ("qwen3", "gemma2", "falcon", "bloom", "mixtral", "gptj")
-"""Families that closed forms were furthest from, and one of each way to compute attention and MLP."""
+CHOSEN = ("falcon", "gemma2", "gpt_bigcode", "bloom", "mixtral", "qwen3")
+"""One of each way to compute attention and MLP. Falcon copies the keys that its heads share, but not those of a single
+sequence; GPT-BigCode loads a mask beside its weights."""
 
 
 def memory(
@@ -60,9 +61,9 @@ def memory(
     """An estimate whose profile is traced here."""
     architecture = read_architecture(Skeleton(write(directory, config)))
     recipe = Recipe(length, options.precision, options.optimizer, options.master_weights, options.attention)
-    profile = profiles.traced(config, directory, length, options)(method.recompute == "full")
+    of = profiles.traced(config, directory, length, options)
     gpu = known(options.device).gpu
-    return FullTrainingMemory(architecture, recipe, method, profile, gpu=gpu, bare=bare)
+    return FullTrainingMemory(architecture, recipe, method, of, gpu=gpu, bare=bare)
 
 
 def held(found: FullTrainingMemory, rows: int) -> int:
@@ -84,7 +85,7 @@ def test_peaks_of_families(number: int, tmp_path: Path) -> None:
     )  # fmt: skip
     skeleton = Skeleton(tmp_path)
     peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size
-    assert held(found, batch * length) == pytest.approx(peak, rel=0.03)
+    assert held(found, batch * length) == pytest.approx(peak, rel=0.002)
 
 
 def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path: Path) -> None:
