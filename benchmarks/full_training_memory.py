@@ -1,6 +1,6 @@
 """The peak memory of full fine-tuning as `--method ours` estimates it, against full-depth traces, family by family.
 
-python benchmarks/full_training_memory.py                                           # ten minutes
+python benchmarks/full_training_memory.py                                           # twenty minutes
 python benchmarks/full_training_memory.py --families llama gemma2
 python benchmarks/full_training_memory.py --output benchmarks/results/full-training-memory.json
 

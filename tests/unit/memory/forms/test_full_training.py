@@ -146,18 +146,18 @@ def test_peaks_in_attention(device: str, tmp_path: Path) -> None:
     config = {**WIDE_LLAMA, "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64}
     options = Options(device, "fp16" if device == "V100" else "bf16", False, "sgd", recompute=True)
     method = Method(recompute="full")
-    found = memory(config, tmp_path, 1024, options, method)
+    found = memory(config, tmp_path, 512, options, method)
     skeleton = Skeleton(tmp_path)
-    peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 1024, 5))).size
-    assert held(found, 5 * 1024) == pytest.approx(peak, rel=0.01)
+    peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 512, 5))).size
+    assert held(found, 5 * 512) == pytest.approx(peak, rel=0.01)
 
 
 def test_attention_that_is_recomputed_keeps_no_scores(tmp_path: Path) -> None:
     options = Options(attention="eager", master_weights=False)
     none, selective = (
-        memory(WIDE_LLAMA, tmp_path, 1024, options, Method(recompute=recompute))
+        memory(WIDE_LLAMA, tmp_path, 512, options, Method(recompute=recompute))
         for recompute in ("none", "selective")
     )
-    scores = 4 * 8 * 1024 * (4 + 2)  # of four layers and eight heads: probabilities in fp32, and rounded
+    scores = 4 * 8 * 512 * (4 + 2)  # of four layers and eight heads: probabilities in fp32, and rounded
     saved = (held(none, 64 << 10) - held(selective, 64 << 10)) / (64 << 10)
     assert 0.7 * scores < saved <= scores
