@@ -131,7 +131,7 @@ def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> di
 
 
 def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Profile:
-    """Load this device's profile, or measure and save it if there is none.
+    """Load this device's profile, or measure and save it if there is none or it is to be measured anew.
 
     All ranks use the profile of rank 0, so that they make the same plans.
     """
@@ -147,6 +147,31 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
     shared = [profile]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+class MachineSpeed:
+    """Times the same products again and again: how fast the machine is at the moment.
+
+    Args:
+        parallel: All ranks compute at the same time.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self.parallel = parallel
+        device = parallel.device
+        # More weights than caches hold, so that memory counts as well as arithmetic.
+        self._weights = [torch.randn(1024, 4096, device=device) for _ in range(16)]
+        self._rows = torch.randn(64, 1024, device=device)
+
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        self.parallel.most([0.0])  # a barrier
+        start = time.perf_counter()
+        for weight in self._weights * 2:
+            self._rows @ weight
+        if self.parallel.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.parallel.most([time.perf_counter() - start])[0]
 
 
 def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:

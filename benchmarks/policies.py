@@ -8,6 +8,9 @@ The task sets are made of random sequences and adapters of mixed kinds; none of 
 on. In each round every policy takes one step of every task, on a pipeline several without a flush, in turns; a plan
 that is the same as another's is measured once, and a policy that is far from the fastest in one round only. "serial" is
 one task at a time, summed.
+
+A shared machine may be faster or slower than when the profile was measured. Therefore the same products are timed
+beside the profile and in each round, and errors are given twice: as they are, and with the machine's speed taken out.
 """
 
 from __future__ import annotations
@@ -57,7 +60,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, help="default: 5; on two stages 3")
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
-    parser.add_argument("--measure", action="store_true", help="measure the profile anew")
     add_worker_flag(parser)
     add_output(parser)
     return parser.parse_args(argv)
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
-    flags = ("--stages", "--rounds", "--sets", "--device", "--backbone", "--measure")
+    flags = ("--stages", "--rounds", "--sets", "--device", "--backbone")
     alone = arguments.stages == 1
     result = measure(arguments) if alone else run_in_processes(arguments, 2, __file__, flags, measure)
     if result is not None:
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import QUICKSTART, environment, load_or_measure_profile, random_backbone
+    from engine_bench import QUICKSTART, MachineSpeed, environment, load_or_measure_profile, random_backbone
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -97,7 +99,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if path is None:
         path = random_backbone("mid", dtype, parallel.rank) if pipeline else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
-    profile = load_or_measure_profile(backbone, arguments.measure)
+    speed = MachineSpeed(parallel)
+    reference = [speed.seconds() for _ in range(3)]
+    profile = load_or_measure_profile(backbone, remeasure=True)
+    reference += [speed.seconds() for _ in range(3)]
     result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
     result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
@@ -106,7 +111,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     parallel = initialize(pipeline_parallel=arguments.stages, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(path, parallel, context, seed, chosen, rounds)
+        found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
+        found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
         result["sets"].append(found)
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
@@ -114,7 +120,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _one_set(
-    path: Path, parallel: Any, context: Any, seed: int, chosen: tuple[int, int, int, int], rounds: int
+    path: Path,
+    parallel: Any,
+    context: Any,
+    seed: int,
+    chosen: tuple[int, int, int, int],
+    rounds: int,
+    speed: Any,
 ) -> dict[str, Any]:
     from engine_bench import make_bench_on_stages, random_tasks
 
@@ -130,30 +142,28 @@ def _one_set(
             "temporal": [planner.fixed("temporal", loads)],
             "auto": [auto],
         }
-        same = [
-            name
-            for name, (plan, *more) in plans.items()
-            if name != "auto" and not more and plan.buckets == auto.buckets
-        ]
-        if same:
-            del plans["auto"]
+        # A plan that is the same as another's is measured once, and both have its seconds.
+        first: dict[str, str] = {}
+        for name, made in plans.items():
+            buckets = [plan.buckets for plan in made]
+            first[name] = next(n for n in plans if [plan.buckets for plan in plans[n]] == buckets)
+        same = [name for name in plans if name != "auto" and first[name] == first["auto"]]
+        plans = {name: made for name, made in plans.items() if first[name] == name}
         warm = {name: bench.seconds(made) for name, made in plans.items()}
         near = [name for name in plans if warm[name] <= FAR * min(warm.values())]
         taken: dict[str, list[float]] = {name: [] for name in plans}
+        reference = []
         for turn in range(rounds):
+            reference.append(speed.seconds())
             names = near if turn else list(plans)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 taken[name].append(bench.seconds(plans[name], steps))
     finally:
         bench.close()
-    measured = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    if same:
-        measured["auto"] = measured[same[0]]
+    measured = {name: statistics.median(taken[alike]) for name, alike in first.items()}
     best = min(("serial", "spatial", "temporal"), key=lambda name: measured[name])
     # Rounds are compared with each other: what the machine does meanwhile hits both.
-    ratio = statistics.median(
-        a / b for a, b in zip(taken[same[0] if same else "auto"], taken[best], strict=False)
-    )
+    ratio = statistics.median(a / b for a, b in zip(taken[first["auto"]], taken[first[best]], strict=False))
     return {
         "tasks": len(specs),
         "max_lengths": [spec.data.max_length for spec in specs],
@@ -165,15 +175,18 @@ def _one_set(
         "predicted": {**planner.compare(loads).alternatives, "auto": auto.predicted_latency_s},
         "best": best,
         "auto_against_best": ratio,
+        "reference": statistics.median(reference),
     }
 
 
-def errors(result: dict[str, Any]) -> dict[str, list[float]]:
-    """Relative error of every prediction, by policy."""
+def errors(result: dict[str, Any], at_equal_speed: bool = False) -> dict[str, list[float]]:
+    """Relative error of every prediction, by policy; `at_equal_speed`: with the machine's speed taken out."""
     found: dict[str, list[float]] = {}
     for one in result["sets"]:
+        factor = one["slower_than_profile"] if at_equal_speed else 1.0
         for name, seconds in one["measured"].items():
-            found.setdefault(name, []).append(one["predicted"][name] / seconds - 1)
+            found.setdefault(name, []).append(one["predicted"][name] * factor / seconds - 1)
+    found["all"] = [e for own in found.values() for e in own]
     return found
 
 
@@ -191,21 +204,25 @@ def markdown(result: dict[str, Any]) -> str:
         span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
         same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
         seconds = [f"{one['measured'][name]:.3f}" for name in ("serial", "spatial", "temporal", "auto")]
-        rows.append((one["tasks"], span, one["tokens"], *seconds, same, f"{one['auto_against_best']:.3f}"))
+        ratios = (f"{one['auto_against_best']:.3f}", f"{one['slower_than_profile']:.2f}")
+        rows.append((one["tasks"], span, one["tokens"], *seconds, same, *ratios))
     lines += table(
-        "tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best",
+        "tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best | "
+        "machine slower than at the profile",
         rows,
     )
     worst = max(one["auto_against_best"] for one in result["sets"])
     lines += ["", f"Worst auto / best: **{worst:.3f}** (limit {LIMIT}).", ""]
-    found = errors(result)
-    found["all"] = [e for own in found.values() for e in own]
     rows = []
-    for name, own in found.items():
-        off = [abs(e) for e in own]
-        middle = f"{1 + statistics.median(own):.3f}"
-        rows.append((name, middle, f"{statistics.median(off):.1%}", f"{max(off):.1%}"))
-    lines += table("policy | predicted / measured: median | median error | worst error", rows)
+    equal = errors(result, at_equal_speed=True)
+    for name, own in errors(result).items():
+        off, off_equal = [abs(e) for e in own], [abs(e) for e in equal[name]]
+        shown = (f"{statistics.median(off):.1%}", f"{max(off):.1%}", f"{statistics.median(off_equal):.1%}")
+        rows.append((name, f"{1 + statistics.median(own):.3f}", *shown, f"{max(off_equal):.1%}"))
+    lines += table(
+        "policy | predicted / measured: median | median error | worst error | median error at equal speed | worst",
+        rows,
+    )
     if off := [abs(_apart(one)) for one in result["sets"] if not one["same_as"]]:
         said = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at worst"
         lines += ["", f"Predictions of `auto` and of the best plain policy err differently by {said}."]
