@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run.
 
     Returns:
-        Exit status: 0, or 2 if the input is wrong. One process prints the error; the others exit silently.
+        Exit status: 0; 2 if the input is wrong (one process prints the error, the others exit silently); 130 after an
+        interrupt while no task was training.
     """
     with ExitStack() as cleanup:
         try:
@@ -35,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if told_elsewhere(error):
                 return 2
             raise
+        except KeyboardInterrupt:  # while tasks train, the loop takes signals: it saves first
+            if os.environ.get("RANK", "0") == "0":
+                print("pretrain_mux.py: interrupted: no task was training", file=sys.stderr)
+            return 130
     return 0
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -315,6 +316,16 @@ def refuse_used(directory: Path) -> None:
             f"--save {directory}: holds checkpoints of a run already: continue it with --load {directory}, or choose "
             "another directory."
         )
+
+
+def prepare(directory: Path) -> str:
+    """Make a run's directory and try to write there; returns the problem, if any."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f"--save {directory}: cannot be written: {error.strerror or error}: choose another directory"
 
 
 def _manifests(directory: Path) -> list[tuple[int, Path]]:

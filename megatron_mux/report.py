@@ -140,13 +140,29 @@ class Reporter:
         """Print a line as it is: names that users chose may look like markup."""
         self.console.print(text, markup=False, style=style)
 
-    def schedule(self, actions: Sequence[TimedAction], title: str, ranks: int) -> None:
-        """Write `schedule.svg` and `schedule.json` of the actions that were timed on the ranks of a pipeline."""
+    def stopped(self, advice: str) -> None:
+        """Report that a signal stopped the run, and so every task that is not done; `advice` is how to continue."""
+        self.say(f"stopped by a signal: {advice}")
+        for task in self.history.values():
+            if task.status in ("running", "waiting"):
+                task.status = "stopped"
+
+    def schedule(
+        self, actions: Sequence[TimedAction], title: str, ranks: int, plan: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write `schedule.svg` and `schedule.json`.
+
+        Args:
+            actions: What was timed on the ranks of a pipeline.
+            title: Heading of the picture.
+            ranks: Number of these ranks.
+            plan: What the actions followed.
+        """
         if self.directory is None or not actions:
             return
         try:
             write_atomically(self.directory / "schedule.svg", to_svg(actions, title, ranks=ranks))
-            write_atomically(self.directory / "schedule.json", to_trace(actions, ranks=ranks))
+            write_atomically(self.directory / "schedule.json", to_trace(actions, ranks, plan))
         except OSError as error:  # a picture is not worth a run
             self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 
@@ -161,6 +177,8 @@ class Reporter:
             self._live.stop()
         elif self.history:
             self.console.print(self._table())
+        if self.directory is not None and self.history:
+            self.say(f"adapters: {self.directory / 'TASK' / 'checkpoint-STEP'}")
         self.release()
         if self.problem:
             raise UserError(self.problem)

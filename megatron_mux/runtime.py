@@ -250,7 +250,8 @@ def _check_sizes(world_size: int, tensor: int, pipeline: int, sequence_parallel:
     if not problems and world_size % (tensor * pipeline):
         problems.append(
             f"{world_size} process{'es' * (world_size > 1)} cannot be divided into models of tensor parallel size "
-            f"{tensor} x pipeline parallel size {pipeline}: start a multiple of {tensor * pipeline} processes."
+            f"{tensor} x pipeline parallel size {pipeline}: start a multiple of {tensor * pipeline} processes "
+            f"(torchrun --nproc-per-node {tensor * pipeline})."
         )
     if not problems and sequence_parallel and tensor == 1:
         problems.append("Sequence parallelism needs a tensor parallel size of at least 2.")

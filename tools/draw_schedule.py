@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.check import read_plan
     from megatron_mux.pipeline.draw import to_svg, to_trace
 
-    plan = read_plan(plan_file)
+    plan = None if arguments.run is None or trace_file is None else timed_plan(trace_file)
+    if plan is None:
+        plan = read_plan(plan_file)
     if not plan.buckets:
         raise UserError(f"{plan_file}: has no buckets, so there is nothing to draw: {_HOW_TO_PLAN}")
     schedules: dict[str, Sequence[TimedAction]] = {}
@@ -158,6 +160,26 @@ def measured(file: Path, plan: Plan) -> list[TimedAction]:
             f"{file}: has {stages} stage(s), but the plan has {plan.stages}: they belong to different runs"
         )
     return found
+
+
+def timed_plan(file: Path) -> Plan | None:
+    """Read the plan that the timed steps of a run followed: plan.json is its last one, often with fewer tasks.
+
+    Returns:
+        None if `file` cannot be read or has no plan.
+
+    Raises:
+        UserError: The plan is of an earlier format.
+    """
+    from megatron_mux.fusion.plan import Plan
+
+    try:
+        plan = json.loads(file.read_text()).get("plan")
+        return None if plan is None else Plan.from_json(plan)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    except UserError as error:
+        raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
 
 
 def steps_of(actions: Sequence[TimedAction], plan: Plan) -> int:

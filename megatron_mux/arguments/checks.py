@@ -45,7 +45,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
     if arguments.mux_tasks is None and arguments.mux_watch is None:
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
-        problems.append(f"--mux-tasks {arguments.mux_tasks}: no such file")
+        problems.append(f"--mux-tasks {arguments.mux_tasks}: {_no_file(arguments.mux_tasks)}")
     problems += _stages(arguments)
     problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
@@ -112,7 +112,7 @@ def _planning(arguments: MuxArguments) -> list[str]:
     problems = []
     if arguments.mux_plan is not None:
         if not os.path.isfile(arguments.mux_plan):
-            problems.append(f"--mux-plan {arguments.mux_plan}: no such file")
+            problems.append(f"--mux-plan {arguments.mux_plan}: {_no_file(arguments.mux_plan)}")
         if arguments.mux_policy != "auto":
             problems.append(
                 f"--mux-policy {arguments.mux_policy}: the plan file already sets the policy: remove it"
@@ -128,6 +128,10 @@ def _planning(arguments: MuxArguments) -> list[str]:
             f"--mux-memory-limit: --mux-policy {arguments.mux_policy} does not respect it: use --mux-policy auto"
         )
     return problems
+
+
+def _no_file(path: Path) -> str:
+    return "is a directory, not a file" if os.path.isdir(path) else "no such file"
 
 
 def _not_a_run(directory: Path) -> list[str]:

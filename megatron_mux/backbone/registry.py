@@ -114,6 +114,10 @@ def _read_config(path: Path) -> BackboneShape:
     if not path.is_dir():
         raise UserError(f"The backbone {path} is not a directory.")
     refuse_megatron(path)
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"The backbone {path} holds no config.json: give the directory of a Hugging Face model."
+        )
     return _read_file(path / "config.json")
 
 

@@ -63,7 +63,7 @@ def parse_record(line: bytes) -> Record | None:
     if not line.strip():
         return None
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8").rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:
@@ -110,7 +110,7 @@ def _shape(value: dict[str, Any]) -> Record:
     found = ", ".join(map(repr, value)) or "nothing"
     if len(found) > _LONGEST_KEYS:
         found = found[: _LONGEST_KEYS - 3] + "..."
-    raise BadRecordError(f"no known shape: its keys must be {_SHAPES}, got {found}")
+    raise BadRecordError(f"no known form: its keys must be {_SHAPES}, got {found}")
 
 
 def _text(value: dict[str, Any], key: str) -> str:

@@ -267,7 +267,7 @@ def _shade(colour: str, brightness: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def to_trace(actions: Schedules, ranks: int = 0) -> str:
+def to_trace(actions: Schedules, ranks: int = 0, plan: Mapping[str, Any] | None = None) -> str:
     """Write a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
 
     Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule. A slice's
@@ -276,6 +276,7 @@ def to_trace(actions: Schedules, ranks: int = 0) -> str:
     Args:
         actions: One schedule, or several by name.
         ranks: Number of ranks; 0 for one per stage.
+        plan: The plan that the actions followed, kept as it is for whoever reads the file.
 
     Returns:
         JSON text.
@@ -307,7 +308,8 @@ def to_trace(actions: Schedules, ranks: int = 0) -> str:
                 "args": told,
             }
             events.append(event)
-    return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}) + "\n"
+    also = {} if plan is None else {"plan": plan}
+    return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms", **also}) + "\n"
 
 
 def from_trace(text: str) -> dict[str, list[TimedAction]]:

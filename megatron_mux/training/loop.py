@@ -48,6 +48,7 @@ class Loop:
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
     _plan: Plan | None = None
+    _timed_plan: Plan | None = None
     _tokenising: bool = False
 
     def __post_init__(self, info: BackboneInfo, files: DataFiles) -> None:
@@ -76,9 +77,10 @@ class Loop:
 
     def run(self) -> None:
         """Train until every task is done and, with a watched directory, until that holds a file named STOP."""
-        directory = self.arguments.mux_watch
-        watched = None if directory is None else WatchedDirectory(directory, self.parallel)
-        while not self._agreed_to_stop():
+        watch = self.arguments.mux_watch
+        watched = None if watch is None else WatchedDirectory(watch, self.parallel)
+        idle = False
+        while not (stopped := self._agreed_to_stop()):
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
@@ -89,24 +91,36 @@ class Loop:
                     continue  # whoever had its turn was refused
                 if stop_when_done:
                     break
+                if not (idle or self.registry.tokenising):
+                    self.reporter.say(
+                        f"nothing to train: waiting for task files in {watch} (a file STOP ends the run)"
+                    )
+                    idle = True
                 time.sleep(_IDLE_SECONDS)
                 continue
+            idle = False
             self._advance()
-        else:
-            saved = "nothing" if self.arguments.save is None else "where every task stands"
-            self.reporter.say(f"stopping: {saved} is saved")
+        directory = self.arguments.load
         if self._step_loop.steps or self.manifest is None:
             self._save()
             self._draw()
+            directory = self.arguments.save
+        if stopped:
+            advice = "nothing is saved without --save"
+            if directory is not None:
+                advice = f"every task is saved: continue with --load {directory}"
+            self.reporter.stopped(advice)
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then evaluate and save what is due."""
         steps = self._step_loop.run_burst(self.engine.steps, self._due())
         self.parallel.heartbeat.at("reporting")
+        self._plan = self.engine.last_plan or self._plan
+        if self._step_loop.has_timed:
+            self._timed_plan = self._plan
         if self._step_loop.is_time_to_draw:
             self._draw()
-        self._plan = self.engine.last_plan or self._plan
         while self.engine.planning.news:
             self.reporter.say(self.engine.planning.news.pop(0))
         last: dict[str, StepResult] = {}
@@ -227,7 +241,8 @@ class Loop:
         first, last = self._step_loop.timed_steps
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
-        self.reporter.schedule(everything, title, self.parallel.pp_size)
+        plan = None if self._timed_plan is None else self._timed_plan.to_json()
+        self.reporter.schedule(everything, title, self.parallel.pp_size, plan)
 
     def _agreed_to_stop(self) -> bool:
         """Compare notes with the other ranks: whether one was told to stop, or still waits for data to be tokenised.

@@ -16,6 +16,7 @@ from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
@@ -59,6 +60,8 @@ def run(arguments: MuxArguments) -> None:
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
         with local_leader_first():
             tasks = open_tasks(specs, info, files, reporter.say, resumed)
+        if save is None:
+            reporter.say("no --save: the adapters will be lost when the run ends")
         parallel = initialize(
             arguments.tensor_model_parallel_size,
             arguments.pipeline_model_parallel_size,
@@ -69,6 +72,7 @@ def run(arguments: MuxArguments) -> None:
         arguments.check_device(parallel.device.type)
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+            raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
             engine = Engine(_load_backbone(arguments, parallel, planning, reporter), parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             loop.registry.register(tasks)

@@ -88,6 +88,11 @@ class StepLoop:
         return results
 
     @property
+    def has_timed(self) -> bool:
+        """Whether the last burst was timed."""
+        return self._bursts <= _TIMED_BURSTS
+
+    @property
     def is_time_to_draw(self) -> bool:
         """Whether the last burst was the one that the picture shows."""
         return self._bursts == _TIMED_BURSTS

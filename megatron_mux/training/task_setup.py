@@ -76,7 +76,10 @@ def _changed(entry: SavedTask, spec: TaskSpec) -> str:
     if not differences:
         return ""
     what = "; ".join(differences)
-    return f"task {spec.name!r} is not as it was saved ({what}): restore it, or give it a new name"
+    return (
+        f"task {spec.name!r} is not as it was saved ({what}): set that back, or give the task a new name "
+        "(adapter_name_or_path starts it from a checkpoint)"
+    )
 
 
 def open_tasks(

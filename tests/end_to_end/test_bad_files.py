@@ -86,6 +86,11 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
+def test_saving_where_nothing_can_be_written(workplace: Workplace, server: Server) -> None:
+    (found,) = complaints(server, workplace.arguments("--save", "/proc/nowhere"))
+    assert found.startswith("--save /proc/nowhere: cannot be written")
+
+
 def test_saving_onto_a_run(workplace: Workplace, finished: Path, server: Server) -> None:
     before = content(finished)
     found = complaints(server, workplace.arguments("--save", finished))

@@ -87,7 +87,7 @@ MISTAKES: dict[str, Mistake] = {
     "a directory for a data file": Mistake(_set("lora", "data", "path", "backbone"), ["lora", "backbone"]),
     "a broken line": Mistake(_records("broken.jsonl", GOOD, '{"prompt": "w1', GOOD), ["broken.jsonl", "2"]),
     "a line that is no object": Mistake(_records("list.jsonl", GOOD, "[1, 2]"), ["list.jsonl", "2"]),
-    "a record of no known shape": Mistake(
+    "a record of no known form": Mistake(
         _records("shape.jsonl", GOOD, {"question": "w1"}), ["shape.jsonl", "2"]
     ),
     "a number for a text": Mistake(_records("number.jsonl", {"text": 5}), ["number.jsonl", "1"]),

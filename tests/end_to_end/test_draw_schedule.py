@@ -145,6 +145,16 @@ def test_tasks_that_came_or_went_are_named(
     assert plan_lacks.endswith("has tasks that the plan lacks: new") and trace_lacks.endswith("plan: b")
 
 
+def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
+    draw: Call, tool: ModuleType, tmp_path: Path
+) -> None:
+    last = replace(PLAN, buckets=PLAN.buckets[:1])
+    (tmp_path / "plan.json").write_text(dumps(last))
+    (tmp_path / "schedule.json").write_text(to_trace(slower(tool, 2.0), plan=PLAN.to_json()))
+    status, output, errors = draw("--run", tmp_path)
+    assert status == 0 and not errors and "2.00x the predicted one" in output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -78,7 +78,7 @@ def test_a_run_that_ends_while_data_are_tokenised_is_continued(server: Server, t
         return ran.stdout
 
     said = run("first")
-    assert "joins.yaml left before its data were tokenised" in said and "stopping" in said
+    assert "joins.yaml left before its data were tokenised" in said and "stopped by a signal" in said
     children = {int(line.split()[1]) for line in said.splitlines() if line.startswith("child ")}
     assert len(children) == 2 and not any(Path(f"/proc/{child}").exists() for child in children)
     said = run("second", "--load", str(tmp_path / "run"))

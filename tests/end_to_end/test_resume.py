@@ -196,6 +196,7 @@ def test_asked_to_stop_it_saves_and_leaves(
         signal_number=number,
     )
     assert run.status == 0, run.errors
+    assert f"stopped by a signal: every task is saved: continue with --load {directory}" in run.output
     (saved,) = directory.glob("lora/checkpoint-*")
     assert 20 <= int(saved.name.split("-")[1]) < LONG
     resume(server, workplace, directory, "--save-interval", "100", tasks=file)

@@ -195,6 +195,7 @@ def test_everything_given() -> None:
         ("--mux-watch nowhere", "--mux-watch nowhere: no such directory"),
         ("--backbone nowhere", "--backbone nowhere: no such directory"),
         ("--mux-tasks nowhere", "--mux-tasks nowhere: no such file"),
+        ("--mux-tasks model", "--mux-tasks model: is a directory"),
     ],
 )
 def test_what_is_refused_and_how(words: str, said: str) -> None:

@@ -48,6 +48,7 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
     ("line", "said"),
     [
         (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter (column 13)"),
+        (b'{"text": "a"\r\n', "(column 13)"),
         (b'{"text": "\xe9"}', "not UTF-8 text (byte 10 of the line)"),
         (b"[" * 100_000, "nested too deeply"),
         (b"9" * 5000, "not valid JSON"),
@@ -55,8 +56,8 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
         (b"null", "holds a JSON null"),
         (b'{"text": 3}', '"text" must be text, got a JSON number'),
         (b'{"prompt": "a", "completion": ["b"]}', '"completion" must be text, got a JSON array'),
-        (b'{"prompt": "a"}', "no known shape"),
-        (b'{"prompt": "a", "completion": "b", "text": "c"}', "no known shape"),
+        (b'{"prompt": "a"}', "no known form"),
+        (b'{"prompt": "a", "completion": "b", "text": "c"}', "no known form"),
         (b"{}", "got nothing"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
         (b'{"messages": []}', "at least one message"),

@@ -34,7 +34,7 @@ def test_one_process_is_a_whole_world() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"tensor_parallel": 2}, "start a multiple of 2"),
+        ({"tensor_parallel": 2}, "torchrun --nproc-per-node 2"),
         ({"pipeline_parallel": 3}, "start a multiple of 3"),
         ({"tensor_parallel": 0}, "tensor parallel size must be at least 1"),
         ({"pipeline_parallel": -1}, "pipeline parallel size must be at least 1"),
