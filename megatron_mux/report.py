@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from megatron_mux.checkpoint import Manifest
+from megatron_mux.console import make_console
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg, to_trace
 
-# Columns of a table that goes into a file or a pipe.
-_FILE_WIDTH = 140
 _HEADINGS = (
     "task",
     "adapter",
@@ -72,9 +70,7 @@ class Reporter:
         self.directory = None if silent else directory
         self.log_interval = log_interval
         self.silent = silent
-        self.console = Console(quiet=silent, soft_wrap=True, highlight=False)
-        if not self.console.is_terminal:
-            self.console = Console(quiet=silent, soft_wrap=True, highlight=False, width=_FILE_WIDTH)
+        self.console = make_console(quiet=silent, soft_wrap=True, highlight=False)
         self.history: dict[str, TaskHistory] = {}
         self.problem = ""
         self._files: dict[str, IO[str]] = {}

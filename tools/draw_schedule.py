@@ -231,8 +231,9 @@ def _write(flag: str, file: Path, text: str) -> None:
 
 def _print(found: Mapping[str, Any]) -> None:
     """Print the figures as a table, and the predicted next to the measured latency."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megatron_mux.console import make_console
 
     names = [name for name in ("simulated", "measured") if f"{name}_latency_s" in found]
     table = Table(title=f"{found['steps']} step(s) of the pipeline")
@@ -243,7 +244,7 @@ def _print(found: Mapping[str, Any]) -> None:
     for row in found["stages"]:
         cells = [(f"{row[name]['busy_s']:.4g}", f"{row[name]['bubble']:.1%}") for name in names]
         table.add_row(str(row["stage"]), *(text for pair in cells for text in pair))
-    console = Console()
+    console = make_console()
     console.print(table)
     simulated, own = found["simulated_latency_s"], found["predicted_latency_s"]
     whole = (

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -158,9 +159,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     console = None
     if not arguments.json:
-        from rich.console import Console
+        from megatron_mux.console import make_console
 
-        console = Console()
+        console = make_console()
     if arguments.method == "dry-run":
         _dry_run(arguments, console, start)
         return
@@ -282,10 +283,10 @@ def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
 def _command(arguments: argparse.Namespace, question: Question) -> str:
     """Return the start of the command that trains the task file; DIR where the backbone's directory is unknown."""
     config = question.skeleton.path
-    backbone = config.parent if config.name == "config.json" else "DIR"
+    backbone = quote(str(config.parent)) if config.name == "config.json" else "DIR"
     return (
         f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
-        f"--mux-tasks {arguments.tasks}"
+        f"--mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR"
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -218,9 +219,9 @@ def flags(mesh: Mesh) -> str:
 def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
     """Return the command that runs the plan."""
     words = [
-        f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone {arguments.backbone}"
+        f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone",
+        f"{quote(str(arguments.backbone))} --mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR",
     ]
-    words.append(f"--mux-tasks {arguments.tasks}")
     if arguments.bf16:
         words.append("--bf16")
     if arguments.recompute_granularity:
@@ -230,7 +231,9 @@ def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
     if arguments.memory_limit:
         words.append(f"--mux-memory-limit {arguments.memory_limit}")
     words.append(
-        f"--mux-plan {arguments.output}" if arguments.output else "--mux-plan FILE (--output FILE writes it)"
+        f"--mux-plan {quote(str(arguments.output))}"
+        if arguments.output
+        else "--mux-plan FILE (--output FILE writes it)"
     )
     return " ".join(words)
 
@@ -251,10 +254,11 @@ def _say(text: str) -> None:
 
 def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], seconds: float) -> None:
     """Print the plan as tables."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from megatron_mux.console import make_console
+
+    console = make_console()
     layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
     table = Table(
         title=f"{plan.stages} stage(s){layers} x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)"
@@ -311,8 +315,9 @@ def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], se
 
 def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
     """Print all ways to divide the ranks, with their predictions."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megatron_mux.console import make_console
 
     table = Table(title="ways to divide the ranks")
     for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
@@ -329,7 +334,7 @@ def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
         )
     for mesh, why in refused.items():
         table.add_row(str(mesh.tensor), str(mesh.pipeline), str(mesh.data), "-", "-", f"does not fit: {why}")
-    Console().print(table)
+    make_console().print(table)
 
 
 if __name__ == "__main__":

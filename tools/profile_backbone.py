@@ -136,14 +136,15 @@ class _ProgressBar:
 
 def _print(profile: object, where: Path, seconds: float) -> None:
     """Print forward and backward milliseconds of each curve at four of its sizes."""
-    from rich.console import Console
     from rich.table import Table
 
+    from megatron_mux.console import make_console
     from megatron_mux.fusion.profile import Profile
 
     assert isinstance(profile, Profile)
     table = Table(title=f"{profile.source} on {profile.about['device']}, {profile.about['dtype']}")
-    for column in ("operator", "size: forward / backward ms", "", "", ""):
+    table.add_column("operator", no_wrap=True)
+    for column in ("size: forward / backward ms", "", "", ""):
         table.add_column(column)
     for name, curve in profile.curves.items():
         if name.startswith("utilisation"):
@@ -154,7 +155,7 @@ def _print(profile: object, where: Path, seconds: float) -> None:
             for i in chosen
         ]
         table.add_row(name, *cells)
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(
         f"{'measured in ' + format(seconds, '.0f') + ' s' if seconds else 'found an existing profile'}: {where}"

@@ -168,7 +168,7 @@ def test_fields_without_effect_are_let_through(copied: Made) -> None:
 
 def test_no_directory_no_config_broken_config(copied: Made, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere", "not a directory")
-    refused(tmp_path, "config.json", "cannot be read")
+    refused(tmp_path, "holds no config.json")
     path = copied("llama")
     (path / "config.json").write_text("{")
     refused(path, "config.json", "JSON")
