@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pretrain_mux
 from megatron_mux import errors
 from megatron_mux.errors import SharedError, UserError, failed_allocation, tell, told_elsewhere
 
@@ -111,3 +112,14 @@ def test_of_an_out_of_memory_error_the_allocation_is_said() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...\nmore")
     assert failed_allocation(error) == "Tried to allocate 2.00 GiB"
     assert failed_allocation(torch.OutOfMemoryError("nothing left")) == "nothing left"
+
+
+def test_an_interrupt_before_training_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain_mux, "parse_args", interrupted)
+    assert pretrain_mux.main([]) == 130
+    assert capsys.readouterr().err == "pretrain_mux.py: interrupted: no task was training\n"
