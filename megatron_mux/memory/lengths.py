@@ -55,7 +55,7 @@ class Length:
         Raises:
             UnlikeError, WorkerError, StreamError: See `BatchFamily.of`.
         """
-        batch = least_batch(replace(case, length=self.low))
+        batch = least_batch(replace(case, length=min(self.low, self.tokens)))
         return BatchFamily.of(replace(case, length=self.high, batch=batch), self)
 
     def __call__(self, cases: Sequence[Case]) -> list[Stream]:
