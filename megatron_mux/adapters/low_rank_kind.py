@@ -26,19 +26,24 @@ LOW_RANK_FIELDS: Mapping[str, PeftField] = {
         "only none is supported: the backbone is frozen, its biases too", ("none",), default="none"
     ),
 }
-"""Fields of peft's config classes of such kinds."""
+"""Fields of peft's config classes for both LoRA and VeRA."""
 
 
 class LowRankSpec(AdapterSpec):
-    """A kind that adds a product of rank `r` for each module that it targets."""
+    """A kind that adds a low-rank product for each module that it targets."""
 
-    dropout_field: ClassVar[str]
-    """The field with the dropout on the product's input."""
+    dropout_field: ClassVar[str | None] = None
+    """The field with the dropout on the product's input, if the kind has it."""
     sample_ranks: ClassVar[tuple[int, int]]
     """Ranks, of all modules of a BaseOp together, whose seconds are measured."""
 
     if TYPE_CHECKING:  # each kind has its own default
         r: int
+
+    @property
+    def rank(self) -> int:
+        """Rank of the product of one module; every figure of `work` and `kept` follows from it."""
+        return self.r
 
     @property
     def scale(self) -> float:
@@ -48,7 +53,7 @@ class LowRankSpec(AdapterSpec):
     @property
     def dropout(self) -> float:
         """Dropout on the product's input while training."""
-        return float(getattr(self, self.dropout_field))
+        return float(getattr(self, self.dropout_field)) if self.dropout_field else 0.0
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:
@@ -56,29 +61,34 @@ class LowRankSpec(AdapterSpec):
 
         def section(rank: int, dropout: float) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
             def make(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
-                fields: dict[str, Any] = {"target_modules": list(names), cls.dropout_field: dropout}
-                return cls(peft_type=cls.kind(), r=max(1, rank // len(names)), **fields)
+                fields: dict[str, Any] = {cls.dropout_field: dropout} if cls.dropout_field else {}
+                return cls.of_rank(max(1, rank // len(names)), target_modules=list(names), **fields)
 
             return make
 
         return [
             Sample(section(rank, dropout), pair="linear_qkv" if rank == cls.sample_ranks[0] else None)
-            for dropout in (0.0, 0.1)
+            for dropout in ((0.0, 0.1) if cls.dropout_field else (0.0,))
             for rank in cls.sample_ranks
         ]
 
+    @classmethod
+    def of_rank(cls, rank: int, **fields: Any) -> AdapterSpec:
+        """The section whose `rank` is this, or nearly."""
+        return cls(peft_type=cls.kind(), r=rank, **fields)
+
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""
-        return Curve(f"{self.peft_type}_DROPOUT" if self.dropout else self.peft_type, self.r * modules)
+        return Curve(f"{self.peft_type}_DROPOUT" if self.dropout else self.peft_type, self.rank * modules)
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
-        rank, inputs, outputs = self.r * place.modules, place.in_features, place.out_features
+        rank, inputs, outputs = self.rank * place.modules, place.in_features, place.out_features
         return Work(2 * rank * (inputs + outputs), (4 if self.dropout else 1) * inputs + 2 * outputs)
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
-        rank = self.r * place.modules
+        rank = self.rank * place.modules
         rows = [Row("low-rank product", "all", rank)]
         if self.dropout:
             inside: Where = "all" if place.column_parallel else "columns"

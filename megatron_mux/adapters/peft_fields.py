@@ -71,4 +71,4 @@ TUNER_FIELDS: Mapping[str, PeftField] = {
     # How the backbone stores its weights: peft corrects a wrong value, we know it from the backbone.
     **bookkeeping(fan_in_fan_out=False),
 }
-"""Fields of all of peft's config classes of kinds that target modules."""
+"""Fields of peft's config classes for LoRA, VeRA and IA3."""
