@@ -24,6 +24,7 @@ from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.pointwise import rotate
@@ -244,18 +245,24 @@ class Probes:
         found: list[Probe] = []
         for sample in adapter_samples():
             for op in sample.ops:
-                found += [self._adapted(sample, op, rows, tasks=1) for rows in self.coarse]
+                found += self._adapted(sample, op, self.coarse, tasks=1)
         for sample in adapter_samples():
             if sample.pair is not None:
-                rows_of_pairs = self.coarse[1:3] or self.coarse
-                found += [self._adapted(sample, sample.pair, rows, tasks=2) for rows in rows_of_pairs]
+                found += self._adapted(sample, sample.pair, self.coarse[1:3] or self.coarse, tasks=2)
         return found
 
-    def _adapted(self, sample: Sample, op: BaseOpName, rows: int, tasks: int) -> Probe:
+    def _adapted(self, sample: Sample, op: BaseOpName, rows: Sequence[int], tasks: int) -> list[Probe]:
         """A BaseOp with adapters of one kind: what it takes more than the BaseOp alone is theirs."""
+        section = sample.section(op, [path.rpartition(".")[2] for path in self.ops[op].parts])
+        try:
+            section.modules(self.backbone.shape)
+        except UserError:  # a kind that this backbone cannot have: no task has it
+            return []
+        return [self._adapted_by(section, op, count, tasks) for count in rows]
+
+    def _adapted_by(self, section: AdapterSpec, op: BaseOpName, rows: int, tasks: int) -> Probe:
         info = self.ops[op]
         host = Host([info], self.backbone.parallel, self.dtype, self.backbone.shape)
-        section = sample.section(op, [path.rpartition(".")[2] for path in info.parts])
         specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
         adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import EngineStepMemory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.stream.peak import peak_of
@@ -114,6 +117,21 @@ class Cell:
             }
         )
 
+    @cached_property
+    def shape(self) -> BackboneShape:
+        """The backbone's shape."""
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(self.config))
+            return read_shape(Path(directory))
+
+    @property
+    def exists(self) -> bool:
+        """Whether the kind can be had on the backbone."""
+        try:
+            return bool(self.task.adapter.modules(self.shape))
+        except UserError:
+            return False
+
     @property
     def sequences(self) -> int:
         """Of a micro-batch."""
@@ -121,9 +139,7 @@ class Cell:
 
     def forms(self) -> list[int]:
         """Bytes of each stage's tensors at its peak, by closed forms."""
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "config.json").write_text(json.dumps(self.config))
-            shape = read_shape(Path(directory))
+        shape = self.shape
         recipe = Recipe(
             LENGTH,
             "bf16" if _SIZES[self.dtype] == 2 else "fp32",
@@ -195,5 +211,6 @@ def all_cells(
     divisions: Sequence[str] = tuple(METHODS),
     dtype: Dtype = "bfloat16",
 ) -> list[Cell]:
-    """The whole matrix, or a part of it."""
-    return [Cell(f, k, d, dtype) for f in families for k in kinds for d in divisions]
+    """The whole matrix, or a part of it, without adapters that a family cannot have."""
+    every = [Cell(f, k, d, dtype) for f in families for k in kinds for d in divisions]
+    return [cell for cell in every if cell.exists]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_mux import runtime
+from megatron_mux.adapters.costs import Sample
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion import measure as module
+from megatron_mux.fusion import probes
 from megatron_mux.fusion.probes import SEGMENT, STACK
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.memory.forms.method import Method
+from tests.tiny_models import make
 from tests.unit.fusion import backbone
 
 LAYERS = 4
@@ -82,3 +89,21 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
         return model.hybrid((0,), 1).alone()
 
     assert seconds(found) == pytest.approx(seconds(device), rel=1e-6)
+
+
+def test_samples_of_every_kind_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a kind that the backbone cannot have."""
+    parallel = runtime.initialize(device="cpu")
+    try:
+        found = probes.Probes(Backbone.load(make(tmp_path, "llama"), parallel), 32)
+        made = found._adapters()
+        kinds = {probe.name.partition(":")[0].removesuffix("_DROPOUT") for probe in made}
+        assert kinds == {name for name, kind in KINDS.items() if kind.samples()}
+        for probe in made:
+            output, wanted = probe.make()()
+            torch.autograd.grad(output, wanted, torch.ones_like(output))
+        refused = Sample(KINDS["BOTTLENECK"].samples()[0].section, ("linear_qkv",))
+        monkeypatch.setattr(probes, "adapter_samples", lambda: [refused])
+        assert not found._adapters()
+    finally:
+        runtime.shutdown()
