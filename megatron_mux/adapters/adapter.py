@@ -195,7 +195,8 @@ class TaskAdapter(ABC):
         """Make a module's tensors, divided over tensor ranks as the section says."""
         made = []
         for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
-            index = None if tensor.dim is None else site.part.features if tensor.dim == 0 else site.inputs
+            held = site.part.features if site.info.column_parallel else site.inputs
+            index = None if tensor.dim is None else held
             made.append(self.make(tensor_key(site.path, name), tensor.dim, index))
         return made
 

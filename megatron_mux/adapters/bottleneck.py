@@ -76,7 +76,6 @@ class BottleneckSpec(AdapterSpec):
 
     run_time = Bottleneck
     in_peft = False
-    decisive = frozenset({"bottleneck_size", "non_linearity", "scaling"})
     refused = OUR_FIELDS
 
     def default_targets(self, shape: BackboneShape) -> list[str]:

@@ -108,7 +108,8 @@ class Kept:
         divided, whole: Values of its matrices as products take them, in the backbone's precision, made for each
             micro-batch: those that tensor ranks divide, and those that each has.
         copied_if_rounded: Whether these are made only if the backbone's precision is not the parameters'.
-        scratch: Values in fp32 that come and go with a pass, divided over tensor ranks.
+        scratch: Values in fp32 that come and go with a backward pass and with an optimizer step, divided over tensor
+            ranks.
         multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
             its backward pass has three such tensors at a time.
     """

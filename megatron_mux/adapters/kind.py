@@ -91,10 +91,7 @@ class AdapterSpec(Section, ABC):
     """Whether it changes its parameters between optimizer steps: see `TaskAdapter.after_step`."""
 
     free_with_weights: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may differ from those of the adapter that training starts from."""
-
-    decisive: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide what stored tensors mean: a task must agree in them with the adapter that it starts from."""
+    """Fields that may differ from those of the adapter that training starts from; in all others they must agree."""
 
     @classmethod
     def kind(cls) -> str:
@@ -133,16 +130,28 @@ class AdapterSpec(Section, ABC):
         return {}
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
-        """The tensors of a module, by the end of their key, which begins with the module's path."""
+        """The tensors of a module, by the end of their key, which begins with the module's path.
+
+        A dimension that tensor ranks divide is as long as the module's output if the module is column-parallel, and as
+        its input if not.
+        """
         return {}
 
     def tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
-        """Every tensor of the whole adapter, by its key in `adapter_model.safetensors`."""
-        return self.shared_tensors(shape) | {
-            tensor_key(module.path, name): tensor
-            for module in self.modules(shape)
-            for name, tensor in self.module_tensors(module, shape).items()
-        }
+        """Every tensor of the whole adapter, by its key in `adapter_model.safetensors`.
+
+        Raises:
+            ValueError: The kind divides a tensor otherwise than `module_tensors` allows.
+        """
+        found = dict(self.shared_tensors(shape))
+        for module in self.modules(shape):
+            width = module.out_features if module.column_parallel else module.in_features
+            for name, tensor in self.module_tensors(module, shape).items():
+                key = tensor_key(module.path, name)
+                if tensor.dim is not None and tensor.shape[tensor.dim] != width:
+                    raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
+                found[key] = tensor
+        return found
 
     def config(self, shape: BackboneShape) -> dict[str, Any]:
         """The content of `adapter_config.json`, keys in order: `all-linear` is spelled out."""

@@ -49,7 +49,6 @@ class LoraSpec(LowRankSpec):
     dropout_field = "lora_dropout"
     sample_ranks = (8, 64)
     free_with_weights = frozenset({"lora_dropout"})
-    decisive = frozenset({"r", "lora_alpha", "use_rslora"})
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
         **not_yet(None, "exclude_modules", "target_parameters", neutral=(None, [])),

@@ -35,8 +35,11 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
         raise UserError(f"{Path(directory) / CONFIG} is a {kind} adapter, the task asks for {spec.peft_type}")
     problems = [
         f"{Path(directory) / CONFIG} has {name} = {config[name]}, the task {getattr(spec, name)}: make them agree"
-        for name in sorted(spec.decisive)
-        if name in config and config[name] != getattr(spec, name)
+        for name in sorted(
+            type(spec).model_fields.keys() - AdapterSpec.model_fields.keys() - spec.free_with_weights
+        )
+        # Of modules, the tensors tell.
+        if name in config and not name.endswith("_modules") and config[name] != getattr(spec, name)
     ]
     if not problems:
         found = check_tensors(tensors, spec, shape)

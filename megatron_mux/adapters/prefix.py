@@ -85,7 +85,6 @@ class PrefixTuningSpec(AdapterSpec):
     """Length of the prefix."""
 
     run_time = PrefixTuning
-    decisive = frozenset({"num_virtual_tokens"})
     refused: ClassVar[Mapping[str, PeftField]] = {
         **COMMON_FIELDS,
         **not_yet(False, "prefix_projection"),

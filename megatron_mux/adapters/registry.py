@@ -15,18 +15,24 @@ _FILES = (
     "diff_pruning",
     "vera",
 )
-"""Each is a module of this room with a `KIND`."""
+"""Each is a module of this room with a `KIND`, its section's class."""
 
 
 def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:
     """Kinds by the one value that their `peft_type` takes.
 
     Raises:
-        ValueError: Two kinds take the same.
+        ValueError: Two kinds take the same, or one leaves out what every kind must say.
     """
     found: dict[str, type[AdapterSpec]] = {}
     for kind in kinds:
         name = kind.kind()
+        left_out = {
+            *kind.__abstractmethods__,
+            *(n for n in ("refused", "run_time") if not getattr(kind, n, None)),
+        }
+        if left_out:
+            raise ValueError(f"adapter kind {name} lacks {', '.join(sorted(left_out))}")
         if name in found:
             raise ValueError(f"two adapter kinds are called {name}: {found[name]} and {kind}")
         found[name] = kind

@@ -76,7 +76,6 @@ class VeraSpec(LowRankSpec):
     dropout_field = "vera_dropout"
     sample_ranks = (32, 256)
     free_with_weights = frozenset({"vera_dropout", "d_initial"})
-    decisive = frozenset({"r", "projection_prng_key", "save_projection"})
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
         "init_weights": PeftField(

@@ -31,8 +31,8 @@ class AdaptedOp:
 
     @property
     def first(self) -> First:
-        """Where gradients begin: at its BaseOp, or behind it for a prefix, which needs nothing of its BaseOp."""
-        return "core_attention" if self.op == "linear_qkv" and self.kept == Kept() else self.op
+        """Where gradients begin: at its BaseOp, or behind it for a prefix, which takes no time at its BaseOp."""
+        return "core_attention" if self.op == "linear_qkv" and self.curve is None else self.op
 
 
 def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, ...]:
