@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_mux.engine import Planning
 from megatron_mux.fusion.plan import Policy
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix, vera
+from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix, vera
 from tests.end_to_end.harness import Case, Trained, assert_close, random_records, train
 from tests.reference import plain, solo
 from tests.reference.loop import SoloResult
@@ -108,13 +109,9 @@ def test_lora_tasks_together_are_as_with_peft_alone(
         compare(together, alone(path, case), case)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_kinds_together_are_as_alone(
-    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
-) -> None:
-    targets, path = FAMILIES[family], path_of(family)
-    steps = STEPS if family == "llama" else FEWER
-    adapters = (
+def other_kinds(targets: Targets) -> list[dict[str, Any]]:
+    """Adapter sections of every kind."""
+    return [
         ia3(targets),
         prefix(5),
         bottleneck(targets.outputs, non_linearity="gelu", scaling=0.5),
@@ -123,7 +120,15 @@ def test_other_kinds_together_are_as_alone(
         bottleneck(targets.outputs[:1], size=5),
         vera("all-linear"),
         vera(targets.mixed, r=8, save_projection=False, projection_prng_key=3),
-    )
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_kinds_together_are_as_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    path, steps = path_of(family), STEPS if family == "llama" else FEWER
+    adapters = other_kinds(FAMILIES[family])
     cases = [make_case(i, path, adapter, steps) for i, adapter in enumerate(adapters)]
     together = train(backbone_of(family), parallel, cases, steps)
     for case in cases:

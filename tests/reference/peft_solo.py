@@ -1,4 +1,4 @@
-"""LoRA, IA3, prefix tuning and VeRA trained alone, with `transformers` and `peft` and nothing of ours."""
+"""The kinds that peft has, trained alone with `transformers` and `peft` and nothing of ours."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from .loop import Example, Recipe, SoloResult, accumulate, pad, train
-
-PEFT_KINDS = ("LORA", "IA3", "PREFIX_TUNING", "VERA")
 
 
 def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> nn.Module:

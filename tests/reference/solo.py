@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
 
 from . import peft_solo, plain
@@ -17,7 +18,7 @@ def random_adapter(
     path: Path | str, section: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """An adapter in which nothing is zero, by saved key."""
-    if section["peft_type"] in peft_solo.PEFT_KINDS:
+    if section["peft_type"] in PEFT_TYPE_TO_CONFIG_MAPPING:
         return peft_solo.random_adapter(path, section, seed, dtype)
     return plain.random_adapter(path, section, seed, dtype)
 
@@ -31,6 +32,6 @@ def train_solo(
     dtype: torch.dtype = torch.float32,
 ) -> SoloResult:
     """Train from `initial` on the examples of `steps`."""
-    if section["peft_type"] in peft_solo.PEFT_KINDS:
+    if section["peft_type"] in PEFT_TYPE_TO_CONFIG_MAPPING:
         return peft_solo.train_solo(path, section, training, steps, initial, dtype)
     return plain.train_solo(path, section, training, steps, initial, dtype)

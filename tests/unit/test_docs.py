@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
 from megatron_mux.arguments.parser import build_parser
 from megatron_mux.tasks import load_task_file
 from tests.end_to_end.workplace import TASKS, furnish
@@ -96,6 +98,14 @@ def test_the_table_of_floors_has_the_rooms_of_the_contract() -> None:
         contract[floor] = {room for room in rooms if not room.startswith("(")}  # those may be missing
     rows = re.findall(r"^\| (\d) \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     assert {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows} == contract
+
+
+def test_the_table_of_adapters_has_every_kind_and_field() -> None:
+    page = (ROOT / "docs/adapters.md").read_text()
+    rows = re.findall(r"^\| `([A-Z0-9_]+)`.*? \| (.*?) \|", page, re.MULTILINE)
+    found = {kind: re.findall(r"`(\w+)`", fields) for kind, fields in rows}
+    common = AdapterSpec.model_fields.keys()
+    assert found == {name: [f for f in kind.model_fields if f not in common] for name, kind in KINDS.items()}
 
 
 def test_every_tool_has_its_flags_documented() -> None:

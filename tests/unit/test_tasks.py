@@ -155,7 +155,7 @@ def test_an_adapter_to_start_from_brings_its_config(folder: Path) -> None:
         ({"use_dora": True}, {}, "has use_dora true, which is not supported yet"),
         ({"init_lora_weights": "pissa"}, {}, "has init_lora_weights 'pissa', which is not supported yet"),
         ({"new_in_peft_2": 3}, {}, "has new_in_peft_2 3, which is not supported yet"),
-        ({"peft_type": "LOHA"}, {}, "has peft_type 'LOHA', which is not supported"),
+        ({"peft_type": "NONE_OF_OURS"}, {}, "has peft_type 'NONE_OF_OURS', which is not supported"),
         ({"weights": False}, {}, "holds no adapter_model.safetensors"),
         ({}, {"adapter_name_or_path": "nowhere"}, "adapter.adapter_name_or_path: no such directory"),
         ({}, {"adapter_name_or_path": "data"}, "holds no adapter_config.json"),

@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from megatron_mux.adapters.bottleneck import BottleneckSpec
 from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.lora import LoraSpec
-from megatron_mux.adapters.registry import by_type
 from megatron_mux.adapters.targets import match_targets
 from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.errors import UserError
@@ -120,11 +119,3 @@ def test_module_widths_are_those_of_transformers(family: str, shape_of: ShapeOf)
         weight = seen[module.path].weight
         rows, columns = reversed(weight.shape) if isinstance(seen[module.path], Conv1D) else weight.shape
         assert (module.out_features, module.in_features) == (rows, columns), module.path
-
-
-def test_the_registry_refuses_two_kinds_of_one_name() -> None:
-    class Again(LoraSpec):
-        """Another LoRA."""
-
-    with pytest.raises(ValueError, match="two adapter kinds are called LORA"):
-        by_type([LoraSpec, IA3Spec, Again])

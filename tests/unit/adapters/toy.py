@@ -297,6 +297,7 @@ class Reference:
             inner = F.relu(inner) if adapter.non_linearity == "relu" else F.gelu(inner)
             up: Tensor = inner @ named["adapter_up.weight"].T + named["adapter_up.bias"]
             return y + float(adapter.scaling) * up
+        assert adapter.peft_type == "DIFF_PRUNING", f"no formula of {adapter.peft_type} here yet"
         return F.linear(x, weight + self.difference(path, named), bias)
 
     def keep(self, path: str, width: int) -> Tensor | float:
