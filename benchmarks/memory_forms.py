@@ -45,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Compared] = []
     for family in arguments.family or FAMILIES:  # family by family, to show progress
         cells = all_cells([family], arguments.kind or KIND_NAMES, dtype=arguments.dtype)
-        found += compared(cells)
-        print(max(found[-len(cells) :], key=lambda one: abs(one.off)), file=sys.stderr)
+        own = list(compared(cells))
+        found += own
+        if own:
+            print(max(own, key=lambda one: abs(one.off)), file=sys.stderr)
+    if not found:
+        sys.exit(
+            "memory_forms.py: no adapter kind that was asked for can be had on a family that was asked for"
+        )
     worst = max(found, key=lambda one: abs(one.off))
     publish(_result(found, worst), _markdown(found, worst), arguments.output)
     return int(abs(worst.off) > arguments.tolerance)
