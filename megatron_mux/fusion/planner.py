@@ -23,7 +23,7 @@ from megatron_mux.memory.sizes import show_size
 
 _WORTH = 0.06
 """How much faster than a plain policy another layout must be predicted to be: predictions of two layouts of the same
-tasks err differently by about that much (the last line of `benchmarks/policies.py --stages 2`)."""
+tasks err differently by 2% in the median, and by up to 8% (the last line of `benchmarks/policies.py --stages 2`)."""
 
 _MAX_FORWARDS = 1_000
 """Forward passes of a step on all stages, added up while numbers of micro-batches and chunk sizes are compared: a fifth
