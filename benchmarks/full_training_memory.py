@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 if TYPE_CHECKING:
     from megatron_mux.memory.tensors import Skeleton
 
-BATCHES = (1, 5, 40)
+BATCHES = (1, 7, 40)
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     # Options of the estimate, and the tokens of a sequence.
     "bf16": ({"master_weights": False}, 700),
@@ -149,8 +149,8 @@ def markdown(result: dict[str, Any]) -> str:
     sizes = [one["off"] for found in result.values() for one in found.values() if isinstance(one, dict)]
     head = (
         "Peak memory of full fine-tuning on one GPU as estimated, against a trace of the whole model: the worst of "
-        f"{', '.join(map(str, BATCHES))} sequences. The estimate traces fewer layers, other numbers of sequences and "
-        "other lengths than those compared, unless a length is marked. "
+        f"{', '.join(map(str, BATCHES))} sequences. The estimate traces fewer layers, other lengths (unless one is "
+        "marked) and, except for a single sequence, other numbers of sequences. "
         f"Worst of all: {max(sizes, key=abs):+.2%}."
     )
     return "\n".join(

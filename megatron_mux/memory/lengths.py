@@ -1,4 +1,4 @@
-"""Streams of a sequence length that is not traced, from traces of two others around it.
+"""Streams of a sequence length that is not traced, calculated from traces of two others.
 
 Events depend on the length only where kernels, masks or sliding windows begin, and every size is a constant, linear or
 quadratic (scores, masks). Where a third length does not agree, the length itself is traced. The others are fractions of
@@ -22,7 +22,7 @@ _SHORT = 512
 
 @dataclass(frozen=True)
 class Length:
-    """Traces steps of a sequence length: `Steps` of cases whatever their own length.
+    """A sequence length, whose steps are calculated from traces of two others: `Steps` of cases of any length.
 
     Attributes:
         tokens: The length.

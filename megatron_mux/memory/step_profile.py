@@ -1,7 +1,7 @@
 """What a full fine-tuning step allocates in its forward and backward pass, layer by layer, as functions of the batch.
 
-Read from traced steps of `transformers` with few layers and few sequences, of lengths around the one in question, which
-are extended to the model's depth, to the length and to any batch. Bytes of every block are a constant and so many per
+Read from traced steps of `transformers` with few layers, few sequences and lengths near the one in question, which are
+extended to the model's depth, to the length and to any batch. Bytes of every block are a constant and so many per
 sequence. A single sequence is traced by itself: its step makes fewer copies.
 
 Shapes: L layers, N samples (events at which memory may be at its highest).

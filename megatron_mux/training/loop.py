@@ -108,7 +108,7 @@ class Loop:
         if stopped:
             advice = "nothing is saved without --save"
             if directory is not None:
-                advice = f"every task is saved: continue with --load {directory}"
+                advice = f"every task is saved: continue with --load {directory} --save {directory}"
             self.reporter.stopped(advice)
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
