@@ -22,7 +22,9 @@ _SHORT = 512
 
 @dataclass(frozen=True)
 class Length:
-    """A sequence length, whose steps are calculated from traces of two others: `Steps` of cases of any length.
+    """A sequence length, whose steps are calculated from traces of two others.
+
+    Called with cases, as `Steps` are, it gives their streams at this length, whatever the cases' own.
 
     Attributes:
         tokens: The length.

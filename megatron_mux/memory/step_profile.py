@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,8 @@ Profiles = Callable[[bool, bool], StepProfile]
 
 
 class StepProfiles:
-    """The profiles of one model and sequence length, with layers recomputed and without, of one sequence and of more,
-    each traced once.
+    """The profiles of one model and sequence length, each traced once: with layers recomputed or not, of a single
+    sequence or of several.
 
     Args:
         question: The model, the length and how it is trained.
@@ -109,8 +110,8 @@ class StepProfiles:
         case = options.case(skeleton.raw, skeleton.tensors, question.length)
         self._case = replace(case, steps=1)
         self._length = Length.of(question.length, steps or question.tracer.steps, skeleton.tensors.positions)
-        self._families: dict[bool, BatchFamily] = {}
-        self._known: dict[tuple[bool, bool], StepProfile] = {}
+        self._family = cache(self._trace_family)
+        self._profile = cache(self._read)
 
     def __call__(self, recompute: bool, single: bool) -> StepProfile:
         """The profile of a step.
@@ -122,18 +123,16 @@ class StepProfiles:
         Raises:
             UserError: The model's step cannot be traced, or is no linear function of the batch.
         """
-        key = recompute, single
-        if key not in self._known:
-            self._known[key] = self._profile(recompute, single)
-        return self._known[key]
+        return self._profile(recompute, single)
 
-    def _profile(self, recompute: bool, single: bool) -> StepProfile:
+    def _trace_family(self, recompute: bool) -> BatchFamily:
+        return self._length.family(replace(self._case, recompute=recompute))
+
+    def _read(self, recompute: bool, single: bool) -> StepProfile:
         case = replace(self._case, recompute=recompute)
         tensors = self._question.skeleton.tensors
         try:
-            if recompute not in self._families:
-                self._families[recompute] = self._length.family(case)
-            family = self._families[recompute]
+            family = self._family(recompute)
             stream, sizes = family.streams[0], _sizes(family)
             if single:
                 fixed = {block for block, size in zip(_blocks(stream), sizes, strict=True) if not size[1]}

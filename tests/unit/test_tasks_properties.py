@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec, load_task_file
-
-
-def task(**sections: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "name": "movie",
-        "adapter": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]},
-        "data": {"path": "a.jsonl", "max_length": 16},
-        "training": {"max_steps": 3},
-    }
-    return base | sections
-
+from tests.unit.task_files import task
 
 names = st.sampled_from(["q_proj", "v_proj", "down_proj", "fc1"])
 positive = st.floats(1e-8, 10)

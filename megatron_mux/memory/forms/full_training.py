@@ -11,7 +11,7 @@ Shapes: T rows (tokens) of a micro-batch, L layers, N samples of the profile, P 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,14 +76,11 @@ class FullTrainingMemory(StepMemory):
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
         self._profiles = profiles
-        self._known: dict[bool, _Linear] = {}
+        self._linear = cache(self._all_phases)
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`."""
-        single = rows <= self.recipe.length
-        if single not in self._known:
-            self._known[single] = self._linear(self._profiles(self.method.recompute == "full", single))
-        found = self._known[single]
+        found = self._linear(rows <= self.recipe.length)
         return Phases(found.names, found.stages, found.fixed + found.per_row * rows)
 
     @cached_property
@@ -96,8 +93,9 @@ class FullTrainingMemory(StepMemory):
         """See `StepMemory.hosted`: the optimizer's states, and gradients to step with."""
         return self._all_states(stage) + self._stepped(stage) * self.recipe.gradient_size
 
-    def _linear(self, profile: StepProfile) -> _Linear:
-        """All phases of a profile."""
+    def _all_phases(self, single: bool) -> _Linear:
+        """The phases of all stages; `single`: of one sequence alone."""
+        profile = self._profiles(self.method.recompute == "full", single)
         names: list[str] = []
         stage_of, sizes = [], []
         for stage in self.stages:
