@@ -161,7 +161,8 @@ class LowRankTerms(Adapter):
             return None
         start, stop = batch.task_rows[owner.name]
         return keep_mask(
-            key_of(owner.seed, batch.task_steps[owner.name], spec.dropout_field, site.path),
+            key_of(owner.seed, spec.dropout_field, site.path),
+            batch.task_steps[owner.name],
             batch.sequence_ids[start:stop],
             batch.token_index[start:stop],
             (site.info.inputs.start, site.info.inputs.stop),

@@ -1,8 +1,9 @@
 """Counter-based random numbers: dropout masks that do not depend on packing, ranks or the order of computation.
 
-Each value is a hash of a key (task seed, step, module) and of a place (sequence, token, feature, or an element of a
+Each value is a hash of a key (task seed, module) and of a place (step, sequence, token, feature, or an element of a
 matrix). The same task gets the same masks alone or among others, at any tensor- or pipeline-parallel size, on CPU and
-on GPU, and again when a forward is recomputed.
+on GPU, and again when a forward is recomputed. Keys of dropout do not depend on the step, so that they are made once,
+where a task is registered, and kernels need nothing new from the host in a step.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ def key_of(*parts: int | str) -> int:
 
 
 def keep_mask(
-    key: int, sequence_ids: Tensor, token_index: Tensor, features: tuple[int, int], probability: float
+    key: int,
+    step: int,
+    sequence_ids: Tensor,
+    token_index: Tensor,
+    features: tuple[int, int],
+    probability: float,
 ) -> Tensor:
     """Which entries of the rows' features dropout keeps.
 
     Args:
-        key: From `key_of(task seed, step, module)`.
+        key: From `key_of(task seed, module)`.
+        step: Optimizer steps that the task has done.
         sequence_ids: `[n]` int64, the sequence of each row.
         token_index: `[n]` int64, the token of each row within its sequence.
         features: First and one past the last global feature index.
@@ -42,15 +49,21 @@ def keep_mask(
         `[n, features]` bool, True where the entry is kept.
     """
     start, stop = features
-    low, high = _halves(key)
-    row = _mix_(_mix_(sequence_ids.to(torch.int32) ^ low) + token_index.to(torch.int32)) ^ high
+    low, high = halves(key)
+    row = sequence_ids.to(torch.int32) ^ mix(step ^ low)
+    row = _mix_(_mix_(row) + token_index.to(torch.int32)) ^ high
     row = _mix_(row)  # [n]
     # A hash has 32 bits and a decision takes 16: one hash serves two neighbouring features.
     first, last = start // 2, (stop + 1) // 2
     column = _mix_(torch.arange(first, last, dtype=torch.int32, device=row.device) ^ low)  # [pairs]
     bits = _mix_(row[:, None] ^ column[None, :]).view(torch.int16)  # [n, 2 * pairs]
     bits = bits[:, start - 2 * first : stop - 2 * first]
-    return bits >= round(probability * _LEVELS) - _LEVELS // 2
+    return bits >= threshold(probability)
+
+
+def threshold(probability: float) -> int:
+    """The least of the hash's signed 16 bits that keeps an entry."""
+    return round(probability * _LEVELS) - _LEVELS // 2
 
 
 def uniform(key: int, rows: Tensor, columns: Tensor) -> Tensor:
@@ -64,7 +77,7 @@ def uniform(key: int, rows: Tensor, columns: Tensor) -> Tensor:
     Returns:
         `[m, n]` fp32 strictly between 0 and 1.
     """
-    low, high = _halves(key)
+    low, high = halves(key)
     row = _mix_(_mix_(rows.to(torch.int32) ^ low) ^ high)
     column = _mix_(_mix_(columns.to(torch.int32) ^ high) ^ low)
     bits = _mix_(row[:, None] ^ column[None, :])
@@ -72,12 +85,20 @@ def uniform(key: int, rows: Tensor, columns: Tensor) -> Tensor:
     return ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).div_(1 << 23)
 
 
-def _halves(key: int) -> tuple[int, int]:
+def halves(key: int) -> tuple[int, int]:
     """Two signed 32-bit halves of a key, scrambled so that neighbouring keys share nothing."""
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _MASK64
     key ^= key >> 31
     return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+
+
+def mix(value: int) -> int:
+    """`_mix_` of one number, on the host."""
+    value &= 0xFFFFFFFF
+    value = (value ^ (value >> 16)) * _FACTOR_1 & 0xFFFFFFFF
+    value = (value ^ (value >> 15)) * _FACTOR_2 & 0xFFFFFFFF
+    return _signed(value ^ (value >> 16))
 
 
 def _signed(value: int) -> int:

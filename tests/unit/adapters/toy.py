@@ -307,9 +307,13 @@ class Reference:
         if not probability or not batch.training:
             return 1.0
         start, stop = batch.task_rows[self.spec.name]
-        key = key_of(self.spec.training.seed, batch.task_steps[self.spec.name], name, path)
         mask = keep_mask(
-            key, batch.sequence_ids[start:stop], batch.token_index[start:stop], (0, width), probability
+            key_of(self.spec.training.seed, name, path),
+            batch.task_steps[self.spec.name],
+            batch.sequence_ids[start:stop],
+            batch.token_index[start:stop],
+            (0, width),
+            probability,
         )
         kept: Tensor = mask.double() / (1 - probability)
         return kept

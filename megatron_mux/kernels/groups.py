@@ -1,0 +1,55 @@
+"""Which rows of a micro-batch belong to which task, as kernels that compute all tasks at once take them.
+
+Shapes: T rows of the micro-batch, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+TILE_ROWS = 64
+"""Rows of a tile: kernels compute a group tile by tile, from its own first row on, whatever its neighbours are."""
+
+Rows = tuple[int, int]
+"""First row, and one past the last."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The rows of each task that has any: G groups, in row order, disjoint.
+
+    A task is known by its *slot*: a small integer that it keeps while it is attached, the same on every stage. Tables
+    of parameters are indexed by slot, so they change only when tasks come or go.
+
+    Attributes:
+        slots: `[G]` the slot of each group's task.
+        rows: `[G]` the rows of each group.
+        steps: `[G]` optimizer steps that each group's task has done.
+        training: False while evaluating: no dropout.
+        table: `[G, 4]` int32 on the device: slot, first row, one past the last row, steps.
+        tiles: `[tiles, 3]` int32 on the device: group, first row, one past the last row; see `tiles_of`.
+        sequence_ids: `[T]` int32 on the device, the sequence of each row.
+        token_index: `[T]` int32 on the device, the token of each row within its sequence.
+    """
+
+    slots: tuple[int, ...]
+    rows: tuple[Rows, ...]
+    steps: tuple[int, ...]
+    training: bool
+    table: Tensor
+    tiles: Tensor
+    sequence_ids: Tensor
+    token_index: Tensor
+
+
+def tiles_of(rows: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
+    """Yield group, first row and one past the last row of each tile.
+
+    Tiles are counted from a group's own first row: how a task's rows are divided never depends on its neighbours.
+    """
+    for group, (start, stop) in enumerate(rows):
+        for first in range(start, stop, TILE_ROWS):
+            yield group, first, min(first + TILE_ROWS, stop)

@@ -1,0 +1,87 @@
+"""The low-rank terms of many tasks around a frozen product, as grouped operations: one interface, several kernels.
+
+MuxTune section 4: adapters of all tasks are computed by a few launches, however many tasks there are. Every operation
+works on the rows of each group alone: rows of other groups, and rows of none, are neither read nor written, so a task's
+NaN stays its own.
+
+Shapes: T rows, K and N width of the product's input and output, R rank of a term, n its columns, W latent columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from megatron_mux.kernels.dropout import keep_mask
+from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.terms import Term, TermTable
+
+
+class LowRankKernels(ABC):
+    """The five operations around a frozen product. See `terms.Term` for what a term computes."""
+
+    @staticmethod
+    @abstractmethod
+    def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """The latent tensor: `dropout(x) A^T` of each term, in its latent columns, before the factors d.
+
+        Args:
+            x: `[T, K]`.
+            table: The terms.
+            groups: The rows of each task.
+
+        Returns:
+            `[T, W]`; what belongs to no term is unspecified.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def up_(y: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """Add `scale * b * ((d * latent) B^T)` of each term to its rows and columns of `y` `[T, N]`, in place."""
+
+    @staticmethod
+    @abstractmethod
+    def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """The gradient of `d * latent`: `scale * (b * dy) B` of each term.
+
+        Args:
+            dy: `[T, N]` gradient of the output.
+            table: The terms.
+            groups: The rows of each task.
+
+        Returns:
+            `[T, W]`; what belongs to no term is unspecified.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def input_gradient_(dx: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """Add `dropout((d * d_latent) A)` of each term to its rows of `dx` `[T, K]`, in place, with the same mask.
+
+        Args:
+            dx: The gradient of the input.
+            d_latent: From `latent_gradient`.
+            table: The terms.
+            groups: The rows of each task.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def weight_gradients(
+        x: Tensor, latent: Tensor, dy: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups
+    ) -> None:
+        """Add the gradients of A and B, or of the factors, to where the terms keep them.
+
+        `(d * d_latent)^T dropout(x)` and `scale * (b * dy)^T (d * latent)`; of the factors, the sum over rows of
+        `d_latent * latent` and of `scale * dy * ((d * latent) B^T)`.
+
+        Args:
+            x: `[T, K]` input of the product.
+            latent: From `down`.
+            dy: `[T, N]` gradient of the output.
+            d_latent: From `latent_gradient`.
+            table: The terms.
+            groups: The rows of each task.
+        """

@@ -1,0 +1,141 @@
+"""The low-rank terms of all tasks at one BaseOp, as kernels take them.
+
+A term adds `scale * b * ((d * (A dropout(x))) B^T)` to its columns of the BaseOp's output, in the rows of its task. The
+factors d and b are one, unless the term trains them in the place of A and B (VeRA). A task has a term for each module
+of the BaseOp that it targets.
+
+Shapes: K and N width of the BaseOp's input and output on this rank, R rank of a term, n its columns, W width of the
+latent tensor, which has the products of all of a row's terms side by side.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megatron_mux.kernels.dropout import halves, threshold
+
+_LATENT_MULTIPLE = 16
+"""Latent columns of a row come in whole 32 bytes, so that rows of the latent tensor are aligned."""
+
+ENTRY = (
+    "down", "up", "down_gradient", "up_gradient", "down_factors", "up_factors", "down_factors_gradient",
+    "up_factors_gradient", "columns", "column_count", "rank", "latent", "first_feature", "key_low", "key_high",
+    "threshold", "scale", "keep_scale",
+)  # fmt: skip
+"""Fields of a row of `TermTable.entries`: addresses (0: there is none), sizes, and the bits of fp64 numbers."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One low-rank product of one task.
+
+    Attributes:
+        slot: Of the task.
+        down: `[R, K]` A in the dtype of the computation.
+        up: `[n, R]` B likewise.
+        scale: Factor of the product.
+        columns: `[n]` int32 output columns; None: all of them, in order.
+        down_gradient, up_gradient: Like A and B, in the dtype of parameters: gradients are added here. None: they are
+            fixed, and the factors are trained.
+        down_factors, up_factors: `[R]` d and `[n]` b; None: ones.
+        down_factors_gradient, up_factors_gradient: Like the factors.
+        dropout: Probability of dropping an entry of the input while training.
+        key: Of the dropout mask: `dropout.key_of(task seed, module)`.
+        first_feature: Global index of the input's first feature on this rank, for the mask.
+    """
+
+    slot: int
+    down: Tensor
+    up: Tensor
+    scale: float
+    columns: Tensor | None = None
+    down_gradient: Tensor | None = None
+    up_gradient: Tensor | None = None
+    down_factors: Tensor | None = None
+    up_factors: Tensor | None = None
+    down_factors_gradient: Tensor | None = None
+    up_factors_gradient: Tensor | None = None
+    dropout: float = 0.0
+    key: int = 0
+    first_feature: int = 0
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return int(self.down.shape[0])
+
+
+class TermTable:
+    """The terms at one BaseOp; made anew when a task comes or goes, never within a step.
+
+    Args:
+        terms: Of all tasks, those of a task next to each other.
+
+    Attributes:
+        of_slot: The terms of each slot that has any, with the first of their columns in the latent tensor.
+        width: W, a multiple of 16.
+        most_terms: Of one task.
+        largest_rank: R of the widest term.
+    """
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.of_slot: dict[int, tuple[tuple[Term, int], ...]] = {}
+        for slot, own in groupby(sorted(terms, key=lambda term: term.slot), key=lambda term: term.slot):
+            at, placed = 0, []
+            for term in own:
+                placed.append((term, at))
+                at += term.rank
+            self.of_slot[slot] = tuple(placed)
+        ends = [own[-1][1] + own[-1][0].rank for own in self.of_slot.values()]
+        self.width = -(-max(ends, default=0) // _LATENT_MULTIPLE) * _LATENT_MULTIPLE
+        self.most_terms = max(map(len, self.of_slot.values()), default=0)
+        self.largest_rank = max((term.rank for term in terms), default=0)
+        self.device = terms[0].down.device if terms else torch.device("cpu")
+
+    @cached_property
+    def entries(self) -> Tensor:
+        """`[terms, len(ENTRY)]` int64 on the device, by slot; see `ENTRY`."""
+        rows = [_entry(term, latent) for own in self.of_slot.values() for term, latent in own]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, len(ENTRY)).to(self.device)
+
+    @cached_property
+    def first_entry(self) -> Tensor:
+        """`[slots + 1]` int32 on the device: a slot's entries begin here and end where the next one's begin."""
+        slots = max(self.of_slot, default=-1) + 1
+        counts = [len(self.of_slot.get(slot, ())) for slot in range(slots)]
+        return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+
+
+def _entry(term: Term, latent: int) -> list[int]:
+    """A term as a row of `TermTable.entries`."""
+    addressed = (
+        term.down, term.up, term.down_gradient, term.up_gradient, term.down_factors, term.up_factors,
+        term.down_factors_gradient, term.up_factors_gradient, term.columns,
+    )  # fmt: skip
+    assert all(tensor is None or tensor.is_contiguous() for tensor in addressed)
+    low, high = halves(term.key)
+    return [
+        *(0 if tensor is None else tensor.data_ptr() for tensor in addressed),
+        int(term.up.shape[0]),
+        term.rank,
+        latent,
+        term.first_feature,
+        low,
+        high,
+        threshold(term.dropout),
+        _bits(term.scale),
+        _bits(1.0 / (1.0 - term.dropout)),
+    ]
+
+
+def _bits(value: float) -> int:
+    """The bits of an fp64 number as an integer."""
+    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return found
