@@ -1,28 +1,40 @@
 """The layout of a micro-batch: sequences of several tasks, packed end to end on the token axis.
 
-Shapes: T tokens in the micro-batch, N labelled tokens, H hidden, P prefix length, D head size.
+`prepare` lays a micro-batch out in host memory, which needs no device and may be done ahead by another thread;
+`HostBatch.to` takes all of it to the device in one copy that the host does not wait for.
+
+Shapes: T tokens in the micro-batch, N labelled tokens, H hidden, P prefix length, D head size, S segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels.attention import Segment
+from megatron_mux import runtime
+from megatron_mux.kernels.attention import Bounds, Segment, bounds_of
 from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.packing import (
+    Array,
+    PackedSequence,
+    Ranges,
+    Span,
+    filled,
+    joined,
+    ranges_of,
+    segments_of,
+    tables_of,
+    tokens_of,
+)
 
-PackedSequence = tuple[str, int, Tensor, Tensor, float]
-"""What `pack` takes of a sequence: task, id, tokens `[L]` int64, which are labels `[L]` bool, weight of a label."""
-
-Span = tuple[int, int]
-"""First token of a sequence that is taken, and one past the last."""
+__all__ = ["HostBatch", "MicroBatch", "PackedSequence", "Span", "activate", "active", "pack", "prepare"]
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 
@@ -31,13 +43,15 @@ PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 class MicroBatch:
     """What one stage computes in one clock: sequences of several tasks, packed end to end, ordered by task.
 
+    All its tensors are views of one buffer on the device.
+
     Attributes:
         segments: The sequences in row order.
+        bounds: Arguments of variable-length attention over the segments; None for `labelled` rows.
         task_rows: Task name to its `(start, stop)` rows; only tasks present.
+        groups: The same rows for kernels that compute all tasks at once; only tasks with rows.
         tokens: `[T]` int64 token ids (0 in padding rows at the end).
         positions: `[T]` int64 position ids for the backbone (shifted by P for prefix tuning).
-        token_index: `[T]` int64 index of the token in its sequence, from 0, never shifted.
-        sequence_ids: `[T]` int64 `Segment.sequence` of each row.
         label_rows: `[N]` int64 rows whose next token is a label.
         labels: `[N]` int64 the tokens to predict there.
         label_weights: `[N]` fp32, one over the labelled tokens of the task's whole step.
@@ -48,47 +62,49 @@ class MicroBatch:
         training: False while evaluating: no dropout, deterministic masks.
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
         carry: Keys and values that chunks of the same packs keep for each other; None: no sequence is cut.
+        few: The labelled rows alone; None where this is them.
     """
 
     segments: tuple[Segment, ...]
-    task_rows: Mapping[str, tuple[int, int]]
+    bounds: Bounds | None
+    task_rows: Ranges
+    groups: RowGroups
     tokens: Tensor
     positions: Tensor
-    token_index: Tensor
-    sequence_ids: Tensor
     label_rows: Tensor
     labels: Tensor
     label_weights: Tensor
     label_tasks: Tensor
-    label_task_rows: Mapping[str, tuple[int, int]]
+    label_task_rows: Ranges
     task_names: tuple[str, ...]
     task_steps: Mapping[str, int]
     training: bool = True
     prefix: PrefixKV = field(default_factory=dict)
     carry: Carry | None = None
+    few: MicroBatch | None = None
 
     @property
     def rows(self) -> int:
         """T, padding included."""
         return int(self.tokens.shape[0])
 
-    @cached_property
+    @property
+    def token_index(self) -> Tensor:
+        """`[T]` int32 index of the token in its sequence, from 0, never shifted."""
+        return self.groups.token_index
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """`[T]` int32 `Segment.sequence` of each row."""
+        return self.groups.sequence_ids
+
+    @property
     def labelled(self) -> MicroBatch:
         """The labelled rows alone, for operations on single rows: N rows, without segments.
 
         Fewer than T: the first token of a sequence is never a label.
         """
-        rows = self.label_rows
-        return replace(
-            self,
-            segments=(),
-            task_rows=self.label_task_rows,
-            tokens=self.tokens[rows],
-            positions=self.positions[rows],
-            token_index=self.token_index[rows],
-            sequence_ids=self.sequence_ids[rows],
-            label_rows=torch.arange(rows.shape[0], device=rows.device),
-        )
+        return self if self.few is None else self.few
 
 
 _active: MicroBatch | None = None
@@ -119,6 +135,107 @@ def active() -> MicroBatch:
     return _active
 
 
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch in host memory.
+
+    Attributes:
+        buffer: `[n]` uint8, everything that the device needs: int64 arrays, then those of 32 bits.
+        wide, narrow: The length of each array of 64 and of 32 bits.
+        segments, task_rows, label_task_rows, task_names, task_steps, training: See `MicroBatch`.
+        slots: Task name to its slot.
+        longest: Queries and keys of the longest segment.
+    """
+
+    buffer: Array
+    wide: tuple[int, ...]
+    narrow: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    task_rows: Ranges
+    label_task_rows: Ranges
+    task_names: tuple[str, ...]
+    task_steps: Mapping[str, int]
+    training: bool
+    slots: Mapping[str, int]
+    longest: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """T, padding included."""
+        return self.wide[0]
+
+    @property
+    def labels(self) -> int:
+        """N."""
+        return self.wide[2]
+
+    def to(
+        self, device: torch.device | str, carry: Carry | None = None, staging: Tensor | None = None
+    ) -> MicroBatch:
+        """Take the batch to a device. The host does not wait.
+
+        Args:
+            device: Of the tensors. On a CPU they are views of `buffer`.
+            carry: See `MicroBatch.carry`.
+            staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
+                some from torch, which may wait for the device to get it.
+        """
+        whole = torch.from_numpy(self.buffer)
+        if torch.device(device).type == "cuda":
+            whole = runtime.to_device(whole, device, staging)
+        words = 8 * sum(filled(self.wide, 8))
+        wide = whole[:words].view(torch.int64).split(filled(self.wide, 8))[::2]
+        narrow = whole[words:].view(torch.int32).split(filled(self.narrow, 4))[::2]
+        tokens, positions, label_rows, labels, label_tasks, few_tokens, few_positions, few_rows, gather = wide
+        weights, *rest = narrow
+        queries, keys = rest[8:]
+        common: dict[str, Any] = {
+            "labels": labels,
+            "label_weights": weights.view(torch.float32),
+            "label_tasks": label_tasks,
+            "label_task_rows": self.label_task_rows,
+            "task_names": self.task_names,
+            "task_steps": self.task_steps,
+            "training": self.training,
+        }
+        few = MicroBatch(
+            segments=(),
+            bounds=None,
+            task_rows=self.label_task_rows,
+            groups=self._groups(self.label_task_rows, rest[4:8]),
+            tokens=few_tokens,
+            positions=few_positions,
+            label_rows=few_rows,
+            **common,
+        )
+        return MicroBatch(
+            segments=self.segments,
+            bounds=Bounds(queries, keys, *self.longest, gather if gather.shape[0] else None),
+            task_rows=self.task_rows,
+            groups=self._groups(self.task_rows, rest[:4]),
+            tokens=tokens,
+            positions=positions,
+            label_rows=label_rows,
+            carry=carry,
+            few=few,
+            **common,
+        )
+
+    def _groups(self, ranges: Ranges, tensors: Sequence[Tensor]) -> RowGroups:
+        names = [name for name, (start, stop) in ranges.items() if start < stop]
+        index, ids, table, tiles = tensors
+        return RowGroups(
+            slots=tuple(self.slots[name] for name in names),
+            rows=tuple(ranges[name] for name in names),
+            steps=tuple(self.task_steps[name] for name in names),
+            training=self.training,
+            table=table.view(-1, 4),
+            tiles=tiles.view(-1, 3),
+            sequence_ids=ids,
+            token_index=index,
+        )
+
+
 def pack(
     sequences: Sequence[PackedSequence],
     task_names: tuple[str, ...],
@@ -129,8 +246,33 @@ def pack(
     device: torch.device | str = "cpu",
     spans: Sequence[Span] | None = None,
     carry: Carry | None = None,
+    slots: Mapping[str, int] | None = None,
 ) -> MicroBatch:
     """Pack sequences, or the parts of them that a chunk holds, end to end.
+
+    Args:
+        sequences, task_names, task_steps, position_offset, multiple, training, spans, slots: See `prepare`.
+        device: Of the tensors.
+        carry: See `MicroBatch.carry`; needed if spans leave tokens out.
+
+    Returns:
+        The micro-batch.
+    """
+    host = prepare(sequences, task_names, task_steps, position_offset, multiple, training, spans, slots)
+    return host.to(device, carry)
+
+
+def prepare(
+    sequences: Sequence[PackedSequence],
+    task_names: tuple[str, ...],
+    task_steps: Mapping[str, int],
+    position_offset: Mapping[str, int] | None = None,
+    multiple: int = 1,
+    training: bool = True,
+    spans: Sequence[Span] | None = None,
+    slots: Mapping[str, int] | None = None,
+) -> HostBatch:
+    """Lay a micro-batch out in host memory.
 
     Args:
         sequences: `(task, sequence id, tokens [L] int64, labelled [L] bool, weight)`: `labelled[i]` says that token
@@ -140,89 +282,53 @@ def pack(
         position_offset: Task name to P for prefix tuning.
         multiple: Pad T to a multiple of this (sequence parallelism).
         training: See `MicroBatch.training`.
-        device: Of the tensors.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
-        carry: See `MicroBatch.carry`; needed if spans leave tokens out.
+        slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`.
 
     Returns:
         The micro-batch.
     """
     order = {name: i for i, name in enumerate(task_names)}
-    whole = spans if spans is not None else [(0, int(s[2].shape[0])) for s in sequences]
+    slots = order if slots is None else slots
+    whole = spans if spans is not None else [(0, len(s[2])) for s in sequences]
     parts = sorted(zip(sequences, whole, strict=True), key=lambda part: order[part[0][0]])
-    offsets = position_offset or {}
     names = [s[0] for s, _ in parts]
-    starts = [0, *accumulate(stop - first for _, (first, stop) in parts)]
-    index = [torch.arange(first, stop) for _, (first, stop) in parts]
-    padding = torch.zeros((-starts[-1]) % multiple, dtype=torch.int64)
-    join = partial(_join, device)
-    return MicroBatch(
-        segments=_segments(parts, starts, offsets),
-        task_rows=_ranges((s[0], stop - first) for s, (first, stop) in parts),
-        tokens=join((s[2][first:stop] for s, (first, stop) in parts), padding),
-        positions=join((i + offsets.get(name, 0) for name, i in zip(names, index, strict=True)), padding),
-        token_index=join(index, padding),
-        sequence_ids=join(
-            (torch.full_like(i, s[1]) for (s, _), i in zip(parts, index, strict=True)), padding
-        ),
+    prefixes = [(position_offset or {}).get(name, 0) for name in names]
+    segments = segments_of(parts, prefixes)
+    lengths, first, shift, of_sequence, of_task = (
+        np.array(column, np.int64)
+        for column in (
+            [segment.length for segment in segments],
+            [segment.past for segment in segments],
+            prefixes,
+            [segment.sequence for segment in segments],
+            [order[name] for name in names],
+        )
+    )
+    tokens, label_rows, labels, label_part = tokens_of(parts, lengths)
+    part = np.repeat(np.arange(len(parts)), lengths)  # of each row
+    index = np.arange(len(part)) - (np.cumsum(lengths) - lengths - first)[part]
+    rows = [tokens, index + shift[part], index, of_sequence[part]]
+    few = [row[label_rows] for row in rows]
+    padding = np.zeros(-len(part) % multiple, np.int64)
+    rows = [np.concatenate([row, padding]) for row in rows] if len(padding) else rows
+    weights = np.array([s[4] for s, _ in parts], np.float32)[label_part]
+    task_rows = ranges_of(names, lengths)
+    label_task_rows = ranges_of(names, np.bincount(label_part, minlength=len(parts)))
+    queries, keys, gather = bounds_of(segments, prefixes)
+    wide = [*rows[:2], label_rows, labels, of_task[label_part], *few[:2], np.arange(len(labels)), gather]
+    narrow = [weights.view(np.int32), *rows[2:], *tables_of(task_rows, task_steps, slots)]
+    narrow += [*few[2:], *tables_of(label_task_rows, task_steps, slots), queries, keys]
+    return HostBatch(
+        buffer=joined(wide, narrow),
+        wide=tuple(map(len, wide)),
+        narrow=tuple(map(len, narrow)),
+        segments=segments,
+        task_rows=task_rows,
+        label_task_rows=label_task_rows,
         task_names=task_names,
         task_steps=dict(task_steps),
         training=training,
-        carry=carry,
-        **_labels(parts, starts, order, device),
+        slots=slots,
+        longest=(int(np.diff(queries).max(initial=0)), int(np.diff(keys).max(initial=0))),
     )
-
-
-def _segments(
-    parts: Sequence[tuple[PackedSequence, Span]], starts: Sequence[int], offsets: Mapping[str, int]
-) -> tuple[Segment, ...]:
-    """The segment of each part of a sequence: which rows and tokens, and how long the whole sequence is."""
-    return tuple(
-        Segment(
-            s[0],
-            start,
-            stop - first,
-            s[1],
-            first,
-            stop < int(s[2].shape[0]),
-            int(s[2].shape[0]) + offsets.get(s[0], 0),
-        )
-        for (s, (first, stop)), start in zip(parts, starts, strict=False)
-    )
-
-
-def _labels(
-    parts: Sequence[tuple[PackedSequence, Span]],
-    starts: Sequence[int],
-    order: Mapping[str, int],
-    device: torch.device | str,
-) -> dict[str, Any]:
-    """The label fields of a micro-batch. A row's label is the next token, even if that is in the next chunk."""
-    targets = [s[3][first + 1 : stop + 1].nonzero().squeeze(1) for s, (first, stop) in parts]
-    counts = torch.tensor([t.shape[0] for t in targets], dtype=torch.int64)
-    weights = torch.tensor([s[4] for s, _ in parts], dtype=torch.float32)
-    tasks = torch.tensor([order[s[0]] for s, _ in parts], dtype=torch.int64)
-    return {
-        "label_rows": _join(device, (t + start for t, start in zip(targets, starts, strict=False))),
-        "labels": _join(
-            device, (s[2][t + first + 1] for (s, (first, _)), t in zip(parts, targets, strict=True))
-        ),
-        "label_weights": weights.repeat_interleave(counts).to(device),
-        "label_tasks": tasks.repeat_interleave(counts).to(device),
-        "label_task_rows": _ranges((s[0], t.shape[0]) for (s, _), t in zip(parts, targets, strict=True)),
-    }
-
-
-def _join(device: torch.device | str, pieces: Iterable[Tensor], *after: Tensor) -> Tensor:
-    """Concatenate int64 tensors, possibly none."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces, *after]).to(device)
-
-
-def _ranges(lengths: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
-    """The rows of each task when sequences of these lengths, ordered by task, are packed end to end."""
-    found: dict[str, tuple[int, int]] = {}
-    at = 0
-    for task, length in lengths:
-        found[task] = (found.get(task, (at, at))[0], at + length)
-        at += length
-    return found

@@ -296,6 +296,24 @@ def memory_can_run_out(device: torch.device) -> bool:
     return device.type == "cuda" and not _is_dry_run()
 
 
+def to_device(
+    host: torch.Tensor, device: torch.device | str, staging: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy host memory to a GPU, in order with its stream; the host does not wait.
+
+    Args:
+        host: `[n]` uint8.
+        device: The GPU.
+        staging: Pinned memory of that size, to be left alone until the GPU has copied it; None takes some from torch,
+            which may wait for the GPU where it has to allocate it.
+    """
+    if not torch.cuda.is_available() or _is_dry_run():  # simulated: there is no pinned memory
+        return host.to(device, non_blocking=True)
+    if staging is None:
+        staging = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+    return staging.copy_(host).to(device, non_blocking=True)
+
+
 def _is_dry_run() -> bool:
     """Whether this is a dry run (simulated world), see `megatron_mux.dry_run`."""
     return dist.is_initialized() and dist.get_backend() == "fake"

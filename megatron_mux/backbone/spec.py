@@ -181,6 +181,7 @@ class SegmentAttention(nn.Module):
                 scale=self.scale,
                 window=self.window,
                 prefix=batch.prefix.get(self.layer),
+                bounds=batch.bounds,
             )
 
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)

@@ -74,6 +74,7 @@ class StepBatches:
         fetched: For each step, each task's sequences over all pipelines.
         steps: Optimizer steps each task has done before the first of them.
         offsets: Virtual tokens in front of each task's sequences.
+        slots: The slot of each task (see `RowGroups`).
         parallel: Where this rank stands.
     """
 
@@ -81,6 +82,7 @@ class StepBatches:
     fetched: Sequence[Mapping[str, list[PackedSequence]]]
     steps: Mapping[str, int]
     offsets: Mapping[str, int]
+    slots: Mapping[str, int]
     parallel: Parallel
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
@@ -156,4 +158,5 @@ class StepBatches:
             device=self.parallel.device,
             spans=[(piece.start, piece.stop) for piece in chunk],
             carry=carry,
+            slots=self.slots,
         )

@@ -115,6 +115,7 @@ class StepRunner:
             [{name: own[name] for name in tasks} for own in sequences],
             {name: task.step for name, task in tasks.items()},
             {name: task.position_offset for name, task in tasks.items()},
+            {name: i for i, name in enumerate(tasks)},
             self.parallel,
         )
         tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]

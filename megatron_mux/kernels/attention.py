@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Array = npt.NDArray[Any]
 Prefix = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -64,6 +67,7 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     prefix: Prefix | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Let each token attend to its own segment's tokens up to itself, and to its task's prefix.
 
@@ -76,6 +80,7 @@ def segment_attention(
         scale: What scores are multiplied by before the softmax.
         window: A token sees the `window` latest positions, itself included; prefix positions count. None: all.
         prefix: Task name to key and value, each `[P, g, D]`, put before every segment of that task.
+        bounds: The segments' bounds, for the variable-length kernel; None has them computed and copied.
 
     Returns:
         `[T, h, D]`; padding rows are zero.
@@ -84,7 +89,8 @@ def segment_attention(
     if has_one_call(query.device, query.dtype):
         kernel = _varlen_kernel()
         assert kernel is not None
-        return _by_varlen(kernel, query, key, value, segments, scale, window, prefix)
+        bounds = bounds or _bounds(segments, prefix, query.device)
+        return _by_varlen(kernel, query, key, value, segments, scale, window, prefix, bounds)
     return _by_runs(query, key, value, segments, scale, window, prefix)
 
 
@@ -181,10 +187,15 @@ def _varlen_kernel() -> Callable[..., Any] | None:
 
 
 @dataclass(frozen=True)
-class _Bounds:
-    """Arguments of the variable-length kernel for a micro-batch.
+class Bounds:
+    """Arguments of the variable-length kernel for a micro-batch: they are on the device before it begins.
 
-    `gather` holds the rows of (prefixes, then pasts, then tokens) that make up the keys; None if they are the tokens.
+    Attributes:
+        queries: `[S + 1]` int32, the first query of each segment and one past the last.
+        keys: `[S + 1]` int32, the same of keys.
+        longest_query, longest_key: Queries and keys of the longest segment.
+        gather: `[keys]` int64 rows of (prefixes, then pasts, then tokens) that make up the keys; None if they are the
+            tokens.
     """
 
     queries: Tensor
@@ -194,33 +205,44 @@ class _Bounds:
     gather: Tensor | None
 
 
-@lru_cache(maxsize=32)
-def _bounds(
-    segments: tuple[Segment, ...], prefix_lengths: tuple[tuple[str, int], ...], device: torch.device
-) -> _Bounds:
-    """Cached, since every layer of a micro-batch needs the same, and it has to be copied to the device."""
-    starts, at = {}, 0
-    for task, length in prefix_lengths:
-        starts[task] = (at, length)
-        at += length
-    own = at + sum(segment.past for segment in segments)
-    queries, keys, rows = [0], [0], []
-    for segment in segments:
-        first, length = starts.get(segment.task, (0, 0))
-        rows += [
-            *range(first, first + length),
-            *range(at, at + segment.past),
-            *range(own + segment.start, own + segment.start + segment.length),
-        ]
-        at += segment.past
-        queries.append(queries[-1] + segment.length)
-        keys.append(keys[-1] + length + segment.past + segment.length)
-    return _Bounds(
+def bounds_of(segments: Sequence[Segment], prefixes: Sequence[int]) -> tuple[Array, Array, Array]:
+    """The arrays of `Bounds`, on the host; `gather` is empty where keys are the tokens.
+
+    Args:
+        segments: In row order.
+        prefixes: The length of the prefix of each segment's task. Tasks' prefixes come in the order of their segments.
+    """
+    counts = np.zeros((len(segments), 3), np.int64)  # of prefix, past and own tokens
+    counts[:, 0] = prefixes
+    counts[:, 1:] = np.array([(s.past, s.length) for s in segments], np.int64).reshape(-1, 2)
+    queries = np.concatenate([[0], np.cumsum(counts[:, 2])])
+    keys = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+    if not counts[:, :2].any():
+        return queries, keys, np.zeros(0, np.int64)
+    places, behind = {}, 0
+    for segment, length in zip(segments, prefixes, strict=True):
+        if segment.task not in places:
+            places[segment.task] = behind
+            behind += length
+    first = np.empty_like(counts)
+    first[:, 0] = [places[segment.task] for segment in segments]
+    first[:, 1] = behind + np.cumsum(counts[:, 1]) - counts[:, 1]
+    first[:, 2] = behind + counts[:, 1].sum() + queries[:-1]
+    flat = counts.reshape(-1)
+    rows = np.repeat(first.reshape(-1) - (np.cumsum(flat) - flat), flat) + np.arange(flat.sum())
+    return queries, keys, rows
+
+
+def _bounds(segments: Sequence[Segment], prefix: Prefix, device: torch.device) -> Bounds:
+    """The bounds of segments that come without any; the host waits for the device."""
+    lengths = [prefix[s.task][0].shape[0] if s.task in prefix else 0 for s in segments]
+    queries, keys, gather = bounds_of(segments, lengths)
+    return Bounds(
         torch.tensor(queries, dtype=torch.int32, device=device),
         torch.tensor(keys, dtype=torch.int32, device=device),
-        max(b - a for a, b in zip(queries, queries[1:], strict=False)),
-        max(b - a for a, b in zip(keys, keys[1:], strict=False)),
-        torch.tensor(rows, device=device) if own else None,
+        int(np.diff(queries).max()),
+        int(np.diff(keys).max()),
+        torch.tensor(gather, device=device) if len(gather) else None,
     )
 
 
@@ -233,12 +255,11 @@ def _by_varlen(
     scale: float,
     window: int | None,
     prefix: Prefix,
+    bounds: Bounds,
 ) -> Tensor:
     """All segments in one call; causal is aligned at the last position, so a prefix is only more keys."""
-    tasks = {segment.task for segment in segments}
-    used = {task: pair for task, pair in prefix.items() if task in tasks}
-    lengths = tuple((task, pair[0].shape[0]) for task, pair in used.items())
-    bounds = _bounds(tuple(segments), lengths, query.device)
+    tasks = dict.fromkeys(segment.task for segment in segments)
+    used = {task: prefix[task] for task in tasks if task in prefix}
     rows = segments[-1].start + segments[-1].length
     if bounds.gather is None:
         key, value = key[:rows], value[:rows]

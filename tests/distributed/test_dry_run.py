@@ -103,7 +103,7 @@ def _run(layout: Layout, config: dict[str, object]) -> RunSpec:
 
 
 def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
-    for cached in (attention._mask, attention._bounds, grouped._runs):
+    for cached in (attention._mask, grouped._runs):
         cached.cache_clear()  # what an earlier layout left
     with OnCopies():
         return record_steps(run, path, parallel, None)

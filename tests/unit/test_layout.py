@@ -145,6 +145,54 @@ def test_spans_of_everything_cut_nothing() -> None:
     assert _labels(whole) == _labels(spans) and whole.carry is None
 
 
+def test_groups_say_whose_rows_are_whose() -> None:
+    def sequence(task: str, number: int, length: int, labels: int) -> layout.PackedSequence:
+        return task, number, torch.ones(length), torch.arange(length) >= length - labels, 1.0
+
+    sequences = [
+        sequence("a", 7, 3, 2),
+        sequence("b", 0, 100, 1),
+        sequence("b", 1, 50, 0),
+        sequence("c", 4, 2, 0),
+    ]
+    steps, slots = {"a": 5, "b": 6, "c": 7}, {"a": 9, "b": 0, "c": 2}
+    batch = layout.pack(sequences, ("c", "a", "b"), steps, multiple=4, training=False, slots=slots)
+    groups = batch.groups
+    assert (groups.slots, groups.rows, groups.steps) == ((2, 9, 0), ((0, 2), (2, 5), (5, 155)), (7, 5, 6))
+    assert groups.table.tolist() == [[2, 0, 2, 7], [9, 2, 5, 5], [0, 5, 155, 6]] and not groups.training
+    assert groups.tiles.tolist() == [[0, 0, 2], [1, 2, 5], [2, 5, 69], [2, 69, 133], [2, 133, 155]]
+    assert groups.token_index.tolist() == [*range(2), *range(3), *range(100), *range(50), 0]
+    assert groups.sequence_ids.tolist() == [4] * 2 + [7] * 3 + [0] * 100 + [1] * 50 + [0]
+    few = batch.labelled.groups
+    assert (few.slots, few.rows, few.steps) == ((9, 0), ((0, 2), (2, 3)), (5, 6))  # none of c's is a label
+    assert few.table.tolist() == [[9, 0, 2, 5], [0, 2, 3, 6]] and few.tiles.tolist() == [[0, 0, 2], [1, 2, 3]]
+    assert few.token_index.tolist() == [0, 1, 98] and few.sequence_ids.tolist() == [7, 7, 0]
+
+
+def test_the_device_gets_one_buffer_of_aligned_tensors() -> None:
+    sequences = [("a", i, torch.ones(5), torch.ones(5).bool(), 1.0) for i in range(3)]
+    batch = layout.pack(sequences, ("a",), {"a": 0}, {"a": 2}, spans=[(0, 5), (2, 4), (1, 5)])
+    few, bounds = batch.labelled, batch.bounds
+    assert bounds is not None and bounds.gather is not None
+    own = [*_tensors(batch), *_tensors(few), bounds.queries, bounds.keys, bounds.gather]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in own}) == 1
+    assert all((tensor.data_ptr() - own[0].data_ptr()) % 16 == 0 for tensor in own)
+    # Prefix, past and own tokens of each segment; the rows of keys are the prefix, then pasts, then tokens.
+    assert (bounds.queries.tolist(), bounds.keys.tolist()) == ([0, 5, 7, 11], [0, 7, 13, 20])
+    assert (bounds.longest_query, bounds.longest_key) == (5, 7)
+    assert bounds.gather.tolist() == [0, 1, *range(5, 10), 0, 1, 2, 3, 10, 11, 0, 1, 4, *range(12, 16)]
+
+
+def _tensors(batch: layout.MicroBatch) -> list[torch.Tensor]:
+    own = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    return own + [value for value in vars(batch.groups).values() if isinstance(value, torch.Tensor)]
+
+
+def test_a_batch_without_sequences_has_no_rows() -> None:
+    batch = layout.pack([], ("a",), {"a": 0})
+    assert batch.rows == batch.labelled.rows == 0 and batch.groups.rows == () == batch.segments
+
+
 def test_active_is_set_inside_activate_only() -> None:
     batch = layout.pack([("a", 0, torch.tensor([1, 2]), torch.tensor([True, True]), 1.0)], ("a",), {"a": 0})
     with layout.activate(batch):

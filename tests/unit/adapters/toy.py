@@ -384,15 +384,22 @@ def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
 
 
 def make_batch(
-    specs: list[Any], lengths: tuple[int, ...] = (3, 5), multiple: int = 4, training: bool = True
+    specs: list[Any],
+    lengths: tuple[int, ...] = (3, 5),
+    multiple: int = 4,
+    training: bool = True,
+    first: int = 0,
 ) -> MicroBatch:
-    """Two sequences per task, padding at the end, every task some steps into its training."""
+    """Two sequences per task, padding at the end, every task some steps into its training.
+
+    The i-th task has sequences and steps of its own, counted from `first`.
+    """
     names = tuple(spec.name for spec in specs)
     sequences = [
         (name, 10 * i + j, torch.zeros(length, dtype=torch.int64), torch.ones(length, dtype=torch.bool), 1.0)
-        for i, name in enumerate(names)
+        for i, name in enumerate(names, first)
         for j, length in enumerate((3, 5))
     ]
     return layout.pack(
-        sequences, names, {n: 3 + i for i, n in enumerate(names)}, multiple=multiple, training=training
+        sequences, names, {n: 3 + i for i, n in enumerate(names, first)}, multiple=multiple, training=training
     )

@@ -148,6 +148,13 @@ def fake_varlen(
     return torch.cat(outputs)
 
 
+def by_varlen(kernel: Any, *args: Any) -> Tensor:
+    """The variable-length path with a kernel of the test's."""
+    query, key, value, parts, scale, window, prefix = args
+    bounds = attention._bounds(parts, prefix, query.device)
+    return attention._by_varlen(kernel, query, key, value, parts, scale, window, prefix, bounds)
+
+
 def fake_varlen_2_11(*args: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
     """torch 2.11 has no grouped queries."""
     return fake_varlen(*args, scale=scale, window_size=window_size)
@@ -160,7 +167,7 @@ def test_the_variable_length_path_asks_for_the_same(
     kernel: Any, window: int | None, with_prefix: bool
 ) -> None:
     found = []
-    for path in (attention._by_runs, lambda *args: attention._by_varlen(kernel, *args)):
+    for path in (attention._by_runs, lambda *args: by_varlen(kernel, *args)):
         query, key, value = inputs()
         prefix = prefixes() if with_prefix else {}
         out = path(query, key, value, segments(), 0.7, window, prefix)
@@ -179,7 +186,7 @@ def test_the_variable_length_path_takes_pasts_too(
 ) -> None:
     parts = tuple(replace(segment, past=past) for segment, past in zip(segments(), pasts, strict=True))
     found = []
-    for path in (attention._by_runs, lambda *args: attention._by_varlen(kernel, *args)):
+    for path in (attention._by_runs, lambda *args: by_varlen(kernel, *args)):
         query = inputs()[0]
         _, key, value = inputs(padding=3 + sum(pasts))
         prefix = prefixes() if with_prefix else {}
