@@ -1,9 +1,11 @@
 """megatron-mux against Hugging Face PEFT: the same LoRA tasks trained together, and one at a time.
 
     python benchmarks/vs_peft.py                    # backbone and data of `make prepare`, two threads
+    python benchmarks/vs_peft.py --rival packed     # PEFT without padding only
+    python benchmarks/vs_peft.py --profile          # also the time of a step by operator
     python benchmarks/vs_peft.py --device cuda      # bf16, a random backbone of Llama-3-8B's shape, eight tasks
 
-Both sides start from the same adapters and train on the same records in the same order with the same number of threads.
+All sides start from the same adapters and train on the same records in the same order with the same number of threads.
 They take turns, so that other load of the machine affects both, and run in separate processes, so that they do not
 share an allocator. Memory is measured in a new process for each case.
 """
@@ -51,6 +53,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--warm-up", type=int, default=2, help="steps before the first turn, which are not timed"
     )
     parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"])
+    parser.add_argument(
+        "--rival",
+        choices=("padded", "packed", "all"),
+        default="all",
+        help="how PEFT trains: batches padded to their longest sequence, or packed without padding",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the backbone on all sides (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile one more turn of each side, by kind of operator"
+    )
     parser.add_argument("--skip-memory", action="store_true")
     add_output(parser)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -69,6 +85,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(
                     f"{arguments.backbone} does not exist: run `make prepare`, or give --backbone DIR"
                 )
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    arguments.rivals = ("padded", "packed") if arguments.rival == "all" else (arguments.rival,)
     if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
         parser.error("--warm-up, --repeats and --steps must be at least 1")
     return arguments
@@ -107,8 +125,7 @@ def _write_backbone(arguments: argparse.Namespace) -> None:
     import torch
     from workload import write_random_backbone
 
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    write_random_backbone(arguments.backbone_shape, arguments.backbone, dtype)
+    write_random_backbone(arguments.backbone_shape, arguments.backbone, getattr(torch, arguments.dtype))
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
@@ -116,14 +133,18 @@ def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
     from workload import mix_of, tasks_per_batch_shape
 
     found = {case: _in_new_process(arguments, case) for case in ("mux:mix", "mux:one", "mux:eight")}
-    for i, count in tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device)).items():
-        found[f"peft:{i}"] = {**_in_new_process(arguments, f"peft:{i}"), "tasks_of_this_kind": count}
+    kinds = tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device))
+    for rival in arguments.rivals:
+        for i, count in kinds.items():
+            case = f"{rival}:{i}"
+            found[case] = {**_in_new_process(arguments, case), "tasks_of_this_kind": count}
     return found
 
 
 def _in_new_process(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     command = [sys.executable, str(HERE / "vs_peft.py"), "--part", part, "--device", arguments.device]
-    command += ["--threads", str(arguments.threads), "--targets", *arguments.targets]
+    command += ["--threads", str(arguments.threads), "--dtype", arguments.dtype]
+    command += ["--targets", *arguments.targets]
     if arguments.data is not None:
         command += ["--data", str(arguments.data)]
     if arguments.backbone_shape is not None:

@@ -6,7 +6,7 @@ import argparse
 import importlib.metadata
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import peft_side
 import process_memory
 import torch
 from vs_peft_setup import Setup
-from vs_peft_sides import measure_sides
-from workload import RANK, Pair, mix_to_json, padding_share
+from vs_peft_sides import SideResult, measure_sides
+from workload import RANK, mix_to_json, padding_share
 
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
@@ -29,54 +29,61 @@ def measure_speed(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
         arguments: The script's flags.
         scratch: Directory for the initial adapters, which all sides share.
     """
-    setup = Setup(arguments, arguments.warm_up + arguments.repeats * arguments.steps)
+    turns_in_all = arguments.repeats + arguments.profile
+    setup = Setup(arguments, arguments.warm_up + turns_in_all * arguments.steps)
     everything = list(range(len(setup.mix)))
     short = [i for i in everything if setup.mix[i].short] or everything[:2]
     if arguments.backbone_shape == "tiny":
         short = everything[:2]
     found: dict[str, Any] = {"mix": mix_to_json(setup.mix)}
     for part, members in (("all", everything), ("short", short)):
-        turns = measure_sides(arguments, setup.steps, members, scratch)
-        seconds = {name: side.seconds for name, side in turns.items()}
-        losses = {name: turns[name].losses for name in ("mux", "peft")}
-        found[part] = _summary(setup, members, [setup.examples(i) for i in members], seconds, losses)
+        profiled = arguments.profile and part == "all"
+        turns = measure_sides(arguments, setup.steps, members, scratch, profiled)
+        found[part] = _summary(setup, members, turns)
+        if profiled:
+            found["profile"] = {name: side.profile for name, side in turns.items()}
     return found
 
 
-def _summary(
-    setup: Setup,
-    members: Sequence[int],
-    examples: Sequence[Sequence[Sequence[Pair]]],
-    seconds: dict[str, list[float]],
-    losses: dict[str, list[list[float]]],
-) -> dict[str, Any]:
+def _summary(setup: Setup, members: Sequence[int], turns: Mapping[str, SideResult]) -> dict[str, Any]:
     size, start = setup.arguments.steps, setup.arguments.warm_up
-    of_step = [sum(len(ids) for task in examples for ids, _ in task[step]) for step in range(setup.steps)]
-    tokens = [sum(of_step[start + t * size : start + (t + 1) * size]) for t in range(setup.arguments.repeats)]
+    examples = [setup.examples(i) for i in members]
+    timed = start + setup.arguments.repeats * size
+    of_step = [sum(len(ids) for task in examples for ids, _ in task[step]) for step in range(timed)]
+    tokens = [sum(of_step[first : first + size]) for first in range(start, timed, size)]
+    seconds = {name: side.seconds for name, side in turns.items()}
     rates = {
         name: statistics.median(count / s for count, s in zip(tokens, times, strict=True))
         for name, times in seconds.items()
     }
-    apart = max(
-        abs(ours - theirs) / abs(theirs)
-        for row, other in zip(losses["mux"], losses["peft"], strict=True)
-        for ours, theirs in zip(row, other, strict=True)
-    )
     return {
         "tasks": [setup.mix[i].name for i in members],
         "tokens_of_turns": tokens,
         "seconds_of_turns": seconds,
         "tokens_per_second": rates,
-        "speedup": _median_ratio(seconds["peft"], seconds["mux"]),
-        "speedup_of_turns": [p / m for p, m in zip(seconds["peft"], seconds["mux"], strict=True)],
-        "ceiling_speedup": _median_ratio(seconds["peft"], seconds["ceiling"]),
         "step_over_ceiling": _median_ratio(seconds["mux"], seconds["ceiling"]),
-        "padding_share_of_peft": padding_share([step for task in examples for step in task]),
+        "rivals": {name: _against(turns[name], turns) for name in setup.arguments.rivals},
+        "padding_share": padding_share([step for task in examples for step in task[:timed]]),
         "losses": {
-            name: {setup.mix[i].name: [row[k] for row in rows] for k, i in enumerate(members)}
-            for name, rows in losses.items()
+            name: {setup.mix[i].name: [row[k] for row in side.losses] for k, i in enumerate(members)}
+            for name, side in turns.items()
+            if name != "ceiling"
         },
-        "largest_relative_loss_difference": apart,
+    }
+
+
+def _against(rival: SideResult, turns: Mapping[str, SideResult]) -> dict[str, Any]:
+    """Our sides' speed over a rival's, and how far the losses are apart."""
+    mux, ceiling = turns["mux"], turns["ceiling"]
+    return {
+        "speedup": _median_ratio(rival.seconds, mux.seconds),
+        "speedup_of_turns": [p / m for p, m in zip(rival.seconds, mux.seconds, strict=True)],
+        "ceiling_speedup": _median_ratio(rival.seconds, ceiling.seconds),
+        "largest_relative_loss_difference": max(
+            abs(ours - theirs) / abs(theirs)
+            for row, other in zip(mux.losses, rival.losses, strict=True)
+            for ours, theirs in zip(row, other, strict=True)
+        ),
     }
 
 
@@ -86,13 +93,14 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
-    """Measure memory in this process for one case: `mux:mix`, `mux:one`, `mux:eight`, or `peft:<index of a task>`."""
+    """Measure the memory of one case here: `mux:mix`, `mux:one`, `mux:eight`, or `<rival>:<index of a task>`."""
     setup = Setup(arguments, MEMORY_STEPS)
     side, what = part.split(":")
     before = process_memory.resident_bytes()
     process_memory.reset_peak(setup.device)
-    if side == "peft":
-        task = setup.peft_task(peft_side.load(arguments.backbone, setup.dtype, setup.device), int(what))
+    if side in peft_side.RIVALS:
+        model = peft_side.load(arguments.backbone, setup.dtype, setup.device, side)
+        task = setup.peft_task(model, int(what), side)
         examples = setup.examples(int(what))
         loaded = process_memory.peak_resident_bytes()
         process_memory.reset_peak(setup.device)
@@ -138,12 +146,13 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "settings": {
             "device": arguments.device,
-            "dtype": "bfloat16" if arguments.device == "cuda" else "float32",
+            "dtype": arguments.dtype,
             "backbone": arguments.backbone_shape or arguments.backbone.name,
             "records": "made up" if arguments.data is None else "of --data",
             "lora": {"r": RANK, "targets": arguments.targets},
             "repeats": arguments.repeats,
             "steps_in_a_turn": arguments.steps,
+            "liger": peft_side.uses_liger(torch.device(arguments.device)),
         },
     }
 

@@ -30,7 +30,7 @@ class Setup:
         torch.set_num_threads(arguments.threads)
         self.arguments = arguments
         self.device = torch.device(arguments.device)
-        self.dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+        self.dtype = getattr(torch, arguments.dtype)
         self.steps = steps
         self.mix = mix_of(arguments.backbone_shape, arguments.device)
         self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
@@ -56,10 +56,11 @@ class Setup:
         return mux_side.examples(self.specs[i], self.records[i], self.steps)
 
     def peft_task(
-        self, model: torch.nn.Module, i: int, initial: dict[str, Tensor] | None = None
+        self, model: torch.nn.Module, i: int, rival: str, initial: dict[str, Tensor] | None = None
     ) -> peft_side.PeftTask:
         """Set up task `i` to be trained by PEFT."""
-        return peft_side.PeftTask(model, RANK, self.arguments.targets, LEARNING_RATE, self.steps, initial)
+        targets = self.arguments.targets
+        return peft_side.PeftTask(model, RANK, targets, LEARNING_RATE, self.steps, initial, rival)
 
     def synchronize(self) -> None:
         """Wait until the GPU, if there is one, has finished."""

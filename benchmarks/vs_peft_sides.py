@@ -12,11 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import mux_side
+import operator_profile
 import peft_side
 from safetensors.torch import load_file, save_file
 from vs_peft_setup import Setup
@@ -27,8 +29,8 @@ _IMPORTED = ("torch", "transformers", "peft", "megatron.core", "megatron_mux.eng
 Step = Callable[[int], list[float]]
 """Runs the step of a given number and returns each task's loss."""
 
-SIDES = ("peft", "mux", "ceiling")
-"""The sides in the order in which they start: megatron-mux loads the initial adapters that PEFT has saved."""
+OURS = ("mux", "ceiling")
+"""Our sides; they start after PEFT's, of which the first saves the initial adapters that all others load."""
 
 
 @dataclass
@@ -38,14 +40,16 @@ class SideResult:
     Attributes:
         seconds: Time of each turn after the warm-up.
         losses: Loss of each task in each step, `[steps][tasks]`, including the warm-up.
+        profile: By kind of operator, the `seconds` and `calls` of one more turn; empty if none was profiled.
     """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
+    profile: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def measure_sides(
-    arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
+    arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path, profiled: bool
 ) -> dict[str, SideResult]:
     """Train some tasks of the mix on all sides, in turns; the side that goes first rotates from turn to turn.
 
@@ -54,23 +58,28 @@ def measure_sides(
         steps: Length of each task's learning rate schedule.
         members: Indices of the tasks in the mix.
         scratch: Directory for the initial adapters, which all sides share.
+        profiled: Profile one more turn of each side.
 
     Returns:
         Each side's times and losses.
     """
-    sides = {name: _SideProcess(name, arguments, steps, members, scratch) for name in SIDES}
-    turns = {name: SideResult() for name in SIDES}
+    names = (*arguments.rivals, *OURS)
+    sides = {name: _SideProcess(name, arguments, steps, members, scratch) for name in names}
+    turns = {name: SideResult() for name in names}
     try:
         for name, side in sides.items():
             turns[name].losses += side.run_steps(0, arguments.warm_up)[1]
         step = arguments.warm_up
         for turn in range(arguments.repeats):
-            first = turn % len(SIDES)
-            for name in SIDES[first:] + SIDES[:first]:
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 seconds, losses = sides[name].run_steps(step, arguments.steps)
                 turns[name].seconds.append(seconds)
                 turns[name].losses += losses
             step += arguments.steps
+        if profiled:
+            for name, side in sides.items():
+                turns[name].profile = side.profile_steps(step, arguments.steps)
     finally:
         for side in sides.values():
             side.end()
@@ -96,9 +105,15 @@ class _SideProcess:
 
     def run_steps(self, first: int, count: int) -> tuple[float, list[list[float]]]:
         """Run `count` steps from step `first` on; returns their seconds and losses."""
-        self.connection.send((first, count))
+        self.connection.send((first, count, False))
         seconds, losses = self._receive()
         return seconds, losses
+
+    def profile_steps(self, first: int, count: int) -> dict[str, dict[str, float]]:
+        """Run `count` steps from step `first` on under the profiler; see `SideResult.profile`."""
+        self.connection.send((first, count, True))
+        found: dict[str, dict[str, float]] = self._receive()
+        return found
 
     def end(self) -> None:
         """Close the connection, upon which the process exits."""
@@ -131,27 +146,46 @@ def _run_side(
     """Main function of a side's process: report that it is ready, then run the steps it is asked for."""
     try:
         setup = Setup(arguments, steps)
-        step = {"peft": _peft, "mux": _mux, "ceiling": _ceiling}[name](setup, members, scratch)
+        step = {
+            "padded": partial(_peft, "padded"),
+            "packed": partial(_peft, "packed"),
+            "mux": _mux,
+            "ceiling": _ceiling,
+        }[name](setup, members, scratch)
         connection.send(None)
         while True:
-            first, count = connection.recv()
-            setup.synchronize()
-            start = time.perf_counter()
-            losses = [step(k) for k in range(first, first + count)]
-            setup.synchronize()
-            connection.send((time.perf_counter() - start, losses))
+            connection.send(_run_steps(setup, step, *connection.recv()))
     except EOFError:
         pass
     except Exception:  # the parent reports it
         connection.send(traceback.format_exc())
 
 
-def _peft(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
-    model = peft_side.load(setup.arguments.backbone, setup.dtype, setup.device)
-    tasks = [setup.peft_task(peft_side.share_weights(model), i) for i in members]
+def _run_steps(setup: Setup, step: Step, first: int, count: int, profiled: bool) -> Any:
+    """Run some steps: their seconds and losses, or what the profiler found."""
+
+    def run() -> list[list[float]]:
+        losses = [step(k) for k in range(first, first + count)]
+        setup.synchronize()
+        return losses
+
+    setup.synchronize()
+    if profiled:
+        return operator_profile.profile_by_kind(run, setup.device)
+    start = time.perf_counter()
+    losses = run()
+    return time.perf_counter() - start, losses
+
+
+def _peft(rival: str, setup: Setup, members: Sequence[int], scratch: Path) -> Step:
+    model = peft_side.load(setup.arguments.backbone, setup.dtype, setup.device, rival)
+    tasks = []
+    for i in members:
+        initial = load_file(_initial(scratch, i)) if _initial(scratch, i).exists() else None
+        tasks.append(setup.peft_task(peft_side.share_weights(model), i, rival, initial))
+        if initial is None:
+            save_file(tasks[-1].tensors(), _initial(scratch, i))
     examples = [setup.examples(i) for i in members]
-    for i, task in zip(members, tasks, strict=True):
-        save_file(task.tensors(), _initial(scratch, i))
     return lambda step: [task.step(examples[k][step]) for k, task in enumerate(tasks)]
 
 

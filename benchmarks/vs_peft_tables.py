@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import operator_profile
 from script import measured_on, table
 
-TARGETS = {"all": 1.35, "short": 1.75}
-CEILING_TARGET = 1.12
-PERSISTENT_TARGET = 1.15
+GOALS = {("padded", "all"): 1.35, ("padded", "short"): 1.75}
+CEILING_GOAL = 1.12
+PERSISTENT_GOAL = 1.15
+RIVAL_NAMES = {"padded": "PEFT, padded batches", "packed": "PEFT, packed without padding"}
+SIDE_NAMES = {**RIVAL_NAMES, "mux": "megatron-mux", "ceiling": "the frozen backbone alone"}
 _SPEED_HEADINGS = (
-    "tasks | PEFT, one at a time (tokens/s) | megatron-mux (tokens/s) | speed-up | "
-    "ceiling: frozen backbone alone | step / ceiling | padding in PEFT's batches"
+    "tasks | rival, one task at a time | rival (tokens/s) | megatron-mux (tokens/s) | speed-up | "
+    "ceiling: frozen backbone alone | step / ceiling"
 )
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Render hardware, speed, memory and losses."""
-    return "\n".join([*_head(result), "", *_speed(result), "", *_memory(result), *_losses(result)])
+    """Render hardware, speed, memory, losses and profiles."""
+    parts = (_head, _speed, _memory, _losses, _profiles)
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := part(result)))
 
 
 def _head(result: Mapping[str, Any]) -> list[str]:
@@ -40,19 +44,21 @@ def _speed(result: Mapping[str, Any]) -> list[str]:
     for key, name in (("all", "the whole mix"), ("short", "its short tasks")):
         part = result[key]
         rate = part["tokens_per_second"]
-        goal = f" (goal {TARGETS[key]:.2f}x)" if on_cpu else ""
-        over = f" (goal {CEILING_TARGET:.2f})" if on_cpu and key == "all" else ""
-        row = (
-            f"{name} ({len(part['tasks'])})",
-            f"{rate['peft']:.0f}",
-            f"{rate['mux']:.0f}",
-            f"**{part['speedup']:.2f}x**{goal}",
-            f"{part['ceiling_speedup']:.2f}x",
-            f"{part['step_over_ceiling']:.3f}{over}",
-            f"{part['padding_share_of_peft']:.0%}",
-        )
-        rows.append(row)
-    explained = "Tokens do not include padding, on either side."
+        over = f" (goal {CEILING_GOAL:.2f})" if on_cpu and key == "all" else ""
+        for rival, found in part["rivals"].items():
+            goal = GOALS.get((rival, key)) if on_cpu else None
+            row = (
+                f"{name} ({len(part['tasks'])})",
+                RIVAL_NAMES[rival],
+                f"{rate[rival]:.0f}",
+                f"{rate['mux']:.0f}",
+                f"**{found['speedup']:.2f}x**" + (f" (goal {goal:.2f}x)" if goal else ""),
+                f"{found['ceiling_speedup']:.2f}x",
+                f"{part['step_over_ceiling']:.3f}{over}",
+            )
+            rows.append(row)
+    padding = " and ".join(f"{result[key]['padding_share']:.0%}" for key in ("all", "short"))
+    explained = f"Tokens do not include padding, on any side; padded batches are {padding} padding."
     return [*table(_SPEED_HEADINGS, rows), "", explained]
 
 
@@ -60,22 +66,27 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
     memory = result["memory"]
     if not memory:
         return []
-    peft = {case: found for case, found in memory.items() if case.startswith("peft:")}
-    largest = max(_peak(found) for found in peft.values())
-    together = sum(_peak(found) * found["tasks_of_this_kind"] for found in peft.values())
-    count = sum(found["tasks_of_this_kind"] for found in peft.values())
+    rows = []
+    for rival, name in RIVAL_NAMES.items():
+        cases = [found for case, found in memory.items() if case.startswith(f"{rival}:")]
+        if cases:
+            count = sum(found["tasks_of_this_kind"] for found in cases)
+            together = sum(_peak(found) * found["tasks_of_this_kind"] for found in cases)
+            largest = max(map(_peak, cases))
+            rows.append(
+                (f"peak, {name}, the largest of {count} tasks run one after the other", _mib(largest))
+            )
+            rows.append((f"peak, {name}, {count} tasks at once, one process each", _mib(together)))
     one, eight = memory["mux:one"]["persistent"], memory["mux:eight"]["persistent"]
-    rows = (
-        (f"peak, PEFT, the largest of {count} tasks run one after the other", _mib(largest)),
-        (f"peak, PEFT, {count} tasks at once, one process each", _mib(together)),
-        (f"peak, megatron-mux, {count} tasks together", _mib(_peak(memory["mux:mix"]))),
+    rows += [
+        (f"peak, megatron-mux, {len(result['mix'])} tasks together", _mib(_peak(memory["mux:mix"]))),
         ("persistent, megatron-mux, 1 task", _mib(one)),
         (
             "persistent, megatron-mux, 8 tasks",
-            f"{_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_TARGET:.2f}x)",
+            f"{_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_GOAL:.2f}x)",
         ),
-    )
-    return [*table("memory | MiB", rows), ""]
+    ]
+    return table("memory | MiB", rows)
 
 
 def _peak(found: Mapping[str, int]) -> int:
@@ -85,15 +96,28 @@ def _peak(found: Mapping[str, int]) -> int:
 
 def _losses(result: Mapping[str, Any]) -> list[str]:
     part = result["all"]
+    sides = [*part["rivals"], "mux"]
+    headings = " | ".join(f"last step ({SIDE_NAMES[side]})" for side in sides)
     rows = []
     for name in part["tasks"]:
-        theirs, ours = part["losses"]["peft"][name], part["losses"]["mux"][name]
-        rows.append((name, f"{theirs[0]:.4f}", f"{theirs[-1]:.4f}", f"{ours[-1]:.4f}"))
-    return [
-        *table("loss | first step | last step (PEFT) | last step (megatron-mux)", rows),
-        "",
-        f"Largest relative difference of a loss in any step: {part['largest_relative_loss_difference']:.1e}.",
-    ]
+        losses = [part["losses"][side][name] for side in sides]
+        rows.append((name, f"{losses[0][0]:.4f}", *(f"{own[-1]:.4f}" for own in losses)))
+    apart = ", ".join(
+        f"{found['largest_relative_loss_difference']:.1e} ({RIVAL_NAMES[rival]})"
+        for rival, found in part["rivals"].items()
+    )
+    explained = f"Largest relative difference of a loss in any step: {apart}."
+    return [*table(f"loss | first step | {headings}", rows), "", explained]
+
+
+def _profiles(result: Mapping[str, Any]) -> list[str]:
+    """A table of time by kind of operator for each side that was profiled."""
+    lines: list[str] = []
+    for side, kinds in result.get("profile", {}).items():
+        rows = operator_profile.rows(kinds, result["settings"]["steps_in_a_turn"])
+        heading = f"{SIDE_NAMES[side]}: operators | share of profiled time | ms in a step | calls in a step"
+        lines += ["", *table(heading, rows)]
+    return lines[1:]
 
 
 def _mib(count: int) -> str:

@@ -31,18 +31,34 @@ def result_of(command: list[str], directory: Path) -> Any:
 
 def test_vs_peft_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
     command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
-    command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1"]
+    command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1", "--profile"]
     command += ["--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
     for part, tasks in (("all", 4), ("short", 2)):
         found = result[part]
         assert len(found["tasks"]) == tasks
-        assert found["largest_relative_loss_difference"] < 1e-5
-        for side in ("peft", "mux"):
+        assert set(found["rivals"]) == {"padded", "packed"}
+        for rival in found["rivals"].values():
+            assert rival["largest_relative_loss_difference"] < 1e-5
+        for side in ("padded", "packed", "mux"):
             for losses in found["losses"][side].values():
                 assert len(losses) == 3
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["seconds_of_turns"].values())
-    assert "its short tasks (2)" in (tmp_path / "result.md").read_text()
+    assert set(result["profile"]) == {"padded", "packed", "mux", "ceiling"}
+    assert all(kinds["matrix products"]["calls"] > 0 for kinds in result["profile"].values())
+    written = (tmp_path / "result.md").read_text()
+    assert "its short tasks (2)" in written and "megatron-mux: operators" in written
+
+
+def test_vs_peft_in_bf16_against_one_rival(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
+    command += ["--threads", "1", "--repeats", "1", "--steps", "1", "--warm-up", "1"]
+    command += ["--dtype", "bfloat16", "--rival", "packed", "--output", str(tmp_path / "result.json")]
+    result = result_of(command, tmp_path)
+    assert result["settings"]["dtype"] == "bfloat16"
+    for part in ("all", "short"):
+        (rival,) = result[part]["rivals"].values()
+        assert rival["largest_relative_loss_difference"] < 0.02
 
 
 def keep_profile(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
