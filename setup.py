@@ -13,7 +13,8 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8"]
+TRITON = "triton>=3.6; platform_system == 'Linux' and platform_machine in 'x86_64 aarch64'"
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
 QUICKSTART = ["gguf>=0.17,<1"]
@@ -55,6 +56,8 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
+        "gpu": [TRITON, "liger-kernel>=0.5"],
+        "te": ["transformer-engine[pytorch]>=2"],
         "test": TEST,
         "quickstart": QUICKSTART,
         "bench": ["matplotlib>=3.8"],

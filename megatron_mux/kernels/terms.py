@@ -83,6 +83,8 @@ class TermTable:
         width: W, a multiple of 16.
         most_terms: Of one task.
         largest_rank: R of the widest term.
+        has_dropout: Whether any term drops entries while training.
+        factor_dtype: Of the factors d and b; None if no term has them.
     """
 
     def __init__(self, terms: Sequence[Term]) -> None:
@@ -98,6 +100,9 @@ class TermTable:
         self.most_terms = max(map(len, self.of_slot.values()), default=0)
         self.largest_rank = max((term.rank for term in terms), default=0)
         self.device = terms[0].down.device if terms else torch.device("cpu")
+        self.has_dropout = any(term.dropout > 0 for term in terms)
+        factors = (f for term in terms for f in (term.down_factors, term.up_factors) if f is not None)
+        self.factor_dtype = next((f.dtype for f in factors), None)
 
     @cached_property
     def entries(self) -> Tensor:
@@ -111,6 +116,27 @@ class TermTable:
         slots = max(self.of_slot, default=-1) + 1
         counts = [len(self.of_slot.get(slot, ())) for slot in range(slots)]
         return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether 16 bytes of a row of A, B or the output can be accessed at once, for every term.
+
+        Their addresses have to be multiples of 16 bytes, ranks and numbers of columns multiples of 8, and lists of
+        columns made of aligned runs of 8. The lists are read from the device, once: a table is not made in a step.
+        """
+        return all(_is_aligned(term) for own in self.of_slot.values() for term, _ in own)
+
+
+def _is_aligned(term: Term) -> bool:
+    addressed = (term.down, term.up, term.down_gradient, term.up_gradient)
+    if term.rank % 8 or term.up.shape[0] % 8 or any(t is not None and t.data_ptr() % 16 for t in addressed):
+        return False
+    if term.columns is None:
+        return True
+    runs = term.columns.view(-1, 8)
+    starts = runs[:, :1]
+    in_order = starts + torch.arange(8, dtype=runs.dtype, device=runs.device)
+    return bool(((runs == in_order) & (starts % 8 == 0)).all())
 
 
 def _entry(term: Term, latent: int) -> list[int]:

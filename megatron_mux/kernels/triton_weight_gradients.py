@@ -1,0 +1,163 @@
+"""Device code of `triton_low_rank`: gradients of A and B, and of the factors that some terms train in their place.
+
+A program owns a block of one term's gradient and goes through all rows of the term's task, in the order of its own
+tiles: nothing is added atomically, and a task's sums never depend on where its rows lie.
+
+Constants as in `triton_low_rank_device`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_mux.kernels.triton_low_rank_device import (
+    _BY_MICRO_BATCH,
+    _BY_TABLE,
+    _COLUMN_COUNT,
+    _DOWN_FACTORS_GRADIENT,
+    _DOWN_GRADIENT,
+    _FIELDS,
+    _KEEP_SCALE,
+    _RANK,
+    _SCALE,
+    _THRESHOLD,
+    _UP_FACTORS_GRADIENT,
+    _UP_GRADIENT,
+    _add_to,
+    _integer,
+    _latent_of,
+    _number,
+    _pointer,
+    _row_hash,
+    _terms_of,
+    _values_of,
+    _weights_of,
+    _whole,
+)
+
+
+@triton.jit
+def _outer_block(
+    entry, values, stride, latent, latent_stride, first, stop, steps, sequence_ids, token_index,
+    features, width, ranks, rank,
+    UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, OUTPUT_FACTORS: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`[WIDTH, RANKS]` fp32: values of the rows from `first` to `stop`, transposed, times `d * latent`."""
+    total = tl.zeros((WIDTH, RANKS), dtype=tl.float32)
+    for start in range(first, stop, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        row_mask = rows < stop
+        row_hash = rows
+        if DROPOUT:
+            row_hash = _row_hash(entry, rows, row_mask, steps, sequence_ids, token_index)
+        block = _values_of(
+            entry, values, stride, rows, row_mask, row_hash, features, width,
+            UP, DROPOUT, OUTPUT_FACTORS, ALIGNED,
+        )  # fmt: skip
+        own = _latent_of(entry, latent, latent_stride, rows, row_mask, ranks, rank, FACTORS, ALIGNED)
+        total = tl.dot(tl.trans(block), own, total, input_precision=PRECISION)
+    if UP:
+        total *= _number(entry, _SCALE)
+    if DROPOUT:
+        total *= _number(entry, _KEEP_SCALE)
+    return total
+
+
+@triton.jit
+def _down_factors_gradient(
+    entry, latent, d_latent, latent_stride, first, stop, ranks, rank,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Add the sum over rows of `d_latent * latent`."""
+    total = tl.zeros((RANKS,), dtype=tl.float32)
+    for start in range(first, stop, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        own = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
+        gradient = _latent_of(entry, d_latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
+        total += tl.sum(own.to(tl.float32) * gradient.to(tl.float32), axis=0)
+    _add_to(_pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, total)
+
+
+@triton.jit
+def _up_factors_gradient(
+    entry, values, stride, latent, latent_stride, first, stop, features, count, rank,
+    FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add the sum over rows of `scale * dy * ((d * latent) B^T)`: B times the gradient it would have without b."""
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for first_rank in range(0, rank, RANKS):
+        ranks = first_rank + tl.arange(0, RANKS)
+        block = _outer_block(
+            entry, values, stride, latent, latent_stride, first, stop, first, entry, entry,
+            features, count, ranks, rank, True, False, FACTORS, None, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+        )  # fmt: skip
+        weights = _weights_of(entry, ranks, rank, features, count, values.dtype.element_ty, True, ALIGNED)
+        total += tl.sum(block * tl.trans(weights).to(tl.float32), axis=1)
+    _add_to(_pointer(entry, _UP_FACTORS_GRADIENT, tl.float32, False) + features, features < count, total)
+
+
+@triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
+def weight_gradient_kernel(
+    values, latent, d_latent, entries, first_entry, table, sequence_ids, token_index,
+    slots, rank_blocks, stride, latent_stride, features_in,
+    UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of B (UP, from dy and latent) or of A (from x and d_latent), or of a term's factors instead."""
+    group = table + tl.program_id(2) * 4
+    first = tl.load(group + 1)
+    stop = tl.load(group + 2)
+    at, end = _terms_of(tl.load(group), first_entry, slots)
+    at += tl.program_id(0) // rank_blocks
+    if (at >= end) | (first >= stop):
+        return
+    entry = entries + at * _FIELDS
+    rank = _whole(entry, _RANK, ALIGNED)
+    first_rank = tl.program_id(0) % rank_blocks * RANKS
+    width = features_in
+    if UP:
+        width = _whole(entry, _COLUMN_COUNT, ALIGNED)
+    if (first_rank >= rank) | (tl.program_id(1) * WIDTH >= width):
+        return
+    ranks = first_rank + tl.arange(0, RANKS)
+    features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = (features < width)[:, None] & (ranks < rank)[None, :]
+    if UP:
+        gradient = _pointer(entry, _UP_GRADIENT, tl.float32, ALIGNED)
+        own = latent
+    else:
+        gradient = _pointer(entry, _DOWN_GRADIENT, tl.float32, ALIGNED)
+        own = d_latent
+    if gradient.to(tl.int64) != 0:
+        steps = tl.load(group + 3)
+        if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
+            total = _outer_block(
+                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                width, ranks, rank, UP, DROPOUT, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+            )  # fmt: skip
+        else:
+            total = _outer_block(
+                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                width, ranks, rank, UP, False, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+            )  # fmt: skip
+        if UP:
+            _add_to(gradient + features[:, None] * rank + ranks[None, :], mask, total)
+        else:
+            _add_to(gradient + ranks[:, None] * width + features[None, :], tl.trans(mask), tl.trans(total))
+    elif FACTORS is not None:
+        if UP:
+            if first_rank == 0 and tl.load(entry + _UP_FACTORS_GRADIENT) != 0:
+                _up_factors_gradient(
+                    entry, values, stride, latent, latent_stride, first, stop, features, width, rank,
+                    FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+                )  # fmt: skip
+        elif tl.program_id(1) == 0 and tl.load(entry + _DOWN_FACTORS_GRADIENT) != 0:
+            _down_factors_gradient(
+                entry, latent, d_latent, latent_stride, first, stop, ranks, rank, ALIGNED, ROWS, RANKS
+            )

@@ -1,0 +1,262 @@
+"""Triton's low-rank kernels in its interpreter, against the formulas. Run by `test_triton_interpreted.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from megatron_mux.kernels.dropout import keep_mask, key_of
+from megatron_mux.kernels.groups import RowGroups, Rows, tiles_of
+from megatron_mux.kernels.terms import Term, TermTable
+from megatron_mux.kernels.triton_low_rank import TritonKernels
+
+assert triton.knobs.runtime.interpret
+
+K, N = 72, 80
+
+
+def groups_of(slots: Sequence[int], rows: Sequence[Rows], training: bool = True) -> RowGroups:
+    """Groups whose sequences of 7 tokens have ids by slot, so that they do not depend on where the rows lie."""
+    steps = tuple(5 + slot for slot in slots)
+    sequence_ids = torch.zeros(rows[-1][1] + 3, dtype=torch.int32)
+    token_index = torch.zeros_like(sequence_ids)
+    for slot, (start, stop) in zip(slots, rows, strict=True):
+        place = torch.arange(stop - start, dtype=torch.int32)
+        sequence_ids[start:stop] = 100 * slot + place // 7
+        token_index[start:stop] = place % 7
+    table = [(slot, *own, step) for slot, own, step in zip(slots, rows, steps, strict=True)]
+    tiles = torch.tensor(list(tiles_of(rows)), dtype=torch.int32).view(-1, 3)
+    return RowGroups(
+        tuple(slots), tuple(rows), steps, training, torch.tensor(table, dtype=torch.int32), tiles, sequence_ids,
+        token_index,
+    )  # fmt: skip
+
+
+def term_of(
+    slot: int, rank: int, columns: Sequence[int] | None = None, *, k: int = K, n: int = N, factors: bool = False,
+    dropout: float = 0.0, dtype: torch.dtype = torch.float32, module: str = "q",
+) -> Term:  # fmt: skip
+    """A term with random weights that depend on its slot, module and rank alone."""
+    generator = torch.Generator().manual_seed(key_of(slot, module, rank) % (1 << 60))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    count = n if columns is None else len(columns)
+    term = Term(
+        slot=slot,
+        down=(random(rank, k) / k**0.5).to(dtype),
+        up=(random(count, rank) / rank**0.5).to(dtype),
+        scale=0.5 + 0.25 * (slot % 5),
+        columns=None if columns is None else torch.tensor(columns, dtype=torch.int32),
+        dropout=dropout,
+        key=key_of(slot, module),
+        first_feature=3 * slot,
+    )
+    if not factors:
+        return replace(term, down_gradient=random(rank, k), up_gradient=random(count, rank))
+    return replace(
+        term,
+        down_factors=random(rank),
+        up_factors=random(count),
+        down_factors_gradient=random(rank),
+        up_factors_gradient=random(count),
+    )
+
+
+def results(x: Tensor, dy: Tensor, terms: Sequence[Term], groups: RowGroups) -> dict[str, Tensor]:
+    """Everything that the kernels make of copies of the terms."""
+    terms = [with_own_gradients(term) for term in terms]
+    table = TermTable(terms)
+    y, dx = torch.ones_like(dy), torch.ones_like(x)
+    latent = TritonKernels.down(x, table, groups)
+    TritonKernels.up_(y, latent, table, groups)
+    d_latent = TritonKernels.latent_gradient(dy, table, groups)
+    TritonKernels.input_gradient_(dx, d_latent, table, groups)
+    TritonKernels.weight_gradients(x, latent, dy, d_latent, table, groups)
+    return {"y": y, "dx": dx, **gradients_of(terms)}
+
+
+GRADIENTS = ("down_gradient", "up_gradient", "down_factors_gradient", "up_factors_gradient")
+
+
+def with_own_gradients(term: Term) -> Term:
+    own: dict[str, Any] = {name: getattr(term, name) for name in GRADIENTS}
+    return replace(term, **{name: None if g is None else g.clone() for name, g in own.items()})
+
+
+def gradients_of(terms: Sequence[Term]) -> dict[str, Tensor]:
+    return {
+        f"{term.slot} {i} {name}": getattr(term, name)
+        for i, term in enumerate(terms)
+        for name in GRADIENTS
+        if getattr(term, name) is not None
+    }
+
+
+def expected(x: Tensor, dy: Tensor, terms: Sequence[Term], groups: RowGroups) -> dict[str, Tensor]:
+    """The same by the formulas, through autograd in fp64."""
+    y, dx = torch.ones_like(dy, dtype=torch.float64), torch.ones_like(x, dtype=torch.float64)
+    terms = [with_own_gradients(term) for term in terms]
+    found = {name: g.double() for name, g in gradients_of(terms).items()}
+    for slot, (start, stop), step in zip(groups.slots, groups.rows, groups.steps, strict=True):
+        for i, term in enumerate(terms):
+            if term.slot != slot:
+                continue
+            own = x[start:stop].double().requires_grad_()
+            named = {"down": term.down, "up": term.up, "d": term.down_factors, "b": term.up_factors}
+            leaves = {n: t.double().requires_grad_() for n, t in named.items() if t is not None}
+            dropped = own
+            if groups.training and term.dropout:
+                places = groups.sequence_ids[start:stop], groups.token_index[start:stop]
+                features = (term.first_feature, term.first_feature + x.shape[1])
+                kept = keep_mask(term.key, step, *places, features, term.dropout)
+                dropped = own * kept / (1 - term.dropout)
+            out = (dropped @ leaves["down"].t() * leaves.get("d", 1)) @ leaves["up"].t()
+            out = out * term.scale * leaves.get("b", 1)
+            columns = slice(None) if term.columns is None else term.columns.long()
+            y[start:stop, columns] += out.detach()
+            out.backward(dy[start:stop, columns].double())
+            assert own.grad is not None
+            dx[start:stop] += own.grad
+            kinds = (
+                {"d": "down_factors", "b": "up_factors"} if "d" in leaves else {"down": "down", "up": "up"}
+            )
+            for leaf, name in kinds.items():
+                gradient = leaves[leaf].grad
+                assert gradient is not None
+                found[f"{slot} {i} {name}_gradient"] += gradient
+    return {"y": y, "dx": dx, **found}
+
+
+def inputs(rows: int, k: int = K, n: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(rows, k, generator=generator).to(dtype),
+        torch.randn(rows, n, generator=generator).to(dtype),
+    )
+
+
+def check(terms: Sequence[Term], groups: RowGroups, tolerance: float = 2e-6, k: int = K, n: int = N) -> None:
+    """Results equal the formulas up to `tolerance` in relative norm, each tensor by itself."""
+    x, dy = inputs(len(groups.sequence_ids), k, n, terms[0].down.dtype)
+    found, wanted = results(x, dy, terms, groups), expected(x, dy, terms, groups)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (found[name].double() - value).norm() <= tolerance * value.norm(), name
+
+
+INTERLEAVED = [c for c in range(N) if c // 8 % 3 == 0]
+"""Columns of q, k or v of a fused product: runs of the head size."""
+UNALIGNED = [c for c in range(N) if c % 11 < 5]
+REST = [c for c in range(N) if c % 11 >= 5]
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8, 13, 33, 64, 128])
+def test_ranks(rank: int) -> None:
+    check([term_of(0, rank)], groups_of([0], [(2, 70)]))
+
+
+def test_ragged_groups_with_several_terms() -> None:
+    terms = [
+        term_of(0, 8, INTERLEAVED, module="q"),
+        term_of(0, 3, [c for c in range(N) if c not in INTERLEAVED], module="v"),
+        term_of(1, 16),
+        term_of(2, 5, UNALIGNED, module="gate", dropout=0.3),
+        term_of(2, 40, REST, module="up", dropout=0.1),
+        term_of(4, 8, [17]),
+        term_of(6, 8),
+    ]
+    # Slots 3 and 9 have no term here, slot 6 has no row; groups are empty, of one row, of more than a tile.
+    groups = groups_of([2, 0, 3, 1, 9, 4], [(0, 67), (67, 67), (67, 72), (75, 76), (76, 80), (80, 210)])
+    check(terms, groups)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout(training: bool) -> None:
+    terms = [term_of(0, 8, dropout=0.5), term_of(1, 8), term_of(2, 4, dropout=0.05)]
+    check(terms, groups_of([0, 1, 2], [(0, 30), (30, 65), (65, 80)], training))
+
+
+def test_factors() -> None:
+    terms = [
+        term_of(0, 70, INTERLEAVED, factors=True, module="q"),
+        term_of(0, 20, [c for c in range(N) if c not in INTERLEAVED], factors=True, module="v", dropout=0.2),
+        term_of(1, 8),
+    ]
+    check(terms, groups_of([0, 1], [(0, 70), (70, 90)]), 4e-6)
+
+
+def test_64_tasks() -> None:
+    sizes = [(i * 7) % 23 for i in range(64)]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    rows = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    terms = [term_of(i, 1 + i % 16, k=40, n=48, dropout=0.1 * (i % 2)) for i in range(64)]
+    check(terms, groups_of(range(64), rows), k=40, n=48)
+
+
+def test_half_precision() -> None:
+    terms = [
+        term_of(0, 8, INTERLEAVED, dtype=torch.float16, dropout=0.1),
+        term_of(1, 24, dtype=torch.float16),
+    ]
+    check(terms, groups_of([0, 1], [(0, 40), (40, 49)]), 1e-3)
+
+
+def test_neighbours_leave_no_trace() -> None:
+    """A group's results have the same bits alone, elsewhere among others, and beside NaN."""
+    own = [term_of(1, 8, INTERLEAVED, module="q", dropout=0.2), term_of(1, 13, [1, 3], module="v")]
+    others = [term_of(0, 100, dropout=0.5), term_of(2, 5, factors=True)]
+    x, dy = inputs(100)
+    alone = results(x[:70], dy[:70], own, groups_of([1], [(0, 70)]))
+    among_x, among_dy = torch.full((173, K), float("nan")), torch.full((173, N), float("nan"))
+    among_x[90:160], among_dy[90:160] = x[:70], dy[:70]
+    for term in others:
+        term.down.fill_(float("nan"))
+        term.up.fill_(float("nan"))
+    groups = groups_of([0, 1, 2], [(0, 90), (90, 160), (160, 170)])
+    among = results(among_x, among_dy, [others[0], *own, others[1]], groups)
+    assert torch.equal(among["y"][90:160], alone["y"]) and torch.equal(among["dx"][90:160], alone["dx"])
+    assert not torch.isfinite(among["y"][:90]).any() and (among["y"][170:] == 1).all()
+    for name in GRADIENTS[:2]:
+        for i in range(2):
+            assert torch.equal(among[f"1 {i + 1} {name}"], alone[f"1 {i} {name}"])
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that were launched."""
+    names: list[str] = []
+    run = triton.runtime.interpreter.InterpretedFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", counted)
+    yield names
+
+
+def test_launches_are_as_declared(launches: list[str]) -> None:
+    terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [1, 2], module="k"), term_of(1, 70, factors=True)]
+    table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 70)])
+    x, dy = inputs(70)
+    latent = torch.zeros(70, table.width)
+    calls: dict[str, Callable[[], object]] = {
+        "down": lambda: TritonKernels.down(x, table, groups),
+        "up_": lambda: TritonKernels.up_(dy, latent, table, groups),
+        "latent_gradient": lambda: TritonKernels.latent_gradient(dy, table, groups),
+        "input_gradient_": lambda: TritonKernels.input_gradient_(x, latent, table, groups),
+        "weight_gradients": lambda: TritonKernels.weight_gradients(x, latent, dy, latent, table, groups),
+    }
+    assert calls.keys() == TritonKernels.LAUNCHES.keys()
+    for name, call in calls.items():
+        launches.clear()
+        call()
+        assert len(launches) == TritonKernels.LAUNCHES[name], name

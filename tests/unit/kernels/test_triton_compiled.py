@@ -1,0 +1,101 @@
+"""Triton kernels compiled for GPUs that are not here: registers, spills, shared memory, wide loads, tensor cores.
+
+The numbers of rows, columns and ranks are no constants of the kernels: one binary serves every shape of Llama-3-8B (and
+all whose sizes are multiples of 16) at every rank that is a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_mux.kernels import triton_low_rank
+from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
+from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
+
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
+REGISTERS = 64 << 10  # of a multiprocessor
+
+assert not triton.knobs.runtime.interpret
+
+
+class Compiled(NamedTuple):
+    """What ptxas made of a kernel."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield
+
+
+def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **constants: Any) -> Compiled:
+    """Compile for bf16, with sizes and strides that are multiples of 16."""
+    constants = {"FACTORS": None, "ALIGNED": True, "PRECISION": "tf32", "TILE": 64, **blocks, **constants}
+    types = {"values": "bf16", "latent": "bf16", "d_latent": "bf16", "output": "bf16", "gradient": "bf16"}
+    types |= {"entries": "i64"} | dict.fromkeys(
+        ("first_entry", "tiles", "table", "sequence_ids", "token_index"), "i32"
+    )
+    signature, attributes = {}, {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        signature[name] = "constexpr" if name in constants else f"*{types[name]}" if name in types else "i32"
+        specialised = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        if name not in constants and specialised:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    used = {name: value for name, value in constants.items() if name in signature}
+    options = {name: blocks[name] for name in ("num_warps", "num_stages")}
+    source = ASTSource(kernel, signature, used, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    cubin = path / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    dump = Path(triton.knobs.nvidia.cuobjdump.path)
+    usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    assert found, usage.stdout
+    return Compiled(int(found[1]), int(found[2]), binary.metadata.shared, binary.asm["ptx"])
+
+
+CASES = {
+    "down": (reduce_kernel, triton_low_rank.DOWN, {"UP": False, "DROPOUT": False}),
+    "down, dropout": (reduce_kernel, triton_low_rank.DOWN, {"UP": False, "DROPOUT": True}),
+    "up": (up_kernel, triton_low_rank.EXPAND, {}),
+    "latent gradient": (reduce_kernel, triton_low_rank.LATENT_GRADIENT, {"UP": True, "DROPOUT": False}),
+    "input gradient, dropout": (input_gradient_kernel, triton_low_rank.EXPAND, {"DROPOUT": True}),
+    "gradient of A, dropout": (weight_gradient_kernel, triton_low_rank.OUTER, {"UP": False, "DROPOUT": True}),
+    "gradient of B": (weight_gradient_kernel, triton_low_rank.OUTER, {"UP": True, "DROPOUT": False}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("case", CASES)
+def test_resources(case: str, arch: int, tmp_path: Path) -> None:
+    kernel, blocks, constants = CASES[case]
+    found = compiled(kernel, arch, blocks, tmp_path, **constants)
+    assert found.stack == 0, "registers spill"
+    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS // 2 or "dropout" in case
+    assert found.shared <= SHARED_MEMORY[arch] // 2, "two programs of a multiprocessor"
+    assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
+    # Rows are read and written 16 bytes at a time; column lists do not break that.
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", found.ptx)
+    assert re.search(r"st\.global[.\w]*\.v4", found.ptx) and not re.search(
+        r"[sl][td]\.global\.b16", found.ptx
+    )
+
+
+def test_unaligned_terms_do_not_spill(tmp_path: Path) -> None:
+    for kernel, blocks, constants in CASES.values():
+        assert compiled(kernel, 90, blocks, tmp_path, **{**constants, "ALIGNED": False}).stack == 0
