@@ -154,10 +154,10 @@ def _throughput(
     backbone: Any, parallel: Any, profile: Any, specs: Sequence[Any], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
     """Measure tokens per second of all tasks in one hybrid task, by alignment."""
+    import torch
     from engine_bench import make_bench
     from workload import Pair
 
-    from megatron_mux.engine.batches import tensors
     from megatron_mux.fusion.load import typical
     from megatron_mux.fusion.planning_context import PlanningContext
     from tests.reference.records import Records
@@ -165,7 +165,9 @@ def _throughput(
     records = []
     for spec, own in zip(specs, data, strict=True):
         chosen = typical(own.lengths, spec.sequences_per_step)
-        pairs: list[Pair] = [tensors(own[i]) for i in chosen]
+        pairs: list[Pair] = [
+            (torch.as_tensor(e.tokens), torch.as_tensor(e.labelled)) for e in map(own.__getitem__, chosen)
+        ]
         records.append(Records(pairs))
     context = PlanningContext(profile, backbone.info, itemsize=backbone.dtype.itemsize)
     bench = make_bench(backbone, parallel, context, specs, records)

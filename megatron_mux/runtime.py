@@ -296,6 +296,16 @@ def memory_can_run_out(device: torch.device) -> bool:
     return device.type == "cuda" and not _is_dry_run()
 
 
+def pinned(size: int, device: torch.device | str) -> torch.Tensor | None:
+    """`[size]` uint8 of pinned host memory, for copies that the host does not wait for; None without a real GPU.
+
+    Getting it may wait for everything on the GPU.
+    """
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available() or _is_dry_run():
+        return None
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
 def to_device(
     host: torch.Tensor, device: torch.device | str, staging: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -307,10 +317,9 @@ def to_device(
         staging: Pinned memory of that size, to be left alone until the GPU has copied it; None takes some from torch,
             which may wait for the GPU where it has to allocate it.
     """
-    if not torch.cuda.is_available() or _is_dry_run():  # simulated: there is no pinned memory
-        return host.to(device, non_blocking=True)
+    staging = pinned(host.numel(), device) if staging is None else staging
     if staging is None:
-        staging = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        return host.to(device, non_blocking=True)
     return staging.copy_(host).to(device, non_blocking=True)
 
 

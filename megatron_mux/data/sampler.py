@@ -28,8 +28,8 @@ class Sampler:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._epoch = -1
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        # Only a cache: the order is a function of seed and epoch. Replaced at once, since threads share it.
+        self._epoch: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,9 +45,12 @@ class Sampler:
         stop = min(start + self.batch_size, self.num_records)
         if not self.shuffle:
             return list(range(start, stop))
-        if epoch != self._epoch:  # only a cache: the order is a function of seed and epoch
-            self._order, self._epoch = permutation(self.num_records, self.seed, epoch), epoch
-        return [int(i) for i in self._order[start:stop]]
+        known, order = self._epoch
+        if known != epoch:
+            order = permutation(self.num_records, self.seed, epoch)
+            self._epoch = (epoch, order)
+        chosen: list[int] = order[start:stop].tolist()
+        return chosen
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -1,123 +1,119 @@
-"""From a task's records to the micro-batches of a step: their lengths, their tokens, and the tensors of each chunk."""
+"""The micro-batches of the steps that run: from host memory to the device when their turn comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import torch
+from torch import Tensor
 
-from megatron_mux import layout
-from megatron_mux.data.dataset import Example
 from megatron_mux.engine.agreement import first_problem
-from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import Chunk
-from megatron_mux.fusion.step import StepGrid
+from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.layout import MicroBatch, PackedSequence
+from megatron_mux.layout import HostBatch, MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
-from megatron_mux.runtime import Parallel
+from megatron_mux.runtime import Parallel, pinned
 
 
-def tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """An example's tokens `[L]` int64 and which of them are labels `[L]` bool."""
-    return (
-        torch.from_numpy(np.asarray(example.tokens, dtype=np.int64)),
-        torch.from_numpy(np.asarray(example.labelled, dtype=np.bool_)),
-    )
-
-
-def padded(x: torch.Tensor, length: int) -> torch.Tensor:
-    """The same with zeros up to a length, if it is shorter."""
-    return torch.cat([x, x.new_zeros(length - x.shape[0])]) if x.shape[0] < length else x
-
-
-def read_together(
-    names: Sequence[str], read: Callable[[str, int], list[PackedSequence]], steps: int, parallel: Parallel
-) -> tuple[list[dict[str, list[PackedSequence]]], dict[str, str]]:
-    """Read each task's next batches; what one rank cannot read counts as unreadable on every rank.
+def agree(
+    steps: Sequence[PreparedStep], names: Sequence[str], parallel: Parallel
+) -> tuple[list[PreparedStep], dict[str, str]]:
+    """Find the steps that every rank could read. Every rank calls it, once for all steps.
 
     Args:
+        steps: This rank's.
         names: The tasks of the steps.
-        read: Reads a task's sequences of a step from now; raises a `UserError` if it cannot.
-        steps: How many steps.
         parallel: Where this rank stands.
 
     Returns:
-        For each step before the first with an unreadable batch, at least one, the sequences of the tasks whose first
-        batch was read; and for the other tasks what is wrong. The same on every rank.
+        The steps before the first that some rank could not read; and if that is the first of all, what is wrong with
+        each task whose batch could not be read. The same on every rank.
     """
-    found: list[dict[str, list[PackedSequence]]] = [{} for _ in range(steps)]
-    problems: list[dict[str, str]] = [{} for _ in range(steps)]
-    for step in range(steps):
-        for name in names:
-            try:
-                found[step][name] = read(name, step)
-            except UserError as error:
-                problems[step][name] = str(error)
-    counts = parallel.total([name in problems[step] for step in range(steps) for name in names])
+    counts = parallel.total([name in step.problems for step in steps for name in names])
     bad = [(i // len(names), names[i % len(names)]) for i, count in enumerate(counts) if count]
+    readable = min((step for step, _ in bad), default=len(steps))
     # In the order of the tasks: each of these calls is one of all ranks.
-    unreadable = {name: first_problem(problems[0].get(name, ""), parallel) for step, name in bad if not step}
-    readable = min((step for step, name in bad if name not in unreadable), default=steps)
-    kept = [name for name in names if name not in unreadable]
-    return [{name: step[name] for name in kept} for step in found[:readable]], unreadable
+    wrong = {name: first_problem(steps[0].problems.get(name, ""), parallel) for step, name in bad if not step}
+    return list(steps[:readable]), wrong
+
+
+class Staging:
+    """Pinned memory from which the micro-batches of a burst are copied to a GPU.
+
+    It grows before a burst begins, never during one: getting pinned memory waits for the whole device. What the burst
+    before has put there is copied by then.
+
+    Args:
+        parallel: Where this rank stands.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._device = parallel.device
+        self._memory: Tensor | None = None
+
+    def places(self, batches: Sequence[HostBatch]) -> dict[int, Tensor]:
+        """A place for each batch, by its `id`; none where the device needs none."""
+        size = sum(batch.buffer.size for batch in batches)
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = pinned(size, self._device)
+        if self._memory is None:
+            return {}
+        own = self._memory[:size].split([batch.buffer.size for batch in batches])
+        return {id(batch): place for batch, place in zip(batches, own, strict=True)}
 
 
 @dataclass(eq=False)
 class StepBatches:
-    """The micro-batches of this pipeline in one or several steps; a unit is laid out when it is first asked for.
+    """The micro-batches of this pipeline in one or several steps; a unit is on the device once it is asked for.
 
     Args:
-        grids: For each step, the sequences in each chunk.
-        fetched: For each step, each task's sequences over all pipelines.
-        steps: Optimizer steps each task has done before the first of them.
-        offsets: Virtual tokens in front of each task's sequences.
-        slots: The slot of each task (see `RowGroups`).
+        steps: The steps, without problems.
+        names: Their tasks, in the order of the plan.
         parallel: Where this rank stands.
+        staging: Where they are copied from.
     """
 
-    grids: Sequence[StepGrid]
-    fetched: Sequence[Mapping[str, list[PackedSequence]]]
-    steps: Mapping[str, int]
-    offsets: Mapping[str, int]
-    slots: Mapping[str, int]
+    steps: Sequence[PreparedStep]
+    names: Sequence[str]
     parallel: Parallel
+    staging: Staging
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.names = tuple(self.fetched[0])
-        self._period = len(self.grids[0].sizes)
+        self._period = len(self.steps[0].grid.sizes)
+        together = [batch for step in self.steps for batches in step.batches.values() for batch in batches]
+        self._places = self.staging.places(together)
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
         """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
         if unit not in self._laid_out:
-            self._laid_out[unit] = tuple(self._pack(unit, chunk) for chunk in self._chunks(unit))
+            step, own = self._own(unit)
+            carry = None
+            if step.chunks(own) > 1:
+                # Keys and values wait for later chunks of the same micro-batch only.
+                carry = self._carries.setdefault((unit.bucket, unit.micro_batch), Carry())
+            self._laid_out[unit] = tuple(
+                batch.to(self.parallel.device, carry, self._places.get(id(batch)))
+                for batch in step.batches[own]
+            )
         return self._laid_out[unit]
 
     def rows(self, unit: Unit) -> int:
         """Rows of a unit, before they are divided among tensor ranks; without laying it out."""
-        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        sizes = (sum(piece.tokens for piece in chunk) for chunk in self._chunks(unit))
-        return sum(-(-size // multiple) * multiple for size in sizes)
+        step, own = self._own(unit)
+        return sum(batch.rows for batch in step.batches[own])
 
     def labels(self, unit: Unit) -> int:
         """Labelled tokens of a unit; without laying it out."""
-        step = unit.bucket // self._period
-        pieces = (piece for chunk in self._chunks(unit) for piece in chunk)
-        return sum(
-            int(self.fetched[step][piece.task][piece.sequence][3][piece.start : piece.stop].sum())
-            for piece in pieces
-        )
+        step, own = self._own(unit)
+        return sum(batch.labels for batch in step.batches[own])
 
     @property
     def max_rows(self) -> int:
         """Rows of the largest unit."""
-        units = ((step, unit) for step, grid in enumerate(self.grids) for unit in grid.chunks)
-        rows = (self.rows(replace(unit, bucket=unit.bucket + step * self._period)) for step, unit in units)
-        return max(rows, default=1)
+        units = (batches for step in self.steps for batches in step.batches.values())
+        return max((sum(batch.rows for batch in batches) for batches in units), default=1)
 
     def anew(self) -> StepBatches:
         """A copy with nothing laid out yet."""
@@ -131,32 +127,10 @@ class StepBatches:
 
     def label(self, action: Action) -> str:
         """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""
-        order = self.names.index
-        return " | ".join(
-            "+".join(sorted({piece.task for piece in chunk}, key=order))
-            for chunk in self._chunks(action.unit)
-            if chunk
-        )
+        step, own = self._own(action.unit)
+        return " | ".join("+".join(batch.task_rows) for batch in step.batches[own] if batch.task_rows)
 
-    def _chunks(self, unit: Unit) -> tuple[Chunk, ...]:
+    def _own(self, unit: Unit) -> tuple[PreparedStep, Unit]:
+        """The unit's step, and the unit as it is numbered in that step."""
         step, bucket = divmod(unit.bucket, self._period)
-        return self.grids[step].chunks[Unit(bucket, unit.micro_batch, unit.chunk)]
-
-    def _pack(self, unit: Unit, chunk: Chunk) -> MicroBatch:
-        step, bucket = divmod(unit.bucket, self._period)
-        carry = None
-        if self.grids[step].sizes[bucket][unit.micro_batch] > 1:
-            # Keys and values wait for later chunks of the same micro-batch only.
-            carry = self._carries.setdefault((unit.bucket, unit.micro_batch), Carry())
-        return layout.pack(
-            [self.fetched[step][piece.task][piece.sequence] for piece in chunk],
-            self.names,
-            {name: done + step for name, done in self.steps.items()},
-            self.offsets,
-            self.parallel.tp_size if self.parallel.sequence_parallel else 1,
-            training=True,
-            device=self.parallel.device,
-            spans=[(piece.start, piece.stop) for piece in chunk],
-            carry=carry,
-            slots=self.slots,
-        )
+        return self.steps[step], replace(unit, bucket=bucket)

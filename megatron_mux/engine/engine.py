@@ -103,7 +103,7 @@ class Engine:
         try:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-            state = TaskState(task, adapter, optimizer, sampler, load, total)
+            state = TaskState(task, adapter, optimizer, sampler, load, total, self._free_slot())
             if task.resume is not None:
                 state.resume(task.resume)
             self._reserve_gradient_buffer()
@@ -116,6 +116,11 @@ class Engine:
         self._tasks[spec.name] = state
         return ""
 
+    def _free_slot(self) -> int:
+        """The smallest slot that no task has."""
+        taken = {task.slot for task in self._tasks.values()}
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
+
     def remove_task(self, name: str) -> None:
         """Detach a task's adapter; the others and the backbone are untouched.
 
@@ -124,6 +129,7 @@ class Engine:
         """
         del self._tasks[name]
         self.adapters.remove(name)
+        self._runner.read_ahead.forget()  # it knows the task, whose memory is to be free
         self._reserve_gradient_buffer()
         for task in self._tasks.values():
             task.parked = False
@@ -233,6 +239,10 @@ class Engine:
             plan = self.planning.begin(self._loads())
             if results := self._runner.run(plan, self._tasks, max_steps, timer):
                 return results
+
+    def close(self) -> None:
+        """End the engine's thread. The engine takes no further steps."""
+        self._runner.read_ahead.close()
 
     @property
     def last_plan(self) -> Plan | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.engine.agreement import first_problem
-from megatron_mux.engine.batches import tensors
 from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import TaskState
@@ -218,7 +217,7 @@ class Evaluator:
             if current and (tokens + length > max_tokens or len(current) == self.batch_size):
                 batches.append(self._pack(current))
                 current, tokens = [], 0
-            current.append((self.task.task.spec.name, i, *tensors(example), 1.0))
+            current.append((self.task.task.spec.name, i, example.tokens, example.labelled, 1.0))
             tokens += length
         if current:
             batches.append(self._pack(current))
@@ -231,6 +230,6 @@ class Evaluator:
         name = self.task.task.spec.name
         steps, offsets = {name: self.task.step}, {name: self.task.position_offset}
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        return layout.pack(
-            sequences, (name,), steps, offsets, multiple, training=False, device=self.parallel.device
-        )
+        slots = {name: self.task.slot}
+        host = layout.prepare(sequences, (name,), steps, offsets, multiple, training=False, slots=slots)
+        return host.to(self.parallel.device)

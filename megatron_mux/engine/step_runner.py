@@ -1,26 +1,22 @@
-"""Runs the steps of a plan: reads their batches, tries the plan, executes its template, and finishes its buckets."""
+"""Runs the steps of a plan: takes their batches, tries the plan, executes its template, and finishes its buckets."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatron_mux.engine.batches import StepBatches, read_together
+from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.trial import Trials
-from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
-from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.layout import PackedSequence
-from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.pipeline.template import Template, most_in_flight
@@ -43,6 +39,7 @@ class StepRunner:
 
     Attributes:
         last_plan: The plan of the last steps.
+        read_ahead: Prepares the steps.
         buffer: `[n]` uint8 in which gradients are summed over ranks.
     """
 
@@ -53,9 +50,13 @@ class StepRunner:
     trials: Trials | None
     last_plan: Plan | None = None
     buffer: Tensor = field(init=False)
-    _checked: deque[Plan] = field(default_factory=lambda: deque(maxlen=8))
+    read_ahead: ReadAhead = field(init=False)
+    _staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
+        sharded = any(stage.residence.in_step for stage in self.stages.values())
+        self.read_ahead = ReadAhead(self.parallel, sharded)
+        self._staging = Staging(self.parallel)
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.parallel.device)
 
     def run(self, plan: Plan, tasks: Mapping[str, TaskState], max_steps: int, timer: Timer | None) -> Results:
@@ -73,23 +74,20 @@ class StepRunner:
         plan = self._for_this_mesh(plan)
         max_steps = max_steps if plan.schedule in ROLLING else 1
         count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
-        pad_to = padded_lengths(
-            plan.alignment, {name: tasks[name].task.spec.data.max_length for name in plan.tasks}
-        )
-        sequences, problems = read_together(
-            plan.tasks,
-            lambda name, later: tasks[name].sequences(later, pad_to.get(name, 0)),
-            count,
-            self.parallel,
-        )
-        failures = {name: tasks[name].fail(reason) for name, reason in problems.items()}
-        plan = keep_tasks(plan, sequences[0])  # without those that failed
-        self.last_plan = plan if plan.tasks else self.last_plan
-        if not plan.tasks:
+        failures: dict[str, StepResult] = {}
+        while plan.tasks:
+            steps = self.read_ahead.take(plan, {name: tasks[name] for name in plan.tasks}, count)
+            steps, problems = agree(steps, plan.tasks, self.parallel)
+            if not problems:
+                break
+            failures |= {name: tasks[name].fail(reason) for name, reason in problems.items()}
+            plan = keep_tasks(plan, [name for name in plan.tasks if name not in problems])
+        else:
             # Nothing is left; or a serial run's next task, which takes the next step.
-            self.planning.count(len(sequences))
+            self.planning.count(count)
             return [failures]
-        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, pad_to, sequences, timer)
+        self.last_plan = plan
+        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, steps, timer)
         if failures:
             results = results or [{}]
             results[0] = {**failures, **results[0]}
@@ -99,26 +97,13 @@ class StepRunner:
         self,
         plan: Plan,
         tasks: Mapping[str, TaskState],
-        pad_to: Mapping[str, int],
-        sequences: Sequence[Mapping[str, list[PackedSequence]]],
+        steps: Sequence[PreparedStep],
         timer: Timer | None,
     ) -> Results:
-        """Compute steps whose records have been read."""
-        lengths = [
-            {name: task.lengths(later, pad_to.get(name, 0)) for name, task in tasks.items()}
-            for later in range(len(sequences))
-        ]
-        grids = [self._grid(plan, own) for own in lengths]
-        template = self._template(plan, grids)
-        batches = StepBatches(
-            grids,
-            [{name: own[name] for name in tasks} for own in sequences],
-            {name: task.step for name, task in tasks.items()},
-            {name: task.position_offset for name, task in tasks.items()},
-            {name: i for i, name in enumerate(tasks)},
-            self.parallel,
-        )
-        tokens = [{name: sum(one.tokens) for name, one in own.items()} for own in lengths]
+        """Compute steps that are prepared."""
+        template = checked_template(plan, sizes_of(steps))
+        batches = StepBatches(steps, plan.tasks, self.parallel, self._staging)
+        tokens = [step.tokens for step in steps]
 
         def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
             finalizer = BucketFinalizer(tasks, plan.buckets, tokens, self.parallel, failed, self.buffer)
@@ -133,22 +118,15 @@ class StepRunner:
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
                 return [failures] if failures else []
+        self.read_ahead.go_on(len(steps))
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)
-        self.planning.count(len(sequences))
+        self.planning.count(len(steps))
         results = work.finalizer.finish()
         if skipped := work.finalizer.skipped:
             results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")
         return results
-
-    def _template(self, plan: Plan, grids: Sequence[StepGrid]) -> Template:
-        sizes = [bucket for grid in grids for bucket in grid.sizes]
-        template = step_template(plan, sizes)
-        if plan not in self._checked:  # once a plan: later templates are made by the same rules
-            check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
-            self._checked.append(plan)
-        return template
 
     def _make_smaller(
         self,
@@ -196,14 +174,6 @@ class StepRunner:
         self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         dtype = next(iter(self.stages.values())).dtype
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
-
-    def _grid(self, plan: Plan, lengths: Mapping[str, Lengths]) -> StepGrid:
-        """What this pipeline computes in a step."""
-        rank = self.parallel.dp_rank
-        in_step = next(iter(self.stages.values())).residence.in_step
-        if not (in_step or must_keep_step(plan)):
-            return step_grid(plan, lengths, rank)
-        return lockstep([step_grid(plan, lengths, other) for other in range(self.parallel.dp_size)])[rank]
 
     def _for_this_mesh(self, plan: Plan) -> Plan:
         """A policy's plan knows nothing of data parallelism: as many pipelines as there are."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.batches import padded, tensors
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
 from megatron_mux.errors import UserError
@@ -79,6 +80,7 @@ class TaskState:
         sampler: Says which records each step takes.
         load: What the planner knows of the task.
         total_steps: Optimizer steps it runs for.
+        slot: Its number among the attached tasks (see `RowGroups`).
         step: Optimizer steps done.
         status: Whether it goes on.
         parked: It does not fit beside the others, and waits until one of them leaves.
@@ -90,6 +92,7 @@ class TaskState:
     sampler: Sampler
     load: TaskLoad
     total_steps: int
+    slot: int
     step: int = 0
     status: Status = "running"
     parked: bool = False
@@ -117,29 +120,35 @@ class TaskState:
         nothing = float("nan")
         return StepResult(self.step, self.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
 
-    def lengths(self, later: int, pad_to: int) -> Lengths:
-        """Of the records of a step from now, without reading them: the same on every rank."""
-        data, chosen = self.task.data, self.sampler.batch(self.step + later)
+    def lengths(self, step: int, pad_to: int) -> Lengths:
+        """Of the records of a step (from 0), without reading them: the same on every rank."""
+        data, chosen = self.task.data, self.sampler.batch(step)
         return Lengths(
             tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to
         )
 
-    def sequences(self, later: int, pad_to: int) -> list[PackedSequence]:
-        """Read the records of a step from now, weighted so that its loss is the mean over their labels.
+    def sequences(self, step: int, pad_to: int) -> list[PackedSequence]:
+        """Read the records of a step (from 0), weighted so that its loss is the mean over their labels.
 
         Args:
-            later: Steps from now.
+            step: The step.
             pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
                 sequence attends to.
 
         Raises:
             UserError: The data cannot be read any more.
         """
-        examples = [tensors(self.task.data[i]) for i in self.sampler.batch(self.step + later)]
-        labels = sum(int(labelled[1:].sum()) for _, labelled in examples)
+        examples = [self.task.data[i] for i in self.sampler.batch(step)]
+        labels = sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
         return [
-            (self.task.spec.name, i, padded(ids, pad_to), padded(labelled, pad_to), 1.0 / labels)
-            for i, (ids, labelled) in enumerate(examples)
+            (
+                self.task.spec.name,
+                i,
+                _padded(example.tokens, pad_to),
+                _padded(example.labelled, pad_to),
+                1.0 / labels,
+            )
+            for i, example in enumerate(examples)
         ]
 
     @property
@@ -151,3 +160,8 @@ class TaskState:
     def left(self) -> int:
         """Optimizer steps to come."""
         return self.total_steps - self.step
+
+
+def _padded(x: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """The same with zeros up to a length, if it is shorter."""
+    return np.pad(x, (0, length - len(x))) if len(x) < length else x

@@ -76,7 +76,7 @@ def run(arguments: MuxArguments) -> None:
             engine = Engine(_load_backbone(arguments, parallel, planning, reporter), parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             loop.registry.register(tasks)
-            with _stop_on_signals(loop), closing(loop.registry):
+            with _stop_on_signals(loop), closing(engine), closing(loop.registry):
                 loop.run()
         reporter.close()
     finally:

@@ -1,0 +1,188 @@
+"""Prepares steps in host memory, and ahead of their turn in a thread: records, chunk grid, micro-batches, template.
+
+What is prepared is a pure function of the plan, of the tasks' data, and of the steps' numbers. So it does not matter
+whether a step was prepared ahead: what a step computes, and what goes wrong with its data, is the same. The thread
+works with NumPy alone: it never touches the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron_mux import layout
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_grid, step_template
+from megatron_mux.layout import HostBatch
+from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.check import check
+from megatron_mux.pipeline.template import Template
+from megatron_mux.runtime import Parallel
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """What this pipeline computes in a step, in host memory.
+
+    Attributes:
+        grid: The sequences in each chunk.
+        batches: For each unit, a batch for each hybrid task with sequences in it; one without rows where only other
+            pipelines have any. Empty if there are problems.
+        tokens: Tokens of each task's batch over all pipelines.
+        problems: Why the batch of a task cannot be read on this rank.
+    """
+
+    grid: StepGrid
+    batches: Mapping[Unit, tuple[HostBatch, ...]]
+    tokens: Mapping[str, int]
+    problems: Mapping[str, str]
+
+    def chunks(self, unit: Unit) -> int:
+        """Chunks of the unit's micro-batch."""
+        return self.grid.sizes[unit.bucket][unit.micro_batch]
+
+
+def prepare_step(
+    plan: Plan, tasks: Mapping[str, TaskState], steps: Mapping[str, int], parallel: Parallel, sharded: bool
+) -> PreparedStep:
+    """Prepare one step of a plan.
+
+    Args:
+        plan: The plan.
+        tasks: Its tasks, in its order.
+        steps: The step of each task, from 0.
+        parallel: Where this rank stands.
+        sharded: Whether all pipelines must make the same passes, since they gather weights together.
+    """
+    limits = {name: task.task.spec.data.max_length for name, task in tasks.items()}
+    pad_to = padded_lengths(plan.alignment, limits)
+    lengths = {name: task.lengths(steps[name], pad_to.get(name, 0)) for name, task in tasks.items()}
+    rank = parallel.dp_rank
+    if sharded or must_keep_step(plan):
+        grid = lockstep([step_grid(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
+    else:
+        grid = step_grid(plan, lengths, rank)
+    sequences, problems = {}, {}
+    for name, task in tasks.items():
+        try:
+            sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
+        except UserError as error:
+            problems[name] = str(error)
+    batches: dict[Unit, tuple[HostBatch, ...]] = {}
+    for unit, chunks in grid.chunks.items() if not problems else ():
+        batches[unit] = tuple(
+            layout.prepare(
+                [sequences[piece.task][piece.sequence] for piece in chunk],
+                tuple(tasks),
+                steps,
+                {name: task.position_offset for name, task in tasks.items()},
+                parallel.tp_size if parallel.sequence_parallel else 1,
+                spans=[(piece.start, piece.stop) for piece in chunk],
+                slots={name: task.slot for name, task in tasks.items()},
+            )
+            for chunk in chunks
+        )
+    return PreparedStep(grid, batches, {name: sum(own.tokens) for name, own in lengths.items()}, problems)
+
+
+@lru_cache(maxsize=8)
+def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:
+    """The template of steps of these sizes, checked unless another template of the plan was."""
+    template = step_template(plan, sizes)
+    if plan not in _checked:  # later templates are made by the same rules
+        check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
+        _checked.append(plan)
+    return template
+
+
+_checked: deque[Plan] = deque(maxlen=8)
+
+
+def sizes_of(steps: Sequence[PreparedStep]) -> tuple[tuple[int, ...], ...]:
+    """What a template is made of: the chunks of each micro-batch, bucket by bucket, step by step."""
+    return tuple(bucket for step in steps for bucket in step.grid.sizes)
+
+
+@dataclass(eq=False)
+class ReadAhead:
+    """Prepares steps that follow those that run, as if nobody joined or left and the plan stayed.
+
+    Args:
+        parallel: Where this rank stands.
+        sharded: See `prepare_step`.
+    """
+
+    parallel: Parallel
+    sharded: bool
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read-ahead"))
+    _coming: deque[Future[PreparedStep]] = field(default_factory=deque)
+    _plan: Plan | None = None
+    _tasks: Mapping[str, TaskState] = field(default_factory=dict)
+    _next: Mapping[str, int] = field(default_factory=dict)
+
+    def take(self, plan: Plan, tasks: Mapping[str, TaskState], count: int) -> list[PreparedStep]:
+        """The next steps, prepared now unless they were ahead.
+
+        Args:
+            plan: The plan.
+            tasks: Its tasks, in its order.
+            count: How many steps.
+
+        Raises:
+            Exception: Preparing a step failed, for a reason other than data that cannot be read.
+        """
+        steps = {name: task.step for name, task in tasks.items()}
+        same = plan == self._plan and steps == self._next
+        if not (same and all(self._tasks[name] is task for name, task in tasks.items())):
+            self.forget()
+        found = []
+        for later in range(count):
+            if self._coming:
+                found.append(self._coming.popleft().result())
+            else:
+                found.append(self._prepare(plan, tasks, _after(steps, later)))
+        self._plan, self._tasks, self._next = plan, tasks, _after(steps, count)
+        return found
+
+    def go_on(self, count: int) -> None:
+        """Prepare so many steps after those that were taken last, and their template, while those run."""
+        plan, tasks = self._plan, self._tasks
+        if plan is None:
+            return
+        left = min(task.total_steps - self._next[name] for name, task in tasks.items())
+        for later in range(len(self._coming), min(count, left)):
+            steps = _after(self._next, later)
+            self._coming.append(self._thread.submit(self._prepare, plan, tasks, steps))
+        if self._coming:
+            self._thread.submit(_make_template, plan, tuple(self._coming))
+
+    def forget(self) -> None:
+        """Drop what is prepared, and the tasks it is for."""
+        for future in self._coming:
+            future.cancel()
+        self._coming.clear()
+        self._plan, self._tasks = None, {}
+
+    def close(self) -> None:
+        """End the thread; nothing is prepared ahead any more."""
+        self.forget()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _prepare(self, plan: Plan, tasks: Mapping[str, TaskState], steps: Mapping[str, int]) -> PreparedStep:
+        return prepare_step(plan, tasks, steps, self.parallel, self.sharded)
+
+
+def _after(steps: Mapping[str, int], later: int) -> dict[str, int]:
+    return {name: step + later for name, step in steps.items()}
+
+
+def _make_template(plan: Plan, coming: Sequence[Future[PreparedStep]]) -> None:
+    """Have the template of the coming steps made before they are taken. They come before it in the same thread."""
+    if not any(future.cancelled() or future.exception() for future in coming):
+        checked_template(plan, sizes_of([future.result() for future in coming]))

@@ -1,0 +1,148 @@
+"""Steps prepared ahead: the same steps, the same failures, and nothing that outlives its task."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Planning, StepResult
+from megatron_mux.engine import prepared as room
+from megatron_mux.engine.prepared import PreparedStep, prepare_step
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import initialize
+from tests import tiny_models
+from tests.end_to_end.families import FAMILIES, lora
+from tests.end_to_end.harness import Case, random_records
+
+STEPS = 6
+
+
+class Spoilt:
+    """Records of which one cannot be read from a certain moment on."""
+
+    def __init__(self, records: Any, bad: int, error: Exception) -> None:
+        self.records, self.bad, self.error = records, bad, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.records, name)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad:
+            raise self.error
+        return self.records[index]
+
+
+def cases_of() -> list[Case]:
+    training = {"per_device_train_batch_size": 3, "max_steps": STEPS, "learning_rate": 1e-2}
+    adapter = lora(FAMILIES["llama"].query_value, r=4, lora_dropout=0.2)
+    return [
+        Case(name, adapter, training, random_records(18, 96, 4, 12, seed=i)) for i, name in enumerate("ab")
+    ]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    parallel = initialize(device="cpu")
+    backbone = Backbone.load(tiny_models.make(tmp_path, "llama"), parallel, torch.float64)
+    return Engine(backbone, parallel, Planning("temporal", 1, micro_batches=2))
+
+
+Prepared = list[tuple[bool, tuple[int, ...]]]
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """For each step that was prepared, whether by the main thread, and which step of each task it was."""
+    calls: Prepared = []
+
+    def note(plan: Any, tasks: Any, steps: Any, *more: Any) -> PreparedStep:
+        calls.append((threading.current_thread() is threading.main_thread(), tuple(steps.values())))
+        return prepare_step(plan, tasks, steps, *more)
+
+    monkeypatch.setattr(room, "prepare_step", note)
+    return calls
+
+
+def results_of(engine: Engine, bursts: tuple[int, ...]) -> list[dict[str, StepResult]]:
+    return [result for most in bursts for result in engine.steps(most)]
+
+
+def test_the_next_burst_is_prepared_while_one_runs(
+    engine: Engine, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for ahead in (True, False):
+        if not ahead:
+            monkeypatch.setattr(engine._runner.read_ahead, "go_on", lambda count: None)
+        engine.register_tasks([case.task for case in cases_of()])
+        prepared.clear()
+        found.append(results_of(engine, (1, 1, 2, 2)))
+        by_main = [steps[0] for is_main, steps in prepared if is_main]
+        # The first step, and the second one of the first burst with two.
+        assert by_main == ([0, 3] if ahead else list(range(STEPS)))
+        assert sorted(steps for _, steps in prepared) == [(step, step) for step in range(STEPS)]
+        for name in engine.tasks:
+            engine.remove_task(name)
+    assert found[0] == found[1] and len(found[0]) == STEPS
+
+
+@pytest.mark.parametrize("bursts", [(1,) * STEPS, (2, 4), (STEPS,)])
+def test_a_task_fails_at_the_step_that_cannot_be_read(engine: Engine, bursts: tuple[int, ...]) -> None:
+    first, second = (case.task for case in cases_of())
+    first.data = Spoilt(first.data, bad=10, error=UserError("the file has changed"))  # type: ignore[assignment]
+    engine.register_tasks([first, second])
+    found: list[dict[str, StepResult]] = []
+    while engine.active:
+        found += engine.steps(bursts[min(len(found), len(bursts) - 1)])
+    assert [found[i]["a"].status for i in range(4)] == ["running"] * 3 + ["failed"]
+    assert (found[3]["a"].reason, found[3]["a"].step) == ("the file has changed", 3)
+    assert [result["b"].step for result in found] == list(range(1, STEPS + 1))
+
+
+def test_what_else_goes_wrong_shows_when_its_step_is_due(engine: Engine) -> None:
+    task = cases_of()[0].task
+    task.data = Spoilt(task.data, bad=4, error=ZeroDivisionError("a mistake"))  # type: ignore[assignment]
+    engine.register_tasks([task])
+    engine.step()
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        engine.step()
+
+
+def test_a_task_that_has_left_is_forgotten(engine: Engine) -> None:
+    engine.register_tasks([case.task for case in cases_of()])
+    engine.steps(2)
+    task = weakref.ref(engine._tasks["a"])
+    engine.remove_task("a")
+    engine._runner.read_ahead._thread.submit(lambda: None).result()  # what was being prepared is done
+    gc.collect()
+    assert task() is None
+    assert engine.steps(2)[0]["b"].step == 3
+
+
+def test_a_task_of_the_same_name_gets_its_own_steps(engine: Engine, prepared: Prepared) -> None:
+    engine.register_tasks([case.task for case in cases_of()])
+    loss = results_of(engine, (1, 1))[1]["a"].loss
+    engine.remove_task("a")
+    other = cases_of()[0]
+    other.records.pairs = other.records.pairs[::-1]
+    engine.register_tasks([other.task])
+    steps = results_of(engine, (1, 1))
+    assert [step["a"].step for step in steps] == [1, 2] and steps[1]["a"].loss != loss
+
+
+def test_closing_ends_the_thread(engine: Engine) -> None:
+    engine.register_tasks([case.task for case in cases_of()])
+    engine.steps(2)
+    threads = set(engine._runner.read_ahead._thread._threads)
+    engine.close()
+    assert threads and not threads & set(threading.enumerate())
