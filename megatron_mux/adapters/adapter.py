@@ -177,11 +177,20 @@ class TaskAdapter(ABC):
         """
         return 0.0
 
-    def after_step(self, step: int) -> None:
-        """Called after each optimizer step, on every rank, if `AdapterSpec.acts_after_steps`; the device is idle then.
+    def after_step(self, step: int, stopped: Tensor | None = None) -> None:
+        """Called after each optimizer step, on every rank, if `AdapterSpec.acts_after_steps`.
 
         Args:
             step: Optimizer steps done, this one included.
+            stopped: Scalar bool on the device, which the host does not read: if it is true, the step was skipped, and
+                no tensor may change. None: it was not.
+        """
+
+    def settle(self, steps: int) -> None:
+        """Called once the host knows how many optimizer steps were done, skipped ones not counted.
+
+        Args:
+            steps: How many. What the host has noted for later steps is undone.
         """
 
     def state(self) -> dict[str, Tensor]:

@@ -176,17 +176,28 @@ class DiffPruning(TaskAdapter):
         return total
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, stopped: Tensor | None = None) -> None:
         """Freeze the mask after `freeze_step` steps; from then on keep pruned entries at zero."""
+        if step < freeze_step(self.total_steps):
+            return
+        if stopped is None:
+            stopped = torch.zeros((), dtype=torch.bool, device=self.host.device)
         for difference in self.differences:
-            if difference.mask is None and step >= freeze_step(self.total_steps):
-                self._freeze(difference)
-            if difference.mask is not None:
-                # The optimizer's momentum moves entries that have no gradient any more.
-                difference.weight.value.mul_(difference.mask)
-                difference.log_alpha.value.copy_(
-                    torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA)
-                )
+            weight, log_alpha = difference.weight.value, difference.log_alpha.value
+            if difference.mask is None:
+                z, _ = gate(log_alpha, None)
+                weight.copy_(torch.where(stopped, weight, weight * z))
+                difference.mask = self._largest(difference.weight)
+            # The optimizer's momentum moves entries that have no gradient any more.
+            weight.copy_(torch.where(stopped, weight, weight * difference.mask))
+            frozen = torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA).to(log_alpha.dtype)
+            log_alpha.copy_(torch.where(stopped, log_alpha, frozen))
+
+    def settle(self, steps: int) -> None:
+        """See `TaskAdapter.settle`: a mask that a skipped step has frozen is dropped."""
+        if steps < freeze_step(self.total_steps):
+            for difference in self.differences:
+                difference.mask = None
 
     def state(self) -> dict[str, Tensor]:
         """The frozen masks, by the key of the difference. See `TaskAdapter.state`."""
@@ -200,16 +211,13 @@ class DiffPruning(TaskAdapter):
                 mask = difference.weight.slice_of(full)
                 difference.mask = mask.to(device=self.host.device, dtype=torch.bool)
 
-    def _freeze(self, difference: _Difference) -> None:
-        """Keep the largest entries of the whole module, over all tensor ranks; of equal ones, the first."""
-        record = difference.weight
-        z, _ = gate(difference.log_alpha.value, None)
-        record.value.mul_(z)
+    def _largest(self, record: AdapterParameter) -> Tensor:
+        """Which entries are kept: the largest of the whole module, over all tensor ranks; of equal ones, the first."""
         size = self._gather(record, record.value.abs())
         order = size.flatten().sort(descending=True, stable=True).indices
         kept = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
-        kept[order[: kept_entries(size.numel(), self.spec.sparsity)]] = True
-        difference.mask = record.slice_of(kept.view(record.full_shape))
+        kept.index_fill_(0, order[: kept_entries(size.numel(), self.spec.sparsity)], True)
+        return record.slice_of(kept.view(record.full_shape))
 
     def _gather(self, record: AdapterParameter, local: Tensor) -> Tensor:
         """Gather a tensor that is divided as a parameter is, on each tensor rank. All of them must call this."""

@@ -62,6 +62,7 @@ class BucketFinalizer:
         self._whole: dict[int, Tensor] = {}
         # Read on the host once all steps are launched: until then nothing waits for the device.
         self._tables: list[tuple[int, Tensor]] = []
+        self._counts = True
         self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
@@ -75,6 +76,7 @@ class BucketFinalizer:
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
         self._stopped.fill_(True)
+        self._counts = False
 
     def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
         """Reduce a bucket's gradients over ranks, and add this stage's norms to those of the stages after it.
@@ -153,9 +155,8 @@ class BucketFinalizer:
         task = self.tasks[name]
         task.optimizer.clip(norm)
         task.optimizer.step(step, stopped.float())
-        # What acts on the adapter besides its optimizer has to know.
-        if task.adapter.spec.acts_after_steps and not stopped:
-            task.adapter.after_step(step + 1)
+        if task.adapter.spec.acts_after_steps and self._counts:
+            task.adapter.after_step(step + 1, stopped)
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
@@ -174,6 +175,8 @@ class BucketFinalizer:
                 result = self._result(name, loss, math.sqrt(square), self.tokens[step][name])
                 if result is not None:
                     results[step][name] = result
+        for task in self.tasks.values():
+            task.adapter.settle(task.step)
         return results
 
     def _result(self, name: str, loss: float, norm: float, tokens: int) -> StepResult | None:

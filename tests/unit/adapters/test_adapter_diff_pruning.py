@@ -53,6 +53,22 @@ def test_ends_at_the_requested_sparsity(parallel: Parallel, sparsity: float) -> 
     assert torch.equal(run(toy, adapters, batch, *inputs(batch, shape.hidden)), first)
 
 
+def test_a_skipped_step_freezes_nothing(parallel: Parallel) -> None:
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    spec = diff("diff", TARGETS, 0.75)
+    adapter = adapters.add(spec, 3, adapter_tensors(spec, shape))
+    before = [p.value.clone() for p in adapter.parameters]
+    adapter.after_step(2, torch.tensor(True))
+    adapter.settle(1)
+    assert all(torch.equal(p.value, value) for p, value in zip(adapter.parameters, before, strict=True))
+    assert not adapter.state()
+    adapter.after_step(2, torch.tensor(False))
+    adapter.settle(2)
+    assert len(adapter.state()) == len(adapter.parameters) / 2
+
+
 def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
