@@ -1,7 +1,8 @@
 """Causal attention over packed segments: no segment ever sees another, not even multiplied by zero.
 
-One function, `segment_attention`; by device and dtype it runs scaled-dot-product attention run by run of equal
-segments (CPU, fp32, fp64) or one variable-length kernel for all of them (bf16 and fp16 on CUDA).
+One function, `segment_attention`. By device and dtype it runs scaled-dot-product attention run by run of equal segments
+(fp32, fp64), one variable-length kernel for all of them (bf16 and fp16 on CUDA), or batched products of segments of
+about equal length (the same on a CPU, where segments are short and have neither a prefix nor a past).
 Shapes: T tokens, p tokens of earlier chunks, h query heads, g key-value heads, D head size, P prefix length.
 """
 
@@ -19,6 +20,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_mux.kernels.short_attention import LONGEST, short_attention
 
 Array = npt.NDArray[Any]
 Prefix = Mapping[str, tuple[Tensor, Tensor]]
@@ -91,6 +94,11 @@ def segment_attention(
         assert kernel is not None
         bounds = bounds or _bounds(segments, prefix, query.device)
         return _by_varlen(kernel, query, key, value, segments, scale, window, prefix, bounds)
+    if _are_short(query, segments, prefix):
+        rows = segments[-1].start + segments[-1].length
+        lengths = tuple(segment.length for segment in segments)
+        out = short_attention(query[:rows], key[:rows], value[:rows], lengths, scale, window)
+        return _with_padding(out, query.shape[0] - rows)
     return _by_runs(query, key, value, segments, scale, window, prefix)
 
 
@@ -98,6 +106,18 @@ def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel serves all segments of a batch, however long each is."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and is_half and _varlen_kernel() is not None
+
+
+def _are_short(query: Tensor, segments: Sequence[Segment], prefix: Prefix) -> bool:
+    """Whether `short_attention` serves these segments, in the dtypes in which it is faster."""
+    if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return all(s.length <= LONGEST and not s.past and s.task not in prefix for s in segments)
+
+
+def _with_padding(out: Tensor, rows: int) -> Tensor:
+    """Zeros below the rows of segments."""
+    return torch.cat((out, out.new_zeros(rows, *out.shape[1:]))) if rows else out
 
 
 def _runs(segments: Sequence[Segment], prefix: Prefix) -> list[_Run]:
@@ -282,5 +302,4 @@ def _by_varlen(
         bounds.longest_key,
         **options,
     )
-    padding = query.shape[0] - rows
-    return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out
+    return _with_padding(out, query.shape[0] - rows)
