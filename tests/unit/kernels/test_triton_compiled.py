@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import triton_low_rank
+from megatron_mux.kernels import triton_low_rank, triton_update
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
@@ -47,8 +47,9 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     constants = {"FACTORS": None, "ALIGNED": True, "PRECISION": "tf32", "TILE": 64, **blocks, **constants}
     types = {"values": "bf16", "latent": "bf16", "d_latent": "bf16", "output": "bf16", "gradient": "bf16"}
     types |= {"entries": "i64"} | dict.fromkeys(
-        ("first_entry", "tiles", "table", "sequence_ids", "token_index"), "i32"
+        ("first_entry", "tiles", "table", "sequence_ids", "token_index", "skip"), "i32"
     )
+    types |= dict.fromkeys(("options", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -94,6 +95,21 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     assert re.search(r"st\.global[.\w]*\.v4", found.ptx) and not re.search(
         r"[sl][td]\.global\.b16", found.ptx
     )
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
+    blocks = {"num_warps": 4, "num_stages": 3}
+    constants = {"COPY": triton.language.bfloat16, "TILE": triton_update.TILE}
+    update = compiled(triton_update._update, arch, blocks, tmp_path, **constants)
+    squares = compiled(triton_update._tile_squares, arch, blocks, tmp_path, **constants)
+    wide = triton_update.TILE // (
+        32 * blocks["num_warps"] * 4
+    )  # accesses of 16 bytes a thread, to a tile of fp32
+    for found, read, written in ((update, 4, 4), (squares, 1, 0)):
+        assert found.stack == 0 and found.registers <= 64
+        assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) == read * wide
+        assert len(re.findall(r"st\.global[.\w]*\.v4", found.ptx)) >= written * wide
 
 
 def test_unaligned_terms_do_not_spill(tmp_path: Path) -> None:

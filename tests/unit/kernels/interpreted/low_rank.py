@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,8 +87,9 @@ GRADIENTS = ("down_gradient", "up_gradient", "down_factors_gradient", "up_factor
 
 
 def with_own_gradients(term: Term) -> Term:
-    own: dict[str, Any] = {name: getattr(term, name) for name in GRADIENTS}
-    return replace(term, **{name: None if g is None else g.clone() for name, g in own.items()})
+    own = {name: getattr(term, name) for name in GRADIENTS}
+    copies: dict[str, Any] = {name: None if g is None else g.clone() for name, g in own.items()}
+    return replace(term, **copies)
 
 
 def gradients_of(terms: Sequence[Term]) -> dict[str, Tensor]:
@@ -158,7 +159,7 @@ UNALIGNED = [c for c in range(N) if c % 11 < 5]
 REST = [c for c in range(N) if c % 11 >= 5]
 
 
-@pytest.mark.parametrize("rank", [1, 4, 8, 13, 33, 64, 128])
+@pytest.mark.parametrize("rank", [1, 4, 13, 33, 128])
 def test_ranks(rank: int) -> None:
     check([term_of(0, rank)], groups_of([0], [(2, 70)]))
 
@@ -229,25 +230,11 @@ def test_neighbours_leave_no_trace() -> None:
             assert torch.equal(among[f"1 {i + 1} {name}"], alone[f"1 {i} {name}"])
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that were launched."""
-    names: list[str] = []
-    run = triton.runtime.interpreter.InterpretedFunction.run
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(self.__name__)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", counted)
-    yield names
-
-
 def test_launches_are_as_declared(launches: list[str]) -> None:
     terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [1, 2], module="k"), term_of(1, 70, factors=True)]
-    table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 70)])
-    x, dy = inputs(70)
-    latent = torch.zeros(70, table.width)
+    table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 67)])
+    x, dy = inputs(67)
+    latent = torch.zeros(67, table.width)
     calls: dict[str, Callable[[], object]] = {
         "down": lambda: TritonKernels.down(x, table, groups),
         "up_": lambda: TritonKernels.up_(dy, latent, table, groups),

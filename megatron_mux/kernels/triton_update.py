@@ -1,0 +1,238 @@
+"""Squared norms and optimizer steps of many tasks at once by Triton kernels: two launches and one, however many tasks.
+
+Parameters, gradients and moments lie in flat fp32 storages. A table has the addresses of their *pieces*: runs of one
+task's parameters that are updated alike. Tasks meet nowhere: norms are summed over each task's own pieces in their own
+order, and a task that skips its step is left out by selection, so that its NaN changes no one, itself included.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_mux.kernels.triton_low_rank_device import _number, _pointer, _whole
+
+TILE = 1024
+"""Elements that a program updates."""
+LAUNCHES = {"squared_norms": 2, "update_": 1}
+"""Device launches of each function at most."""
+
+_ENTRY = ("value", "gradient", "exp_avg", "exp_avg_sq", "copy", "count", "row", "weight_decay", "counted")
+_FIELDS = tl.constexpr(len(_ENTRY))
+_VALUE = tl.constexpr(_ENTRY.index("value"))
+_GRADIENT = tl.constexpr(_ENTRY.index("gradient"))
+_EXP_AVG = tl.constexpr(_ENTRY.index("exp_avg"))
+_EXP_AVG_SQ = tl.constexpr(_ENTRY.index("exp_avg_sq"))
+_COPY = tl.constexpr(_ENTRY.index("copy"))
+_COUNT = tl.constexpr(_ENTRY.index("count"))
+_ROW = tl.constexpr(_ENTRY.index("row"))
+_WEIGHT_DECAY = tl.constexpr(_ENTRY.index("weight_decay"))
+_COUNTED = tl.constexpr(_ENTRY.index("counted"))
+
+_RATE, _BETA1, _BETA2, _EPSILON, _CORRECTION1, _CORRECTION2, _MAX_NORM = map(tl.constexpr, range(7))
+_OPTIONS = tl.constexpr(7)
+
+
+def options_of(
+    learning_rate: float, beta1: float, beta2: float, epsilon: float, max_norm: float, step: int
+) -> list[float]:
+    """A task's row of `update_`'s options.
+
+    Args:
+        learning_rate: Of this step.
+        beta1: Of AdamW, like the next two.
+        beta2: Likewise.
+        epsilon: Likewise.
+        max_norm: Gradients are scaled down to this norm; 0: they are not.
+        step: Optimizer steps done, this one included.
+    """
+    return [learning_rate, beta1, beta2, epsilon, 1 - beta1**step, (1 - beta2**step) ** 0.5, max_norm]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one task's parameters.
+
+    Attributes:
+        row: Of the task in tables of options and norms.
+        value: `[n]` fp32, contiguous, like the next three.
+        gradient: Likewise.
+        exp_avg, exp_avg_sq: Moments of AdamW; None: SGD without momentum.
+        copy: `[n]` of the values in the dtype of the computation; None: there is none.
+        weight_decay: Decoupled with AdamW, part of the gradient with SGD.
+        counted: Whether this rank counts the gradient in the task's norm: one of those that have a replica does.
+    """
+
+    row: int
+    value: Tensor
+    gradient: Tensor
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    copy: Tensor | None = None
+    weight_decay: float = 0.0
+    counted: bool = True
+
+
+class UpdateTable:
+    """The pieces of the tasks that step together; made anew when tasks come or go.
+
+    Args:
+        pieces: Those of a task next to each other, tasks by row.
+        rows: Number of tasks.
+
+    Attributes:
+        pieces: As given: kept, since the table has their addresses.
+        rows: As given.
+        entries: `[pieces, fields]` int64 on the device.
+        tiles: `[tiles, 2]` int32 on the device: piece, first element.
+        first_tile: `[rows + 1]` int32 on the device: a task's tiles begin here and end where the next one's begin.
+        copy_type: dtype of the copies.
+        aligned: Whether every piece can be accessed 16 bytes at a time.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], rows: int) -> None:
+        device = pieces[0].value.device
+        assert all(a.row <= b.row for a, b in zip(pieces, pieces[1:], strict=False))
+        tiles = [(i, at) for i, p in enumerate(pieces) for at in range(0, p.value.numel(), TILE)]
+        counts = [0] * (rows + 1)
+        for i, _ in tiles:
+            counts[pieces[i].row + 1] += 1
+        entries = [_entry(piece) for piece in pieces]
+        self.pieces = tuple(pieces)
+        self.rows = rows
+        self.entries = torch.tensor(entries, dtype=torch.int64).to(device)
+        self.tiles = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
+        self.first_tile = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        copies = {piece.copy.dtype for piece in pieces if piece.copy is not None} or {torch.float32}
+        (self.copy_type,) = copies
+        self.aligned = all(a % 16 == 0 for entry in entries for a in entry[: _COUNT.value]) and all(
+            entry[_COUNT.value] % 8 == 0 for entry in entries
+        )
+
+
+def _entry(piece: Piece) -> list[int]:
+    tensors = (piece.value, piece.gradient, piece.exp_avg, piece.exp_avg_sq, piece.copy)
+    assert all(t is None or (t.is_contiguous() and t.numel() == piece.value.numel()) for t in tensors)
+    assert all(t is None or t.dtype == torch.float32 for t in tensors[:-1])
+    (decay,) = struct.unpack("<q", struct.pack("<d", piece.weight_decay))
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    return [*addresses, piece.value.numel(), piece.row, decay, int(piece.counted)]
+
+
+def squared_norms(table: UpdateTable) -> Tensor:
+    """Each task's squared norm over its gradients that this rank counts: `[rows]` fp64."""
+    squares = torch.empty(max(len(table.tiles), 1), dtype=torch.float64, device=table.entries.device)
+    norms = torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
+    if len(table.tiles):
+        _tile_squares[(len(table.tiles),)](
+            squares, table.entries, table.tiles, ALIGNED=table.aligned, TILE=TILE, num_warps=4
+        )
+    _row_sums[(table.rows,)](norms, squares, table.first_tile, WIDTH=128, num_warps=1)
+    return norms
+
+
+def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) -> None:
+    """Clip gradients, step, write the copies and zero the gradients of all tasks.
+
+    Args:
+        table: The tasks.
+        options: `[rows, 7]` fp64 on the device, of `options_of`.
+        norms: `[rows]` fp64, the norm of each task's gradient over all ranks.
+        skip: `[rows]`, of bool or a number: where it is not zero, values, moments and copies stay as they are. The
+            gradient is zeroed all the same.
+    """
+    if len(table.tiles):
+        copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+        _update[(len(table.tiles),)](
+            table.entries, table.tiles, options, norms, skip.to(torch.int32), COPY=copy_type[table.copy_type],
+            ALIGNED=table.aligned, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_squares(squares, entries, tiles, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """The sum of squares of each tile's gradient."""
+    tile = tiles + tl.program_id(0) * 2
+    entry = entries + tl.load(tile) * _FIELDS
+    places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
+    # Not the product with zero: a gradient that is not counted may be infinite.
+    count = tl.where(tl.load(entry + _COUNTED) != 0, _whole(entry, _COUNT, ALIGNED), 0)
+    gradient = tl.load(
+        _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0
+    ).to(tl.float64)
+    tl.store(squares + tl.program_id(0), tl.sum(gradient * gradient))
+
+
+@triton.jit
+def _row_sums(sums, values, first, WIDTH: tl.constexpr):
+    """The sum of each row's values, in their order."""
+    start = tl.load(first + tl.program_id(0))
+    stop = tl.load(first + tl.program_id(0) + 1)
+    total = tl.zeros((WIDTH,), dtype=tl.float64)
+    for at in range(start, stop, WIDTH):
+        places = at + tl.arange(0, WIDTH)
+        total += tl.load(values + places, mask=places < stop, other=0.0)
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _option(options, row, field: tl.constexpr):
+    return tl.load(options + row * _OPTIONS + field)
+
+
+@triton.jit
+def _update(
+    entries, tiles, options, norms, skip,
+    COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile's step; the arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
+    tile = tiles + tl.program_id(0) * 2
+    entry = entries + tl.load(tile) * _FIELDS
+    places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
+    mask = places < _whole(entry, _COUNT, ALIGNED)
+    row = tl.load(entry + _ROW).to(tl.int32)
+    gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places
+    if tl.load(skip + row) == 0:
+        gradient = tl.load(gradients, mask=mask, other=0.0)
+        limit = _option(options, row, _MAX_NORM)
+        if limit > 0:
+            factor = limit / (tl.load(norms + row) + 1e-6)
+            gradient *= tl.where(factor < 1, factor, 1.0).to(tl.float32)
+        values = _pointer(entry, _VALUE, tl.float32, ALIGNED) + places
+        value = tl.load(values, mask=mask, other=0.0)
+        decay = _number(entry, _WEIGHT_DECAY)
+        rate = _option(options, row, _RATE)
+        if tl.load(entry + _EXP_AVG) != 0:
+            value -= (rate * decay).to(tl.float32) * value
+            value -= _adam_step(entry, places, mask, gradient, options, row, rate, ALIGNED)
+        else:
+            value -= rate.to(tl.float32) * (gradient + decay * value)
+        tl.store(values, value, mask=mask)
+        if tl.load(entry + _COPY) != 0:
+            tl.store(_pointer(entry, _COPY, COPY, ALIGNED) + places, value.to(COPY), mask=mask)
+    tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
+
+
+@triton.jit
+def _adam_step(entry, places, mask, gradient, options, row, rate, ALIGNED: tl.constexpr):
+    """Update the moments, and what to subtract from the values."""
+    first = _pointer(entry, _EXP_AVG, tl.float32, ALIGNED) + places
+    second = _pointer(entry, _EXP_AVG_SQ, tl.float32, ALIGNED) + places
+    beta1 = _option(options, row, _BETA1)
+    beta2 = _option(options, row, _BETA2)
+    mean = beta1.to(tl.float32) * tl.load(first, mask=mask, other=0.0) + (1 - beta1).to(tl.float32) * gradient
+    square = tl.load(second, mask=mask, other=0.0)
+    square = beta2.to(tl.float32) * square + (1 - beta2).to(tl.float32) * gradient * gradient
+    tl.store(first, mean, mask=mask)
+    tl.store(second, square, mask=mask)
+    scale = tl.sqrt(square) / _option(options, row, _CORRECTION2).to(tl.float32)
+    size = (rate / _option(options, row, _CORRECTION1)).to(tl.float32)
+    return size * mean / (scale + _option(options, row, _EPSILON).to(tl.float32))
