@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_mux.adapters.arena import Arena
 from megatron_mux.adapters.kind import AdapterTensor, tensor_key
 from megatron_mux.kernels.dropout import key_of
+from megatron_mux.kernels.terms import Term
 from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
@@ -63,33 +65,12 @@ class AdapterParameter:
         return full.index_select(self.dim, self.index.to(full.device))
 
 
-@dataclass(frozen=True)
-class LowRankTerm:
-    """A product `scale * x A^T B^T` on some columns of the BaseOp's output, computed with all others at once.
-
-    Attributes:
-        down: `[R, K]` A on this rank.
-        up: `[n columns, R]` B on this rank.
-        columns: `[n columns]` int64 output columns, or None for all of them in order.
-        scale: The factor.
-        keep: `[n, K]` bool of the input entries that dropout keeps, or None without dropout.
-        keep_scale: Factor on the kept entries, `1 / (1 - p)`.
-    """
-
-    down: Tensor
-    up: Tensor
-    columns: Tensor | None
-    scale: float
-    keep: Tensor | None = None
-    keep_scale: float = 1.0
-
-
 class Adapter:
     """One task's method at one BaseOp. The stages it names in `stages` are called, in this order:
 
     1. `extend(batch)`: add keys and values for core attention (prefix tuning);
     2. `before(x)`: replace the BaseOp's input, row-parallel BaseOps only;
-    3. `low_rank(batch, rows)`: terms fused into the product itself;
+    3. `low_rank(slot)`: terms fused into the product itself, the same in every micro-batch;
     4. `product(x, y, batch)`: change the product before it is summed over tensor ranks;
     5. `after(y)`: change the BaseOp's finished output, bias included.
 
@@ -106,8 +87,8 @@ class Adapter:
         """Map the BaseOp's input `[n, K]` to the `[n, K]` that the BaseOp gets."""
         raise NotImplementedError
 
-    def low_rank(self, batch: MicroBatch, rows: tuple[int, int]) -> Sequence[LowRankTerm]:
-        """Return the low-rank terms for the task's rows."""
+    def low_rank(self, slot: int) -> Sequence[Term]:
+        """Return the low-rank terms of the task, which has this slot."""
         raise NotImplementedError
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
@@ -135,6 +116,8 @@ class TaskAdapter(ABC):
     Attributes:
         parameters: Local parameters, in the order of layers.
         fixed: Local tensors that are not trained.
+        arena: Storage of `parameters`, their gradients and copies.
+        slot: The smallest integer that no other attached task has: see `kernels.groups.RowGroups`.
         at: Index of a BaseOp in `host.base_ops` to the method there.
     """
 
@@ -148,14 +131,28 @@ class TaskAdapter(ABC):
         self.tensors: Mapping[str, AdapterTensor] = self.spec.tensors(host.shape)
         self.parameters: list[AdapterParameter] = []
         self.fixed: list[AdapterParameter] = []
+        self.slot = 0
         self.at: dict[int, Adapter] = {}
+        self._starts: dict[str, Tensor] = {}
+        self._ordered: list[AdapterParameter] = []
         self.build()
+        # What `adapt` has not ordered belongs to no module.
+        others = [p for p in self.parameters if p not in set(self._ordered)]
+        self.arena = Arena(
+            [(p, self._starts.pop(p.key)) for p in (*others, *self._ordered)],
+            host.device,
+            host.parameter_dtype,
+            host.dtype,
+        )
         self.initial = None
 
     def build(self) -> None:
         """Make `parameters` and `at`."""
         for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
-            self.at[op] = self.adapt([(site, self._tensors_of(site)) for site in sites])
+            modules = [(site, self._tensors_of(site)) for site in sites]
+            # All A of a BaseOp next to each other, then all B: one product serves neighbours.
+            self._ordered += [p for alike in zip(*(own for _, own in modules), strict=True) for p in alike]
+            self.at[op] = self.adapt(modules)
 
     @abstractmethod
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> Adapter:
@@ -231,7 +228,12 @@ class TaskAdapter(ABC):
             tensor.init(full, torch.Generator().manual_seed(key_of(self.seed, "initial", key) >> 1))
         else:
             full = self.initial[key]
-        local = record.slice_of(full).to(device=self.host.device, dtype=self.host.parameter_dtype)
-        record.value = nn.Parameter(local.contiguous(), requires_grad=tensor.trained)
-        (self.parameters if tensor.trained else self.fixed).append(record)
+        local = record.slice_of(full).to(dtype=self.host.parameter_dtype).contiguous()
+        if tensor.trained:  # the arena has its storage
+            self._starts[key] = local
+            record.value = nn.Parameter(torch.empty(0, dtype=local.dtype, device=self.host.device))
+            self.parameters.append(record)
+        else:
+            record.value = nn.Parameter(local.to(self.host.device), requires_grad=False)
+            self.fixed.append(record)
         return record

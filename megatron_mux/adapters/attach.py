@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -45,15 +46,6 @@ class Site:
         """`[K]` int64 global input features that this rank holds."""
         return torch.arange(self.info.inputs.start, self.info.inputs.stop)
 
-    def columns(self, device: torch.device) -> Tensor | None:
-        """The module's columns of the BaseOp's output, None where it is all of them in order."""
-        columns = self.part.columns
-        weight: Any = self.info.module.weight
-        width = weight.shape[0]
-        if columns.shape[0] == width and bool((columns.cpu() == torch.arange(width)).all()):
-            return None
-        return columns.to(device)
-
 
 class Host:
     """A stage of the backbone, as adapters see it.
@@ -74,11 +66,27 @@ class Host:
         self.parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.shape = shape
         self.device = torch.device(parallel.device)
+        # Requires a gradient and gets none: products whose input needs none have a backward pass all the same.
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self._columns: dict[tuple[str, str], Tensor | None] = {}
 
     @property
     def layers(self) -> list[int]:
         """Global indices of the layers of this stage, ascending."""
         return sorted({info.layer for info in self.base_ops})
+
+    def columns(self, site: Site) -> Tensor | None:
+        """`[n]` int32, a module's columns of its BaseOp's output; None where it is all of them in order.
+
+        All layers share them.
+        """
+        key = (site.info.name, site.path.removeprefix(site.info.hf_prefix))
+        if key not in self._columns:
+            columns = site.part.columns.cpu()
+            weight: Any = site.info.module.weight
+            whole = columns.shape[0] == weight.shape[0] and torch.equal(columns, torch.arange(len(columns)))
+            self._columns[key] = None if whole else columns.to(device=self.device, dtype=torch.int32)
+        return self._columns[key]
 
     def sites(self, modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
         """Yield the modules that are on this stage, BaseOp by BaseOp."""
@@ -107,7 +115,7 @@ class AdapterSet:
         self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
     ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
-        self._ops = [AttachedBaseOp(info, parallel) for info in self.host.base_ops]
+        self._ops = [AttachedBaseOp(info, self.host) for info in self.host.base_ops]
         self._tasks: dict[str, TaskAdapter] = {}
 
     def add(self, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None = None) -> TaskAdapter:
@@ -131,8 +139,11 @@ class AdapterSet:
             if problems:
                 raise UserError(*(f"task {spec.name!r}: the adapter to start from {p}" for p in problems))
         adapter: TaskAdapter = spec.adapter.attach(self.host, spec, total_steps, initial)
+        taken = {other.slot for other in self._tasks.values()}
+        adapter.slot = next(slot for slot in count() if slot not in taken)
         for op, at in adapter.at.items():
-            self._ops[op].add(spec.name, at)
+            self._ops[op].add(spec.name, at, adapter.slot)
+            self._ops[op].attach()
         self._tasks[spec.name] = adapter
         return adapter
 

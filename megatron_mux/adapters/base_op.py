@@ -12,18 +12,23 @@ Shapes: T rows of the micro-batch, K and N input and output width on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter
-from megatron_mux.adapters.low_rank import low_rank_linear
 from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.kernels.loop_low_rank import LoopKernels
+from megatron_mux.kernels.low_rank import low_rank_linear
+from megatron_mux.kernels.terms import Term, TermTable
 from megatron_mux.layout import MicroBatch
-from megatron_mux.runtime import Parallel
+
+if TYPE_CHECKING:
+    from megatron_mux.adapters.attach import Host
 
 Rows = tuple[int, int]
 RowFunction = Callable[[Tensor], Tensor]
@@ -34,39 +39,49 @@ class AttachedBaseOp:
 
     Args:
         info: The BaseOp.
-        parallel: Where this rank stands.
+        host: The stage that it belongs to.
     """
 
-    def __init__(self, info: BaseOpInfo, parallel: Parallel) -> None:
+    def __init__(self, info: BaseOpInfo, host: Host) -> None:
         self.info = info
-        self.parallel = parallel
-        self.adapters: dict[str, Adapter] = {}
+        self.parallel = host.parallel
+        self._anchor = host.anchor
+        # Nothing that a micro-batch does here takes longer for more tasks with low-rank terms: their table is made
+        # when they come or go, and `others` are those that do something else.
+        self.table = TermTable(())
+        self.others: dict[str, Adapter] = {}
+        self._low_rank: dict[str, Sequence[Term]] = {}
 
-    def add(self, task: str, adapter: Adapter) -> None:
-        """Give the rows of `task` to `adapter`. The first adapter replaces the module's `forward`."""
-        if not self.adapters:
-            self.info.module.forward = self.forward
-        self.adapters[task] = adapter
+    def attach(self) -> None:
+        """Replace the module's `forward`."""
+        self.info.module.forward = self.forward
+
+    def add(self, task: str, adapter: Adapter, slot: int) -> None:
+        """Give the rows of `task`, which has this slot, to `adapter`."""
+        if "low_rank" in adapter.stages:
+            self._low_rank[task] = adapter.low_rank(slot)
+            self._make_table()
+        if adapter.stages - {"low_rank"}:
+            self.others[task] = adapter
 
     def remove(self, task: str) -> None:
         """Undo `add`. Removing the last adapter restores the module."""
-        del self.adapters[task]
-        if not self.adapters:
+        self.others.pop(task, None)
+        if self._low_rank.pop(task, None) is not None:
+            self._make_table()
+        if not self.others and not self._low_rank:
             # The class's own method shows again: nothing of ours is left in the module's __dict__.
             del self.info.module.forward
+
+    def _make_table(self) -> None:
+        self.table = TermTable([term for terms in self._low_rank.values() for term in terms])
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
         batch = layout.active()
-        present = {
-            rows: self.adapters[task]
-            for task, rows in batch.task_rows.items()
-            if task in self.adapters and rows[0] < rows[1]
-        }
-        for adapter in present.values():
-            if "extend" in adapter.stages:
-                adapter.extend(batch)
-        if not any(adapter.stages - {"extend"} for adapter in present.values()):
+        present = self._present(batch) if self.others else {}
+        fused = self.table.any_of(batch.groups)
+        if not fused and not any(adapter.stages - {"extend"} for adapter in present.values()):
             module = self.info.module
             result: tuple[Tensor, Tensor | None] = type(module).forward(module, input_, *args, **kwargs)
             return result
@@ -77,6 +92,16 @@ class AttachedBaseOp:
         if self.info.column_parallel:
             return self._column(input_, present, batch)
         return self._row(input_, present, batch)
+
+    def _present(self, batch: MicroBatch) -> dict[Rows, Adapter]:
+        """Adapters other than low-rank ones, by their rows; those that extend the batch have done so."""
+        rows = batch.task_rows
+        present = {rows[task]: adapter for task, adapter in self.others.items() if task in rows}
+        present = {own: present[own] for own in sorted(present) if own[0] < own[1]}
+        for adapter in present.values():
+            if "extend" in adapter.stages:
+                adapter.extend(batch)
+        return present
 
     def _column(
         self, input_: Tensor, present: Mapping[Rows, Adapter], batch: MicroBatch
@@ -115,8 +140,10 @@ class AttachedBaseOp:
     ) -> Tensor:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
-        low_rank = [(rows, a.low_rank(batch, rows)) for rows, a in present.items() if "low_rank" in a.stages]
-        y = low_rank_linear(x, weight, bias, low_rank)
+        if self.table.any_of(batch.groups):
+            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, LoopKernels)
+        else:
+            y = F.linear(x, weight, bias)
         others = {rows: a for rows, a in present.items() if "product" in a.stages}
         if not others:
             return y

@@ -40,14 +40,15 @@ class _After(Adapter):
 
     stages = frozenset({"after"})
 
-    def __init__(self, spec: BottleneckSpec, weights: list[AdapterParameter]) -> None:
-        self.activation = _ACTIVATIONS[spec.non_linearity]
-        self.scaling: float = spec.scaling
-        self.weights = [record.value for record in weights]
+    def __init__(self, owner: TaskAdapter, weights: list[AdapterParameter]) -> None:
+        self.owner = owner
+        self.activation = _ACTIVATIONS[owner.spec.non_linearity]
+        self.scaling: float = owner.spec.scaling
+        self.weights = weights
 
     def after(self, y: Tensor) -> Tensor:
         """See `Adapter.after`."""
-        down, down_bias, up, up_bias = (p.to(y.dtype) for p in self.weights)
+        down, down_bias, up, up_bias = (self.owner.arena.rounded(p) for p in self.weights)
         hidden = self.activation(F.linear(y, down, down_bias))
         return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
 
@@ -57,7 +58,7 @@ class Bottleneck(TaskAdapter):
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _After:
         """See `TaskAdapter.adapt`: the end of a sublayer is one module."""
-        return _After(self.spec, modules[0][1])
+        return _After(self, modules[0][1])
 
 
 class BottleneckSpec(AdapterSpec):
@@ -134,8 +135,7 @@ class BottleneckSpec(AdapterSpec):
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
         rows = (Row("bottleneck", "rows", 2 * self.bottleneck_size),)
-        matrices = 2 * self.bottleneck_size * place.out_features
-        return Kept(output=True, rows=rows, whole=matrices, copied_if_rounded=True)
+        return Kept(output=True, rows=rows)
 
 
 KIND = BottleneckSpec

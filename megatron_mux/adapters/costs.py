@@ -105,9 +105,6 @@ class Kept:
         output: Whether its backward pass needs the BaseOp's output as it was before the adapter.
         replaces_input: Whether it changes the input of a row-parallel BaseOp: other adapters need the changed one.
         rows: What each row of the task keeps.
-        divided, whole: Values of its matrices as products take them, in the backbone's precision, made for each
-            micro-batch: those that tensor ranks divide, and those that each has.
-        copied_if_rounded: Whether these are made only if the backbone's precision is not the parameters'.
         scratch: Values in fp32 that come and go with a backward pass and with an optimizer step, divided over tensor
             ranks.
         multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
@@ -118,8 +115,5 @@ class Kept:
     output: bool = False
     replaces_input: bool = False
     rows: tuple[Row, ...] = ()
-    divided: float = 0.0
-    whole: float = 0.0
-    copied_if_rounded: bool = False
     scratch: float = 0.0
     multiplied: float = 0.0

@@ -79,13 +79,15 @@ def gate(log_alpha: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
 class _Difference:
     """The difference of one module."""
 
-    def __init__(self, site: Site, weight: AdapterParameter, log_alpha: AdapterParameter) -> None:
+    def __init__(
+        self, site: Site, weight: AdapterParameter, log_alpha: AdapterParameter, columns: Tensor | None
+    ) -> None:
         self.path = site.path
         self.weight = weight
         self.log_alpha = log_alpha
         self.mask: Tensor | None = None  # bool, once frozen
         device = weight.value.device
-        self.columns = site.columns(device)
+        self.columns = columns
         self.rows = site.part.features.to(device)
         self.inputs = site.inputs.to(device)
 
@@ -156,7 +158,10 @@ class DiffPruning(TaskAdapter):
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Differences:
         """See `TaskAdapter.adapt`."""
-        made = [_Difference(site, weight, log_alpha) for site, (weight, log_alpha) in modules]
+        made = [
+            _Difference(site, weight, log_alpha, self.host.columns(site))
+            for site, (weight, log_alpha) in modules
+        ]
         self.differences += made
         return _Differences(self, made)
 
@@ -171,7 +176,8 @@ class DiffPruning(TaskAdapter):
             logits = difference.log_alpha.value
             alive = torch.sigmoid(logits - math.log(-low / high))
             slope = alive * (1 - alive) * self.spec.l0_weight
-            logits.grad = slope if logits.grad is None else logits.grad.add_(slope)
+            assert logits.grad is not None
+            logits.grad.add_(slope)
             total = total + alive.sum() * self.spec.l0_weight
         return total
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.kind import AdapterTensor, constant, uniform
-from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Term
+from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
 from megatron_mux.section import LARGEST_SIZE, Number, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
@@ -26,7 +26,7 @@ class Lora(TaskAdapter):
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> LowRankTerms:
         """See `TaskAdapter.adapt`."""
-        return LowRankTerms(self, [Term(site, down.value, up.value) for site, (down, up) in modules])
+        return LowRankTerms(self, [Product(site, down, up) for site, (down, up) in modules])
 
 
 class LoraSpec(LowRankSpec):

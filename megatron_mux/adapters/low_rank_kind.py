@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, LowRankTerm, TaskAdapter
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Where, Work
+from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.kernels.dropout import keep_mask, key_of
-from megatron_mux.layout import MicroBatch
+from megatron_mux.kernels.dropout import key_of
+from megatron_mux.kernels.terms import LATENT_MULTIPLE, Term
 from megatron_mux.shape import BackboneShape, Module
 
 LOW_RANK_FIELDS: Mapping[str, PeftField] = {
@@ -88,42 +88,25 @@ class LowRankSpec(AdapterSpec):
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
-        rank = self.rank * place.modules
-        rows = [Row("low-rank product", "all", rank)]
-        if self.dropout:
-            inside: Where = "all" if place.column_parallel else "columns"
-            rows.append(Row("dropout masks", inside, place.in_features * place.modules, 1))
-        inputs, outputs = rank * place.in_features, rank * place.out_features
-        divided, whole = (outputs, inputs) if place.column_parallel else (inputs, outputs)
-        return Kept(input=True, rows=tuple(rows), divided=divided, whole=whole)
+        width = -(-self.rank * place.modules // LATENT_MULTIPLE) * LATENT_MULTIPLE
+        return Kept(input=True, rows=(Row("latent tensor", "all", width),))
 
 
-@dataclass
-class Term:
-    """The product of one module.
+@dataclass(frozen=True)
+class Product:
+    """The low-rank product of one module.
 
     Attributes:
         site: The module.
-        down: `[R, K]` A on this rank.
-        up: `[n, R]` B on this rank.
-        down_factors: `[R]` factors on the rows of A, if any.
-        up_factors: `[n]` factors on the rows of B, if any.
+        down: `[R, K]` A on this rank: trained, or fixed in the compute dtype.
+        up: `[n, R]` B on this rank, likewise.
+        factors: d `[R]` and b `[n]`, trained where A and B are fixed.
     """
 
     site: Site
-    down: Tensor
-    up: Tensor
-    down_factors: Tensor | None = None
-    up_factors: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.columns = self.site.columns(self.down.device)
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """A and B as they are multiplied."""
-        if self.down_factors is None or self.up_factors is None:
-            return self.down, self.up
-        return self.down_factors[:, None] * self.down, self.up_factors[:, None] * self.up
+    down: AdapterParameter | Tensor
+    up: AdapterParameter | Tensor
+    factors: tuple[AdapterParameter, AdapterParameter] | None = None
 
 
 class LowRankTerms(Adapter):
@@ -131,40 +114,43 @@ class LowRankTerms(Adapter):
 
     Args:
         owner: The task's adapter.
-        terms: Of its modules in the BaseOp.
+        products: Of its modules in the BaseOp.
     """
 
     stages = frozenset({"low_rank"})
 
-    def __init__(self, owner: TaskAdapter, terms: Sequence[Term]) -> None:
+    def __init__(self, owner: TaskAdapter, products: Sequence[Product]) -> None:
         self.owner = owner
-        self.terms = terms
+        self.products = products
 
-    def low_rank(self, batch: MicroBatch, rows: tuple[int, int]) -> list[LowRankTerm]:
+    def low_rank(self, slot: int) -> list[Term]:
         """See `Adapter.low_rank`."""
-        spec: Any = self.owner.spec
-        return [
-            LowRankTerm(
-                *t.matrices(),
-                t.columns,
-                spec.scale,
-                self._input_mask(t.site, batch),
-                1.0 / (1.0 - spec.dropout),
-            )
-            for t in self.terms
-        ]
+        return [self._term(product, slot) for product in self.products]
 
-    def _input_mask(self, site: Site, batch: MicroBatch) -> Tensor | None:
-        """`[n, K]` bool of the entries of a module's input that dropout keeps; None without dropout."""
-        owner, spec = self.owner, self.owner.spec
-        if not spec.dropout or not batch.training:
-            return None
-        start, stop = batch.task_rows[owner.name]
-        return keep_mask(
-            key_of(owner.seed, spec.dropout_field, site.path),
-            batch.task_steps[owner.name],
-            batch.sequence_ids[start:stop],
-            batch.token_index[start:stop],
-            (site.info.inputs.start, site.info.inputs.stop),
+    def _term(self, product: Product, slot: int) -> Term:
+        owner, site = self.owner, product.site
+        spec: Any = owner.spec
+        (down, down_gradient), (up, up_gradient) = self._matrix(product.down), self._matrix(product.up)
+        d, b = product.factors or (None, None)
+        return Term(
+            slot,
+            down,
+            up,
+            spec.scale,
+            owner.host.columns(site),
+            down_gradient,
+            up_gradient,
+            None if d is None else d.value.detach(),
+            None if b is None else b.value.detach(),
+            None if d is None else d.value.grad,
+            None if b is None else b.value.grad,
             spec.dropout,
+            key_of(owner.seed, spec.dropout_field, site.path) if spec.dropout else 0,
+            site.info.inputs.start,
         )
+
+    def _matrix(self, matrix: AdapterParameter | Tensor) -> tuple[Tensor, Tensor | None]:
+        """A matrix in the compute dtype, and where its gradient goes."""
+        if isinstance(matrix, Tensor):
+            return matrix, None
+        return self.owner.arena.copy_of(matrix), matrix.value.grad

@@ -20,7 +20,7 @@ from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Work
 from megatron_mux.adapters.kind import AdapterTensor, constant
-from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Term
+from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
 from megatron_mux.adapters.peft_fields import PeftField
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
@@ -38,20 +38,25 @@ class Vera(TaskAdapter):
             # Several stages have them, one saves them.
             owner = modules[0].layer in self.host.layers
             self.a, self.b = (self.make(key, owner=owner).value for key in (_A, _B))
-        self._parts: dict[tuple[str, str], Tensor] = {}  # rows of B by BaseOp and module: layers share them
+        # The parts of A and B that modules use, in the compute dtype: layers share them.
+        self._downs: dict[range, Tensor] = {}
+        self._ups: dict[tuple[str, str], Tensor] = {}
         super().build()
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> LowRankTerms:
         """See `TaskAdapter.adapt`."""
-        return LowRankTerms(self, [self._term(site, b.value, d.value) for site, (b, d) in modules])
+        return LowRankTerms(self, [self._product(site, b, d) for site, (b, d) in modules])
 
-    def _term(self, site: Site, b: Tensor, d: Tensor) -> Term:
-        info, part = site.info, site.part
+    def _product(self, site: Site, b: AdapterParameter, d: AdapterParameter) -> Product:
+        info, part, dtype = site.info, site.part, self.host.dtype
+        if info.inputs not in self._downs:
+            columns = slice(info.inputs.start, info.inputs.stop)
+            self._downs[info.inputs] = self.a.detach()[:, columns].to(dtype).contiguous()
         name = (info.name, site.path.removeprefix(info.hf_prefix))
-        if name not in self._parts:
+        if name not in self._ups:
             rows = part.features if info.column_parallel else torch.arange(part.out_features)
-            self._parts[name] = _rows_of(self.b, rows)
-        return Term(site, self.a[:, info.inputs.start : info.inputs.stop], self._parts[name], d, b)
+            self._ups[name] = _rows_of(self.b.detach(), rows).to(dtype)
+        return Product(site, self._downs[info.inputs], self._ups[name], (d, b))
 
 
 class VeraSpec(LowRankSpec):

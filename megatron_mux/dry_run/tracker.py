@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
@@ -83,25 +82,19 @@ class StepTracker(Heartbeat):
 
     def label(self, engine: Engine) -> None:
         """Label the tasks' tensors by purpose, now and at the end of each bucket's step."""
-        prefixes = {f".{info.hf_prefix}.": info.layer for info in engine.adapters.host.base_ops}
-        trained = [
-            (parameter, engine.optimizer(name), _layer_of(parameter, prefixes))
-            for name, adapter in engine.adapters.tasks.items()
-            for parameter in adapter.parameters
-        ]
-
-        fixed = [record.value for adapter in engine.adapters.tasks.values() for record in adapter.fixed]
+        own = [(adapter, engine.optimizer(name)) for name, adapter in engine.adapters.tasks.items()]
 
         def label() -> None:
-            for value in fixed:
-                self._recorder.label(value, Category.ADAPTERS)
-            for parameter, optimizer, layer in trained:
-                own = [(parameter.value, Category.ADAPTERS), (parameter.value.grad, Category.GRADIENTS)]
-                own += [(kept, Category.OPTIMIZER) for kept in optimizer.kept_of(parameter)]
-                for tensor, category in own:
-                    if tensor is not None:
+            for adapter, optimizer in own:
+                arena = adapter.arena
+                values = [arena.values, arena.copies, *(record.value for record in adapter.fixed)]
+                for category, tensors in (
+                    (Category.ADAPTERS, values),
+                    (Category.GRADIENTS, [arena.gradients]),
+                    (Category.OPTIMIZER, list(optimizer.moments.values())),
+                ):
+                    for tensor in tensors:
                         self._recorder.label(tensor, category)
-                        self._recorder.label_layer(tensor, layer)
 
         self._label = label
         label()
@@ -122,8 +115,3 @@ class _Followed(Layers):
         self._place.arrive(self._first + key, self.hidden, lowest=key == 0)
         super().through(key, compute)
         self._place.leave(self._first + key, self.hidden)
-
-
-def _layer_of(parameter: AdapterParameter, prefixes: Mapping[str, int]) -> int | None:
-    """Layer of an adapter's parameter, from its name; None if layers share it."""
-    return next((layer for prefix, layer in prefixes.items() if prefix in parameter.key), None)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients, squared_norm
+from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients, squared_norms
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.fusion.plan import Bucket
@@ -66,8 +66,8 @@ class BucketFinalizer:
         self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
-        parameters = [p for task in tasks.values() for p in task.adapter.parameters]
-        self._buffer = buffer[: gradient_buffer_size(parameters, parallel)]
+        arenas = [task.adapter.arena for task in tasks.values()]
+        self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -92,12 +92,12 @@ class BucketFinalizer:
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
         # What takes memory comes before the sum over pipelines, which tells all of them who ran out of it.
-        self.failed.attempt(action, lambda: self._complete(names, entry // len(self.buckets)))
+        self.failed.attempt(action, lambda: self._penalise(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
         flags = torch.full((len(names),), float(entry in self.failed), device=device)
-        parameters = [self.tasks[name].adapter.parameters for name in names]
-        reduce_gradients([p for own in parameters for p in own], self.parallel, flags, self._buffer)
-        squares = torch.stack([squared_norm(own, device) for own in parameters])
+        tasks = [self.tasks[name] for name in names]
+        reduce_gradients([task.adapter.arena for task in tasks], self.parallel, flags, self._buffer)
+        squares = squared_norms([task.optimizer for task in tasks], device)
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             own = losses[self._rows[entry % len(self.buckets)]]
@@ -112,17 +112,11 @@ class BucketFinalizer:
             self._whole[entry] = table
         return table
 
-    def _complete(self, names: Sequence[str], step: int) -> None:
-        """Make missing gradients zero, and add those of regularisers: on the first pipeline alone, since pipelines are
-        summed.
-        """
-        for name in names:
-            adapter = self.tasks[name].adapter
-            for p in adapter.parameters:
-                if p.value.grad is None:
-                    p.value.grad = torch.zeros_like(p.value)
-            if self.parallel.dp_rank == 0:
-                adapter.penalty(self._first[name] + step)
+    def _penalise(self, names: Sequence[str], step: int) -> None:
+        """Add the gradients of regularisers: on the first pipeline alone, since pipelines are summed."""
+        if self.parallel.dp_rank == 0:
+            for name in names:
+                self.tasks[name].adapter.penalty(self._first[name] + step)
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.

@@ -102,8 +102,8 @@ class Engine:
             return f"task {spec.name!r}: there is no memory for its adapter ({failed_allocation(error)})"
         try:
             load = self._load_of(task)
-            optimizer = TaskOptimizer(adapter.parameters, spec.training, total)
-            state = TaskState(task, adapter, optimizer, sampler, load, total, self._free_slot())
+            optimizer = TaskOptimizer(adapter, spec.training, total)
+            state = TaskState(task, adapter, optimizer, sampler, load, total)
             if task.resume is not None:
                 state.resume(task.resume)
             self._reserve_gradient_buffer()
@@ -115,11 +115,6 @@ class Engine:
             raise
         self._tasks[spec.name] = state
         return ""
-
-    def _free_slot(self) -> int:
-        """The smallest slot that no task has."""
-        taken = {task.slot for task in self._tasks.values()}
-        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def remove_task(self, name: str) -> None:
         """Detach a task's adapter; the others and the backbone are untouched.
@@ -140,8 +135,8 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: There is no memory for it; then it is as it was.
         """
-        parameters = [p for adapter in self.adapters.tasks.values() for p in adapter.parameters]
-        size = gradient_buffer_size(parameters, self.parallel)
+        arenas = [adapter.arena for adapter in self.adapters.tasks.values()]
+        size = gradient_buffer_size(arenas, self.parallel)
         if size != self._runner.buffer.numel():
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
         if self._trials is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.arena import Arena
 from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
 
@@ -16,42 +20,36 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TaskOptimizer:
-    """A task's optimizer over its local adapter parameters, with the options and defaults of `transformers`.
+    """A task's optimizer over its adapter's arena, with the options and defaults of `transformers`.
 
     Args:
-        parameters: The adapter's parameters on this rank (may be empty).
+        adapter: The adapter on this rank (it may have no parameters here).
         spec: The task's `training`.
         total_steps: Steps its schedule spans.
+
+    Attributes:
+        moments: Name to `[n]`, in the order of the arena; empty for SGD.
     """
 
-    def __init__(self, parameters: Sequence[AdapterParameter], spec: TrainingSpec, total_steps: int) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, adapter: TaskAdapter, spec: TrainingSpec, total_steps: int) -> None:
+        self.arena = adapter.arena
+        self.parameters = list(adapter.parameters)
         self.spec = spec
-        groups = [
-            {"params": [p.value for p in parameters if p.decay], "weight_decay": spec.weight_decay},
-            {"params": [p.value for p in parameters if not p.decay], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        self._optimizer: torch.optim.Optimizer | None = None
-        if groups and spec.optim == "sgd":
-            self._optimizer = torch.optim.SGD(groups, lr=spec.learning_rate, fused=True)
-        elif groups:
-            self._optimizer = torch.optim.AdamW(
-                groups,
-                lr=spec.learning_rate,
-                betas=(spec.adam_beta1, spec.adam_beta2),
-                eps=spec.adam_epsilon,
-                fused=True,
-            )
-        if spec.optim != "sgd":  # now, not in the first step: the task is refused if they do not fit
-            for p in self.parameters:
-                self._moments_of(p, {name: torch.zeros_like(p.value) for name in _MOMENTS}, 0)
         self._factor = _schedule(spec, total_steps)
+        values, gradients = self.arena.values, self.arena.gradients
+        # Now, not in the first step: the task is refused if they do not fit.
+        self.moments = {} if spec.optim == "sgd" else {name: torch.zeros_like(values) for name in _MOMENTS}
+        self._runs: list[tuple[list[Tensor], float]] = []
+        for decay in (True, False):
+            for first, last in self.arena.ranges(decay=decay):
+                flat = (values, gradients, *self.moments.values())
+                self._runs.append(([x[first:last] for x in flat], spec.weight_decay * decay))
+        self._count = torch.zeros((), device=values.device)
 
-    def _moments_of(self, p: AdapterParameter, moments: Mapping[str, Tensor], step: int) -> None:
-        assert self._optimizer is not None
-        count = torch.tensor(float(step), device=p.value.device)
-        self._optimizer.state[p.value] = {"step": count, **moments}
+    @property
+    def owned(self) -> list[Tensor]:
+        """The gradients whose norm this rank counts: every element of the whole adapter is counted on one rank."""
+        return [self.arena.gradients[first:last] for first, last in self.arena.ranges(owner=True)]
 
     def learning_rate(self, step: int) -> float:
         """The rate that optimizer step `step` (from 0) uses."""
@@ -60,56 +58,72 @@ class TaskOptimizer:
     def clip(self, norm: Tensor) -> None:
         """Scale the gradients so that their norm, the scalar `norm` over all ranks, is at most `max_grad_norm`."""
         limit = self.spec.max_grad_norm
-        gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
-        if limit > 0 and gradients:
+        if limit > 0:
             # The same expression as torch.nn.utils.clip_grad_norm_.
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            self.arena.gradients.mul_(scale.to(self.arena.gradients.dtype))
 
+    @torch.no_grad()
     def step(self, step: int, skip: Tensor) -> None:
-        """Update the parameters as optimizer step `step` (from 0), and drop the gradients.
+        """Update the parameters as optimizer step `step` (from 0), and make the gradients zero.
 
         Args:
             step: Sets the learning rate.
             skip: Scalar fp32 on the device: unless it is zero, parameters and moments stay as they are.
         """
-        if self._optimizer is None:
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
-        # torch's fused optimizers look here for what a gradient scaler has found.
-        self._optimizer.found_inf = skip  # type: ignore[attr-defined]
-        self._optimizer.step()
+        rate, spec = self.learning_rate(step), self.spec
+        for (values, gradients, *moments), decay in self._runs:
+            # torch's fused optimizers look at `found_inf` for what a gradient scaler has found.
+            common: dict[str, Any] = {"lr": rate, "weight_decay": decay, "maximize": False, "found_inf": skip}
+            if not moments:
+                sgd(
+                    [values],
+                    [gradients],
+                    [None],
+                    momentum=0.0,
+                    dampening=0.0,
+                    nesterov=False,
+                    fused=True,
+                    **common,
+                )
+                continue
+            average, square = moments
+            adamw(
+                [values],
+                [gradients],
+                [average],
+                [square],
+                [],
+                [self._count.fill_(step)],
+                beta1=spec.adam_beta1,
+                beta2=spec.adam_beta2,
+                eps=spec.adam_epsilon,
+                amsgrad=False,
+                fused=True,
+                **common,
+            )
+        self.arena.refresh()
         self.zero()
 
     def zero(self) -> None:
-        """Drop the gradients."""
-        for parameter in self.parameters:
-            parameter.value.grad = None
-
-    def kept_of(self, p: AdapterParameter) -> list[Tensor]:
-        """The optimizer's state of a parameter: moments and the number of steps."""
-        return [] if self._optimizer is None else list(self._optimizer.state.get(p.value, {}).values())
+        """Make the gradients zero."""
+        self.arena.zero()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Local moments by parameter key; empty for SGD."""
-        if self._optimizer is None:
+        if not self.moments:
             return {}
-        state = self._optimizer.state
         return {
-            p.key: {name: state[p.value][name] for name in _MOMENTS}
+            p.key: {name: self.arena.of(p, flat).view(p.value.shape) for name, flat in self.moments.items()}
             for p in self.parameters
-            if p.value in state and _MOMENTS[0] in state[p.value]
         }
 
-    def load_state(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+    def load_state(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore `state()` of full tensors by key, cut to this rank's shards."""
-        if self._optimizer is None or not moments:
-            return
-        for p in self.parameters:
-            self._moments_of(
-                p, {name: p.slice_of(moments[p.key][name]).to(p.value) for name in _MOMENTS}, step
-            )
+        for key, own in self.state().items() if moments else ():
+            p = next(p for p in self.parameters if p.key == key)
+            for name, local in own.items():
+                local.copy_(p.slice_of(moments[key][name]))
 
 
 def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
@@ -127,64 +141,63 @@ def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def gradient_buffer_size(parameters: Sequence[AdapterParameter], parallel: Parallel) -> int:
-    """Bytes of the buffer in which these parameters' gradients are summed over ranks; 0 on a single rank."""
-    if parallel.tp_size * parallel.dp_size == 1 or not parameters:
+def gradient_buffer_size(arenas: Sequence[Arena], parallel: Parallel) -> int:
+    """Bytes of the buffer in which these arenas' gradients are summed over ranks; 0 on a single rank."""
+    if parallel.tp_size * parallel.dp_size == 1 or not arenas:
         return 0
-    sizes = [p.value.numel() for p in parameters]
-    return max([*sizes, min(sum(sizes), GRADIENTS_AT_ONCE)]) * parameters[0].value.dtype.itemsize
+    values = sum(arena.values.numel() for arena in arenas)
+    return min(values, GRADIENTS_AT_ONCE) * arenas[0].values.dtype.itemsize
 
 
-def reduce_gradients(
-    parameters: Iterable[AdapterParameter], parallel: Parallel, flags: Tensor, buffer: Tensor
-) -> None:
+def reduce_gradients(arenas: Sequence[Arena], parallel: Parallel, flags: Tensor, buffer: Tensor) -> None:
     """Sum gradients over ranks: partial ones over tensor ranks, all of them over data-parallel ranks.
 
     Few collectives for all tasks together, in a buffer that is there already. A sum never mixes elements, so a task's
     NaN stays its own.
 
     Args:
-        parameters: Local parameters of every task of the bucket; a missing gradient counts as zero and stays missing.
+        arenas: Of every task of the bucket.
         parallel: Where this rank stands.
         flags: Summed over data-parallel ranks along with them.
-        buffer: `[n]` uint8, as long on every rank; `gradient_buffer_size` of these parameters or more.
+        buffer: `[n]` uint8, as long on every rank; `gradient_buffer_size` of these arenas or more.
     """
-    parameters = list(parameters)
-    if parameters and buffer.numel():
-        part = buffer.view(parameters[0].value.dtype)
+    if arenas and buffer.numel():
+        part = buffer.view(arenas[0].gradients.dtype)
         if parallel.tp_size > 1:
-            _all_reduce([p.value for p in parameters if p.partial], part, parallel.tp_group)
+            partial = [a.gradients[first:last] for a in arenas for first, last in a.ranges(partial=True)]
+            _all_reduce(partial, part, parallel.tp_group)
         if parallel.dp_size > 1:
-            _all_reduce([p.value for p in parameters], part, parallel.dp_group)
+            _all_reduce([arena.gradients for arena in arenas], part, parallel.dp_group)
     if parallel.dp_size > 1:
         dist.all_reduce(flags, group=parallel.dp_group)
 
 
-def squared_norm(parameters: Sequence[AdapterParameter], device: torch.device) -> Tensor:
-    """This rank's share of the squared norm of a task's gradient: parameters it owns, each element counted once."""
-    gradients = [p.value.grad for p in parameters if p.owner and p.value.grad is not None]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+def squared_norms(optimizers: Sequence[TaskOptimizer], device: torch.device) -> Tensor:
+    """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: what it owns."""
+    owned = [optimizer.owned for optimizer in optimizers]
+    together = [gradients for own in owned for gradients in own]
+    norms = iter(torch._foreach_norm(together) if together else ())
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    squares = [[next(norms).double().square() for _ in own] for own in owned]
+    return torch.stack([sum(own, start=nothing) for own in squares])
 
 
-def _all_reduce(values: Sequence[Tensor], buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum gradients, as many at once as the buffer holds: the same ones on every rank."""
-    start = 0
-    while start < len(values):
-        stop, size = start, 0
-        while stop < len(values) and size + values[stop].numel() <= buffer.numel():
-            size += values[stop].numel()
-            stop += 1
-        together = values[start:stop]
-        pieces = buffer[:size].split([value.numel() for value in together])
-        for value, piece in zip(together, pieces, strict=True):
-            if value.grad is None:
-                piece.zero_()
-            else:
-                piece.view_as(value).copy_(value.grad)
+def _all_reduce(flats: Sequence[Tensor], buffer: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum flat gradients, as many values at once as the buffer holds: the same ones on every rank.
+
+    Those that would fill the buffer alone are summed where they are.
+    """
+    large = [flat for flat in flats if flat.numel() > buffer.numel()]
+    small = [flat for flat in flats if 0 < flat.numel() <= buffer.numel()]
+    for flat in large:
+        dist.all_reduce(flat, group=group)
+    while small:
+        size, count = 0, 0
+        while count < len(small) and size + small[count].numel() <= buffer.numel():
+            size += small[count].numel()
+            count += 1
+        together, small = small[:count], small[count:]
+        pieces = list(buffer[:size].split([flat.numel() for flat in together]))
+        torch._foreach_copy_(pieces, together)
         dist.all_reduce(buffer[:size], group=group)
-        for value, piece in zip(together, pieces, strict=True):
-            if value.grad is not None:
-                value.grad.copy_(piece.view_as(value))
-        start = stop
+        torch._foreach_copy_(together, pieces)

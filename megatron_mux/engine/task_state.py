@@ -80,7 +80,6 @@ class TaskState:
         sampler: Says which records each step takes.
         load: What the planner knows of the task.
         total_steps: Optimizer steps it runs for.
-        slot: Its number among the attached tasks (see `RowGroups`).
         step: Optimizer steps done.
         status: Whether it goes on.
         parked: It does not fit beside the others, and waits until one of them leaves.
@@ -92,7 +91,6 @@ class TaskState:
     sampler: Sampler
     load: TaskLoad
     total_steps: int
-    slot: int
     step: int = 0
     status: Status = "running"
     parked: bool = False
@@ -104,7 +102,7 @@ class TaskState:
             UserError: The snapshot lacks something or holds it in another shape.
         """
         try:
-            self.optimizer.load_state(snapshot.moments, snapshot.step)
+            self.optimizer.load_state(snapshot.moments)
             self.adapter.load_state(snapshot.extra)
         except (KeyError, ValueError) as error:
             raise UserError(
@@ -155,6 +153,11 @@ class TaskState:
     def position_offset(self) -> int:
         """Virtual tokens in front of every sequence (prefix tuning)."""
         return self.task.spec.adapter.virtual_tokens
+
+    @property
+    def slot(self) -> int:
+        """Its number among the attached tasks: see `RowGroups`."""
+        return self.adapter.slot
 
     @property
     def left(self) -> int:

@@ -160,16 +160,12 @@ class Trials:
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
         theirs = tuple(sent for action in expected if (sent := action.before(plan.stages, ranks)) is not None)
         template = tuple(tuple(own) if other == rank else theirs for other in range(ranks))
-        parameters = [p.value for task in compute.finalizer.tasks.values() for p in task.adapter.parameters]
-        before = [parameter.grad for parameter in parameters]
+        dtype = next(iter(self._stages.values())).dtype
         try:
-            for parameter in parameters:  # at the fullest moment all of them may be there
-                parameter.grad = torch.zeros_like(parameter)
-            dtype = next(iter(self._stages.values())).dtype
             execute(template, rank, compute, self._communicator, dtype, stages=plan.stages)
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
+            for task in compute.finalizer.tasks.values():  # between steps, gradients are zero
+                task.optimizer.zero()
 
 
 def _covers(tried: Size, size: Size) -> bool:

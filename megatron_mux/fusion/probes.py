@@ -266,9 +266,9 @@ class Probes:
         specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
         adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]
-        attached = AttachedBaseOp(info, self.backbone.parallel)
-        # Not through `add`: the module itself stays as it is.
-        attached.adapters = {adapter.name: adapter.at[0] for adapter in adapters}
+        attached = AttachedBaseOp(info, host)
+        for slot, adapter in enumerate(adapters):
+            attached.add(adapter.name, adapter.at[0], slot)
 
         def make() -> Run:
             x, batch = self._input(rows, 1, self._width(op)), self.batch(rows, tasks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -43,6 +44,11 @@ class RowGroups:
     tiles: Tensor
     sequence_ids: Tensor
     token_index: Tensor
+
+    @cached_property
+    def slot_set(self) -> frozenset[int]:
+        """The slots, to look them up."""
+        return frozenset(self.slots)
 
 
 def tiles_of(rows: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:

@@ -10,13 +10,15 @@ Shapes: T rows, K and N width of the product's input and output, R rank of a ter
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron_mux.kernels.dropout import keep_mask
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.terms import Term, TermTable
+from megatron_mux.kernels.terms import TermTable
 
 
 class LowRankKernels(ABC):
@@ -85,3 +87,66 @@ class LowRankKernels(ABC):
             table: The terms.
             groups: The rows of each task.
         """
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """A frozen product and the terms of all tasks, with one backward. Only its input and the latent tensor are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        table: TermTable,
+        groups: RowGroups,
+        kernels: type[LowRankKernels],
+    ) -> Tensor:
+        y = F.linear(x, weight, bias)
+        latent = kernels.down(x, table, groups)
+        kernels.up_(y, latent, table, groups)
+        ctx.save_for_backward(weight, x, latent)
+        ctx.table, ctx.groups, ctx.kernels = table, groups, kernels
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x, latent = ctx.saved_tensors
+        table, groups, kernels = ctx.table, ctx.groups, ctx.kernels
+        dy = dy.contiguous()
+        d_latent = kernels.latent_gradient(dy, table, groups)
+        kernels.weight_gradients(x, latent, dy, d_latent, table, groups)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight
+            kernels.input_gradient_(dx, d_latent, table, groups)
+        return dx, None, None, None, None, None, None
+
+
+def low_rank_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    anchor: Tensor,
+    table: TermTable,
+    groups: RowGroups,
+    kernels: type[LowRankKernels],
+) -> Tensor:
+    """`x W^T + b`, with the terms of each task added to its rows. The backward pass adds to the terms' gradients.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`, frozen.
+        bias: `[N]`, frozen, or None.
+        anchor: A scalar that requires a gradient, and gets none: so that there is a backward pass if `x` needs none.
+        table: The terms.
+        groups: The rows of each task.
+        kernels: Computes the terms.
+
+    Returns:
+        `[T, N]`.
+    """
+    result: Tensor = _LowRankLinear.apply(x, weight, bias, anchor, table, groups, kernels)  # type: ignore[no-untyped-call]
+    return result

@@ -11,7 +11,7 @@ latent tensor, which has the products of all of a row's terms side by side.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -19,9 +19,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.dropout import halves, threshold
+from megatron_mux.kernels.groups import RowGroups
 
-_LATENT_MULTIPLE = 16
+LATENT_MULTIPLE = 16
 """Latent columns of a row come in whole 32 bytes, so that rows of the latent tensor are aligned."""
 
 ENTRY = (
@@ -71,6 +73,36 @@ class Term:
         """R."""
         return int(self.down.shape[0])
 
+    @cached_property
+    def place(self) -> Columns:
+        """The term's columns of the output."""
+        return Columns.of(self.columns, int(self.up.shape[0]))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Terms of a task whose A lie on top of each other in memory and get the same input: one product serves them.
+
+    Attributes:
+        terms: With their latent columns.
+        down: `[R of all, K]`.
+        down_gradient: Likewise, unless they train factors.
+    """
+
+    terms: tuple[tuple[Term, slice], ...]
+    down: Tensor
+    down_gradient: Tensor | None
+
+    @property
+    def term(self) -> Term:
+        """The first: whose dropout and factors are those of all."""
+        return self.terms[0][0]
+
+    @property
+    def latent(self) -> slice:
+        """Their latent columns."""
+        return slice(self.terms[0][1].start, self.terms[-1][1].stop)
+
 
 class TermTable:
     """The terms at one BaseOp; made anew when a task comes or goes, never within a step.
@@ -96,13 +128,22 @@ class TermTable:
                 at += term.rank
             self.of_slot[slot] = tuple(placed)
         ends = [own[-1][1] + own[-1][0].rank for own in self.of_slot.values()]
-        self.width = -(-max(ends, default=0) // _LATENT_MULTIPLE) * _LATENT_MULTIPLE
+        self.width = -(-max(ends, default=0) // LATENT_MULTIPLE) * LATENT_MULTIPLE
         self.most_terms = max(map(len, self.of_slot.values()), default=0)
         self.largest_rank = max((term.rank for term in terms), default=0)
         self.device = terms[0].down.device if terms else torch.device("cpu")
         self.has_dropout = any(term.dropout > 0 for term in terms)
         factors = (f for term in terms for f in (term.down_factors, term.up_factors) if f is not None)
         self.factor_dtype = next((f.dtype for f in factors), None)
+
+    def any_of(self, groups: RowGroups) -> bool:
+        """Whether some task with rows in a micro-batch has terms here."""
+        return not groups.slot_set.isdisjoint(self.of_slot)
+
+    @cached_property
+    def stacks(self) -> dict[int, tuple[Stack, ...]]:
+        """The terms of each slot that has any, stacked where they can be."""
+        return {slot: tuple(_stacked(own)) for slot, own in self.of_slot.items()}
 
     @cached_property
     def entries(self) -> Tensor:
@@ -137,6 +178,36 @@ def _is_aligned(term: Term) -> bool:
     starts = runs[:, :1]
     in_order = starts + torch.arange(8, dtype=runs.dtype, device=runs.device)
     return bool(((runs == in_order) & (starts % 8 == 0)).all())
+
+
+def _stacked(placed: Sequence[tuple[Term, int]]) -> Iterator[Stack]:
+    """One stack if the terms share their input and lie next to each other; else one for each."""
+    terms = [(term, slice(latent, latent + term.rank)) for term, latent in placed]
+    downs, gradients = [term.down for term, _ in terms], [term.down_gradient for term, _ in terms]
+    whole, gradient = _joined(downs), _joined(gradients)
+    if whole is not None and gradient is not None and not any(term.dropout for term, _ in terms):
+        yield Stack(tuple(terms), whole, gradient)
+        return
+    for term, latent in terms:
+        yield Stack(((term, latent),), term.down, term.down_gradient)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Matrices of one width that lie one behind the other in one storage, as one; None if they do not."""
+    first, rows, end = parts[0], 0, None
+    for part in parts:
+        if part is None or first is None or part.shape[1] != first.shape[1]:
+            return None
+        if end not in (None, part.storage_offset()) or not _same_storage(part, first):
+            return None
+        rows, end = rows + part.shape[0], part.storage_offset() + part.numel()
+    assert first is not None
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    same: bool = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same
 
 
 def _entry(term: Term, latent: int) -> list[int]:

@@ -58,14 +58,14 @@ def trained(
         left -= lacks
         return lacks
 
-    def complete(self: BucketFinalizer, names: Sequence[str], step: int) -> None:
+    def penalise(self: BucketFinalizer, names: Sequence[str], step: int) -> None:
         if short == "ends" and hit(names):
             raise torch.OutOfMemoryError("made to fail. Nothing is short")
-        completed(self, names, step)
+        penalised(self, names, step)
 
-    completed = BucketFinalizer._complete
+    penalised = BucketFinalizer._penalise
     passes = failing(stages, lambda batch: short == "passes" and hit(batch.task_rows))
-    with passes, mock.patch.object(BucketFinalizer, "_complete", complete):
+    with passes, mock.patch.object(BucketFinalizer, "_penalise", penalise):
         turns = 0
         while engine.active and turns < 40:
             turns += 1

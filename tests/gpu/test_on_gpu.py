@@ -16,7 +16,6 @@ from megatron_mux.engine import Planning
 from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.profile_store import about_run
 from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.grouped import LoopProducts, StackedProducts
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
 
@@ -57,27 +56,6 @@ def test_variable_length_attention_is_the_exact_one(
     for ours, theirs in pairs:
         assert ours is not None and theirs is not None
         assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 2e-2
-
-
-def test_stacked_products_are_the_loop() -> None:
-    torch.manual_seed(0)
-    ranks, rows = [8, 3, 16, 8, 8, 4, 8, 64], []
-    start = 0
-    for length in (64, 0, 7, 128, 33, 1, 256, 64):
-        rows.append((start, start + length))
-        start += length
-    x = torch.randn(start, 512, device="cuda", dtype=torch.bfloat16)
-    down = [torch.randn(rank, 512, device="cuda", dtype=torch.bfloat16) / 23 for rank in ranks]
-    up = [torch.randn(256, rank, device="cuda", dtype=torch.bfloat16) for rank in ranks]
-    scales = [1.0 + i for i in range(len(ranks))]
-    found = []
-    for products in (LoopProducts, StackedProducts):
-        y = torch.zeros(start, 256, device="cuda", dtype=torch.bfloat16)
-        h = products.project(x, tuple(rows), down)
-        products.expand_(y, tuple(rows), h, up, scales)
-        found.append([y, *products.outer(h, x, tuple(rows), ranks, scales)])
-    for ours, theirs in zip(*found, strict=True):
-        assert float((ours - theirs).float().norm() / theirs.float().norm().clamp(min=1e-6)) < 2e-2
 
 
 @pytest.mark.parametrize("chunk", [None, 8])

@@ -33,7 +33,6 @@ class AdapterBytes(NamedTuple):
         below_first: `[B, S]` bytes of a row that the first of them does not keep, below its first adapter.
         inputs, all_inputs: `[B, S]` bytes of a row for inputs that adapters need: of the layer that keeps most, of all.
         own, all_own: `[B, S]` bytes of adapters' own.
-        factors, all_factors: `[B, S]` bytes of their factors as products take them.
         scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
         multiplied, multiplied_behind: `[B, S]` bytes of tensors that an adapter's backward pass multiplies, up to
             attention's end and behind it.
@@ -48,8 +47,6 @@ class AdapterBytes(NamedTuple):
     all_inputs: Array
     own: Array
     all_own: Array
-    factors: Array
-    all_factors: Array
     scratch: Array
     multiplied: Array
     multiplied_behind: Array
@@ -85,39 +82,35 @@ class AdapterTables:
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
-        self._own, self._factors, self._scratch = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._own, self._scratch = np.zeros(shape), np.zeros(shape)
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
         self._lowest = np.array([task.lowest for task in tasks], dtype=np.int64)
-        known: dict[AdaptedOp, tuple[Kept, float, float]] = {}
+        known: dict[AdaptedOp, tuple[Kept, float]] = {}
         for k, task in enumerate(tasks):
             for adapted in task.ops:
                 self._enter(k, adapted, known)
 
-    def _enter(self, k: int, adapted: AdaptedOp, known: dict[AdaptedOp, tuple[Kept, float, float]]) -> None:
+    def _enter(self, k: int, adapted: AdaptedOp, known: dict[AdaptedOp, tuple[Kept, float]]) -> None:
         """Add an adapted BaseOp of task `k` to the tables; layers are alike."""
         place, op = (k, adapted.layer), adapted.op
         key = replace(adapted, layer=0)
         if key not in known:
             known[key] = self._priced(key)
-        found, own, factors = known[key]
+        found, own = known[key]
         self._inputs[op][place] = max(self._inputs[op][place], found.input)
         self._outputs[op][place] = max(self._outputs[op][place], found.output)
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
         self._own[place] += own
-        self._factors[place] += factors
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
         multiplied[place] = max(multiplied[place], self._multiplied_bytes(adapted))
         if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
             self._own_behind[k] += own
 
-    def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float, float]:
-        """What an adapter keeps at a BaseOp; bytes of a row of its own, and of its factors."""
-        found, size = adapted.kept, self._layer.size
-        copied = size if size < 4 or not found.copied_if_rounded else 0
-        factors = copied * (found.divided / self._layer.tensor + found.whole)
-        return found, self._layer.bytes(found.rows), factors
+    def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float]:
+        """What an adapter keeps at a BaseOp, and bytes of a row of its own."""
+        return adapted.kept, self._layer.bytes(adapted.kept.rows)
 
     def _multiplied_bytes(self, adapted: AdaptedOp) -> float:
         """Bytes of a row of tensors that an adapter's backward pass multiplies: three in the parameters' precision,
@@ -159,7 +152,7 @@ class AdapterTables:
                 least = np.stack([needed[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
         everything = rows.sum(axis=1, keepdims=True)
         own = rows @ self._own + everything * self._shared(present)
-        factors, scratch = present @ self._factors, _largest(present, self._scratch)
+        scratch = _largest(present, self._scratch)
         # An input that one adapter replaces for others goes backward once these are done with theirs.
         behind = _largest(rows, self._multiplied_behind)
         behind = behind - everything * self._replaced_inputs(present, "linear_fc2")
@@ -170,8 +163,6 @@ class AdapterTables:
             all_inputs=inputs @ self.of_stage,
             own=self._most(own),
             all_own=own @ self.of_stage,
-            factors=self._most(factors),
-            all_factors=factors @ self.of_stage,
             scratch=self._most(scratch),
             multiplied=self._most(_largest(rows, self._multiplied)),
             multiplied_behind=self._most(np.maximum(behind, 0.0)),

@@ -60,7 +60,7 @@ class Lasting(NamedTuple):
         parameters: The backbone's weights between uses.
         in_use: Weights gathered or loaded for use, if they are kept elsewhere: of two neighbouring units.
         head_in_use: The same for the output layer, while the loss is computed.
-        adapters: Values of all tasks' adapters.
+        adapters: Values of all tasks' adapters, and copies of them in the backbone's dtype.
         gradients: Their gradients.
         moments: Their optimizers' moments.
         buffer: The buffer in which gradients are summed over ranks.
@@ -155,12 +155,13 @@ class EngineMemory:
         moments = np.array([0.0 if task.optimizer == "sgd" else 2.0 for task in self.tasks])
         sizes = values.sum(axis=0)
         fixed = np.array([sum(task.fixed_values(stage.layers) for task in self.tasks) for stage in stages])
+        copies = sizes / self.adapter_size * self.size * (self.size < self.adapter_size)
         brought = self.size * self._brings_weights
         return Lasting(
             parameters=np.array([float(self._weights(stage)) for stage in stages]),
             in_use=np.array([brought * float(stage.two_in_use) for stage in stages]),
             head_in_use=np.array([brought * float(stage.units[-1].total) for stage in stages]),
-            adapters=sizes + self.adapter_size * fixed,
+            adapters=sizes + copies + self.adapter_size * fixed,
             gradients=sizes,
             moments=moments @ values,
             buffer=np.minimum(sizes, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
@@ -208,11 +209,11 @@ class EngineMemory:
         tasks = self._tables.at(rows.of_tasks * share[:, None], self._brings_weights)
         layer_input = self._layer.input
         trains = tasks.trained > 0
-        one_layer = most * (self._plain + tasks.inputs) + tasks.own + tasks.factors
+        one_layer = most * (self._plain + tasks.inputs) + tasks.own
         if self.method.recompute == "full":
             kept = most * layer_input * tasks.trained
         else:
-            kept = most * (self._plain * tasks.trained + tasks.all_inputs) + tasks.all_own + tasks.all_factors
+            kept = most * (self._plain * tasks.trained + tasks.all_inputs) + tasks.all_own
             if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
                 kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])

@@ -71,12 +71,8 @@ def state_of(engine: Engine) -> list[tuple[str, Tensor | None]]:
         optimizer, adapter = engine.optimizer(name), engine.adapters.tasks[name]
         found.append((f"{name}: step", torch.tensor(engine.progress(name)[0])))
         found += [(f"{name}: {key}", value.clone()) for key, value in adapter.state().items()]
-        for parameter in adapter.parameters:
-            gradient = parameter.value.grad
-            found.append((f"{parameter.key}: value", parameter.value.detach().clone()))
-            found.append((f"{parameter.key}: gradient", None if gradient is None else gradient.clone()))
-            for i, kept in enumerate(optimizer.kept_of(parameter)):
-                found.append((f"{parameter.key}: {i}", kept.clone()))
+        flats = {"values": adapter.arena.values, "gradients": adapter.arena.gradients, **optimizer.moments}
+        found += [(f"{name}: {what}", flat.clone()) for what, flat in flats.items()]
     for key, weight in engine.backbone.model.named_parameters():
         if weight.untyped_storage().nbytes():
             found.append((key, weight.clone()))

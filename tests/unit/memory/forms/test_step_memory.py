@@ -70,8 +70,8 @@ def test_states_of_adapters_by_hand() -> None:
     plain = at(Method(), FROZEN, "the optimizer's step")
     values = 8 * (8 + 16) * (2 * 256 + 256 + 128)
     assert plain["parameters"] == 2 * llama(8).total
-    assert (plain["adapters"], plain["gradients"], plain["optimizer"]) == (4 * values, 4 * values, 8 * values)
-    assert of(Method(tensor=2), FROZEN)["adapters"] == 4 * 8 * 24 * (512 + (256 + 128) / 2)
+    assert (plain["adapters"], plain["gradients"], plain["optimizer"]) == (6 * values, 4 * values, 8 * values)
+    assert of(Method(tensor=2), FROZEN)["adapters"] == 6 * 8 * 24 * (512 + (256 + 128) / 2)
     # A trial of the plan has gradients from its first pass on.
     assert at(Method(), FROZEN, "the loss")["gradients"] == 4 * values
     layer = llama().layers[0].total
@@ -102,8 +102,7 @@ def test_layers_below_the_lowest_adapter_keep_nothing() -> None:
     # The lowest of them keeps no input of its first norm, the others all that there is.
     layer = EngineLayer(llama(8), 2, 128)
     saved = layer.kept(inputs=frozenset({"linear_qkv"}))
-    factors = 2 * 16 * (256 + 512)
-    each = 512 * (layer.bytes(saved) + 2 * 16) + factors
+    each = 512 * (layer.bytes(saved) + 2 * 16)
     assert above(0) - above(6) == 6 * each and above(6) - above(7) == each
 
 
