@@ -160,24 +160,21 @@ class TermTable:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether 16 bytes of a row of A, B or the output can be accessed at once, for every term.
+        """Whether kernels can access 16 bytes of a row of A, B or the output at once, for every term.
 
-        Their addresses have to be multiples of 16 bytes, ranks and numbers of columns multiples of 8, and lists of
-        columns made of aligned runs of 8. The lists are read from the device, once: a table is not made in a step.
+        Their addresses have to be multiples of 16 bytes, ranks and numbers of columns multiples of 8, lists of columns
+        made of aligned runs of 8, and first features even (two share a hash of the dropout mask).
         """
         return all(_is_aligned(term) for own in self.of_slot.values() for term, _ in own)
 
 
 def _is_aligned(term: Term) -> bool:
     addressed = (term.down, term.up, term.down_gradient, term.up_gradient)
-    if term.rank % 8 or term.up.shape[0] % 8 or any(t is not None and t.data_ptr() % 16 for t in addressed):
+    uneven = term.rank % 8 or term.up.shape[0] % 8 or term.first_feature % 2
+    if uneven or any(t is not None and t.data_ptr() % 16 for t in addressed):
         return False
-    if term.columns is None:
-        return True
-    runs = term.columns.view(-1, 8)
-    starts = runs[:, :1]
-    in_order = starts + torch.arange(8, dtype=runs.dtype, device=runs.device)
-    return bool(((runs == in_order) & (starts % 8 == 0)).all())
+    place = term.place
+    return place.index is None and not (place.start % 8 or place.run % 8 or place.distance % 8)
 
 
 def _stacked(placed: Sequence[tuple[Term, int]]) -> Iterator[Stack]:

@@ -89,6 +89,28 @@ class TritonKernels(LowRankKernels):
                 **_options(table, values), **OUTER,
             )  # fmt: skip
 
+    @staticmethod
+    def load(x: Tensor, dy: Tensor, table: TermTable) -> None:
+        """Compile the kernels for these terms and load them onto the device; no result is written.
+
+        The first launch of a kernel waits for everything on the device: to be called while no message is outstanding.
+
+        Args:
+            x: `[T, K]` of the BaseOp's dtype, T >= 1.
+            dy: `[T, N]` likewise.
+            table: The terms.
+        """
+        stranger = len(table.first_entry) - 1  # a slot without terms
+        table_and_tiles = torch.tensor([stranger, 0, 1, 0, 0, 0, 1], dtype=torch.int32).to(x.device)
+        rows, tiles = table_and_tiles[:4].view(1, 4), table_and_tiles[4:].view(1, 3)
+        for training in {table.has_dropout, False}:
+            groups = RowGroups((stranger,), ((0, 1),), (0,), training, rows, tiles, tiles[0], tiles[0])
+            latent = TritonKernels.down(x, table, groups)
+            TritonKernels.up_(dy, latent, table, groups)
+            d_latent = TritonKernels.latent_gradient(dy, table, groups)
+            TritonKernels.input_gradient_(x, d_latent, table, groups)
+            TritonKernels.weight_gradients(x, latent, dy, d_latent, table, groups)
+
 
 def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Tensor:
     """A row's values, of x or dy, to its latent columns."""

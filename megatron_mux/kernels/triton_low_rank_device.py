@@ -150,15 +150,22 @@ def _row_hash(entry, rows, mask, steps, sequence_ids, token_index):
 
 
 @triton.jit
-def _kept(entry, row_hash, features):
+def _kept(entry, row_hash, features, ALIGNED: tl.constexpr):
     """Which entries of rows x features dropout keeps: `dropout.keep_mask`, bit for bit."""
     low = _integer(entry, _KEY_LOW).to(tl.uint32, bitcast=True)
+    threshold = _integer(entry, _THRESHOLD)
     places = _integer(entry, _FIRST_FEATURE) + features
+    if ALIGNED:
+        # Features come in pairs, which share a hash: the odd one has the upper half of its bits.
+        PAIRS: tl.constexpr = features.shape[0] // 2
+        places, _ = tl.split(tl.reshape(places, (PAIRS, 2)))
     column = _mix((places >> 1).to(tl.uint32, bitcast=True) ^ low)
     bits = _mix(row_hash[:, None] ^ column[None, :]).to(tl.int32, bitcast=True)
-    # A hash decides on two features: the upper half of its bits on the odd one.
-    upper = (bits << ((places & 1) ^ 1)[None, :] * 16) >> 16
-    return upper >= _integer(entry, _THRESHOLD)
+    if ALIGNED:
+        kept = tl.interleave(((bits << 16) >> 16) >= threshold, (bits >> 16) >= threshold)
+    else:
+        kept = ((bits << ((places & 1) ^ 1)[None, :] * 16) >> 16) >= threshold
+    return kept
 
 
 @triton.jit
@@ -187,7 +194,7 @@ def _values_of(
     places = _places_of(values, stride, entry, rows, features, width, UP, ALIGNED)
     block = tl.load(places, mask=row_mask[:, None] & mask[None, :], other=0.0)
     if DROPOUT:
-        block = tl.where(_kept(entry, row_hash, features), block, 0.0)
+        block = tl.where(_kept(entry, row_hash, features, ALIGNED), block, 0.0)
     if FACTORS is not None and UP:
         factors = _factors_of(entry, _UP_FACTORS, features, width, FACTORS)
         block = (block * factors[None, :]).to(values.dtype.element_ty)
@@ -347,7 +354,7 @@ def input_gradient_kernel(
         )  # fmt: skip
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
             row_hash = _row_hash(entry, rows, row_mask, steps, sequence_ids, token_index)
-            own = tl.where(_kept(entry, row_hash, features), own * _number(entry, _KEEP_SCALE), 0.0)
+            own = tl.where(_kept(entry, row_hash, features, ALIGNED), own * _number(entry, _KEEP_SCALE), 0.0)
         total += own
     places = _places_of(gradient, stride, entries, rows, features, width, False, ALIGNED)
     _add_to(places, row_mask[:, None] & (features < width)[None, :], total)

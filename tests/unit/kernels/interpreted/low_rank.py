@@ -1,4 +1,7 @@
-"""Triton's low-rank kernels in its interpreter, against the formulas. Run by `test_triton_interpreted.py`."""
+"""Triton's low-rank kernels against the formulas.
+
+`test_triton_interpreted.py` runs them in Triton's interpreter, `tests/gpu/test_triton_on_gpu.py` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from megatron_mux.kernels.groups import RowGroups, Rows, tiles_of
 from megatron_mux.kernels.terms import Term, TermTable
 from megatron_mux.kernels.triton_low_rank import TritonKernels
 
-assert triton.knobs.runtime.interpret
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
 
 K, N = 72, 80
 
@@ -32,10 +36,8 @@ def groups_of(slots: Sequence[int], rows: Sequence[Rows], training: bool = True)
         token_index[start:stop] = place % 7
     table = [(slot, *own, step) for slot, own, step in zip(slots, rows, steps, strict=True)]
     tiles = torch.tensor(list(tiles_of(rows)), dtype=torch.int32).view(-1, 3)
-    return RowGroups(
-        tuple(slots), tuple(rows), steps, training, torch.tensor(table, dtype=torch.int32), tiles, sequence_ids,
-        token_index,
-    )  # fmt: skip
+    tensors = (torch.tensor(table, dtype=torch.int32), tiles, sequence_ids, token_index)
+    return RowGroups(tuple(slots), tuple(rows), steps, training, *(t.to(DEVICE) for t in tensors))
 
 
 def term_of(
@@ -46,7 +48,7 @@ def term_of(
     generator = torch.Generator().manual_seed(key_of(slot, module, rank) % (1 << 60))
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(DEVICE)
 
     count = n if columns is None else len(columns)
     term = Term(
@@ -54,7 +56,7 @@ def term_of(
         down=(random(rank, k) / k**0.5).to(dtype),
         up=(random(count, rank) / rank**0.5).to(dtype),
         scale=0.5 + 0.25 * (slot % 5),
-        columns=None if columns is None else torch.tensor(columns, dtype=torch.int32),
+        columns=None if columns is None else torch.tensor(columns, dtype=torch.int32, device=DEVICE),
         dropout=dropout,
         key=key_of(slot, module),
         first_feature=3 * slot,
@@ -139,8 +141,8 @@ def expected(x: Tensor, dy: Tensor, terms: Sequence[Term], groups: RowGroups) ->
 def inputs(rows: int, k: int = K, n: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return (
-        torch.randn(rows, k, generator=generator).to(dtype),
-        torch.randn(rows, n, generator=generator).to(dtype),
+        torch.randn(rows, k, generator=generator).to(DEVICE, dtype),
+        torch.randn(rows, n, generator=generator).to(DEVICE, dtype),
     )
 
 
@@ -179,10 +181,29 @@ def test_ragged_groups_with_several_terms() -> None:
     check(terms, groups)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_dropout(training: bool) -> None:
-    terms = [term_of(0, 8, dropout=0.5), term_of(1, 8), term_of(2, 4, dropout=0.05)]
-    check(terms, groups_of([0, 1, 2], [(0, 30), (30, 65), (65, 80)], training))
+@pytest.mark.parametrize(("training", "aligned"), [(True, True), (True, False), (False, True)])
+def test_dropout(training: bool, aligned: bool) -> None:
+    slots = [0, 4, 2 if aligned else 1]  # the first feature of slot 1 is odd
+    terms = [term_of(slots[0], 8, dropout=0.5), term_of(slots[1], 8), term_of(slots[2], 16, dropout=0.05)]
+    assert TermTable(terms).aligned == aligned
+    check(terms, groups_of(slots, [(0, 30), (30, 65), (65, 80)], training))
+
+
+@pytest.mark.parametrize(
+    ("term", "aligned"),
+    [
+        (term_of(0, 8), True),
+        (term_of(0, 12), False),
+        (term_of(0, 8, list(range(8, 16)) + list(range(32, 40))), True),
+        (term_of(0, 8, list(range(4, 20))), False),
+        (term_of(0, 8, list(range(12))), False),
+        (term_of(0, 8, [1, 0, 2, 3, 4, 5, 6, 7]), False),
+        (replace(term_of(0, 8), up=torch.zeros(8 * N + 1, device=DEVICE)[1:].view(N, 8)), False),
+    ],
+)
+def test_what_is_aligned(term: Term, aligned: bool) -> None:
+    assert TermTable([term]).aligned == aligned
+    assert not aligned or not TermTable([term, term_of(1, 3)]).aligned
 
 
 def test_factors() -> None:
@@ -216,7 +237,7 @@ def test_neighbours_leave_no_trace() -> None:
     others = [term_of(0, 100, dropout=0.5), term_of(2, 5, factors=True)]
     x, dy = inputs(100)
     alone = results(x[:70], dy[:70], own, groups_of([1], [(0, 70)]))
-    among_x, among_dy = torch.full((173, K), float("nan")), torch.full((173, N), float("nan"))
+    among_x, among_dy = (torch.full((173, width), float("nan"), device=DEVICE) for width in (K, N))
     among_x[90:160], among_dy[90:160] = x[:70], dy[:70]
     for term in others:
         term.down.fill_(float("nan"))
@@ -234,7 +255,7 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
     terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [1, 2], module="k"), term_of(1, 70, factors=True)]
     table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 67)])
     x, dy = inputs(67)
-    latent = torch.zeros(67, table.width)
+    latent = torch.zeros(67, table.width, device=DEVICE)
     calls: dict[str, Callable[[], object]] = {
         "down": lambda: TritonKernels.down(x, table, groups),
         "up_": lambda: TritonKernels.up_(dy, latent, table, groups),
@@ -247,3 +268,15 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
         launches.clear()
         call()
         assert len(launches) == TritonKernels.LAUNCHES[name], name
+
+
+def test_loading_changes_nothing(launches: list[str]) -> None:
+    terms = [term_of(0, 8, dropout=0.1), term_of(1, 4)]
+    x, dy = inputs(3)
+    before = {name: gradient.clone() for name, gradient in gradients_of(terms).items()}
+    x.fill_(float("nan"))
+    TritonKernels.load(x, dy, TermTable(terms))
+    assert len(launches) == 2 * sum(TritonKernels.LAUNCHES.values())  # with dropout and without
+    assert torch.equal(dy, inputs(3)[1])
+    for name, gradient in gradients_of(terms).items():
+        assert torch.equal(gradient, before[name])

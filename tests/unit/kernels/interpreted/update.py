@@ -1,4 +1,7 @@
-"""Triton's optimizer step in its interpreter, against torch. Run by `test_triton_interpreted.py`."""
+"""Triton's optimizer step against torch.
+
+`test_triton_interpreted.py` runs it in Triton's interpreter, `tests/gpu/test_triton_on_gpu.py` on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch import Tensor
 from megatron_mux.kernels import triton_update
 from megatron_mux.kernels.triton_update import Piece, UpdateTable, options_of, squared_norms, update_
 
-assert triton.knobs.runtime.interpret
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,11 @@ def pieces_of(tasks: tuple[Task, ...], copies: torch.dtype | None = torch.float1
     pieces = []
     for row, task in enumerate(tasks):
         for i, size in enumerate(task.sizes):
-            value = torch.randn(size, generator=generator)
-            first, second = (torch.zeros(size), torch.zeros(size)) if task.adam else (None, None)
-            copy = None if copies is None else torch.zeros(size, dtype=copies)
+            value = torch.randn(size, generator=generator).to(DEVICE)
+            first, second = (torch.zeros_like(value), torch.zeros_like(value)) if task.adam else (None, None)
+            copy = None if copies is None else torch.zeros_like(value, dtype=copies)
             decay = task.weight_decay * (i % 2 == 0)
-            pieces.append(Piece(row, value, torch.zeros(size), first, second, copy, decay))
+            pieces.append(Piece(row, value, torch.zeros_like(value), first, second, copy, decay))
     return pieces
 
 
@@ -79,7 +83,7 @@ def optimizers(
 
 def options(tasks: tuple[Task, ...], step: int) -> Tensor:
     rows = [options_of(t.learning_rate, *t.betas, t.epsilon, t.max_norm, step) for t in tasks]
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_steps_equal_those_of_torch(copies: torch.dtype | None, precision: float
                     torch.nn.utils.clip_grad_norm_(own, task.max_norm)
                 stepper.step()
         norms = squared_norms(table).sqrt()
-        update_(table, options(TASKS, step), norms, torch.zeros(len(TASKS)))
+        update_(table, options(TASKS, step), norms, torch.zeros(len(TASKS), device=DEVICE))
     wanted = [p for own in parameters for p in own]
     for piece, p in zip(pieces, wanted, strict=True):
         torch.testing.assert_close(piece.value, p.detach(), rtol=2e-6, atol=1e-7)
@@ -119,7 +123,9 @@ def test_squared_norms() -> None:
     found = squared_norms(UpdateTable(pieces, len(TASKS)))
     for row in range(len(TASKS)):
         squares = [p.gradient.double().square().sum() for p in pieces if p.row == row and p.counted]
-        torch.testing.assert_close(found[row], sum(squares, torch.zeros((), dtype=torch.float64)))
+        torch.testing.assert_close(
+            found[row], sum(squares, torch.zeros((), dtype=torch.float64, device=DEVICE))
+        )
     # Alone, a task's norm has the same bits.
     for row in (0, 3):
         alone = [replace(piece, row=0) for piece in pieces if piece.row == row]
@@ -151,5 +157,5 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
     norms = squared_norms(table)
     assert len(launches) == triton_update.LAUNCHES["squared_norms"]
     launches.clear()
-    update_(table, options(TASKS, 1), norms, torch.zeros(len(TASKS), dtype=torch.int32))
+    update_(table, options(TASKS, 1), norms, torch.zeros(len(TASKS), dtype=torch.int32, device=DEVICE))
     assert len(launches) == triton_update.LAUNCHES["update_"]

@@ -1,0 +1,40 @@
+"""Triton kernels on a GPU: the tests that run in the interpreter elsewhere, and bf16, which the interpreter cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
+]
+
+if torch.cuda.is_available():
+    from tests.unit.kernels.interpreted.low_rank import (  # noqa: F401
+        INTERLEAVED,
+        check,
+        groups_of,
+        term_of,
+        test_64_tasks,
+        test_dropout,
+        test_factors,
+        test_half_precision,
+        test_neighbours_leave_no_trace,
+        test_ragged_groups_with_several_terms,
+        test_ranks,
+    )
+    from tests.unit.kernels.interpreted.update import (  # noqa: F401
+        test_a_task_that_skips_keeps_what_it_has,
+        test_squared_norms,
+        test_steps_equal_those_of_torch,
+    )
+
+
+@pytest.mark.parametrize("rank", [8, 13, 64])
+def test_bf16(rank: int) -> None:
+    terms = [
+        term_of(0, rank, INTERLEAVED, dtype=torch.bfloat16, dropout=0.1),
+        term_of(1, 24, dtype=torch.bfloat16),
+    ]
+    check(terms, groups_of([0, 1], [(0, 140), (140, 149)]), 1e-2)
