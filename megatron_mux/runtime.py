@@ -25,6 +25,9 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRADIENTS_AT_ONCE = 1 << 22
 """Elements of adapters' gradients that one collective sums over ranks, unless a single gradient has more."""
 
+_TRANSFER_CTAS = 4
+"""Most CTAs that a transfer between stages takes from computation, also while it waits for the other rank."""
+
 _current: Parallel | None = None
 
 
@@ -291,8 +294,8 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def memory_can_run_out(device: torch.device) -> bool:
-    """Whether a computation on a device may meet `torch.OutOfMemoryError`: on a GPU that is there."""
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU that is there, not one of a dry run."""
     return device.type == "cuda" and not _is_dry_run()
 
 
@@ -323,6 +326,30 @@ def to_device(
     return staging.copy_(host).to(device, non_blocking=True)
 
 
+def pair_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group for transfers between two GPUs, connected; no other rank takes part.
+
+    Args:
+        ranks: This rank and the other, in an order that both give.
+        device: This rank's GPU.
+    """
+    arguments: dict[str, Any] = {}
+    if not _is_dry_run():
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = _TRANSFER_CTAS
+        arguments = {"backend": "nccl", "pg_options": options}
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **arguments)
+    if _is_dry_run():
+        return group
+    # Else NCCL would connect at the first transfer, which makes the host wait for the other rank.
+    flag = torch.zeros(1, device=device)
+    if dist.get_rank() == ranks[0]:
+        dist.send(flag, ranks[1], group=group)
+    else:
+        dist.recv(flag, ranks[0], group=group)
+    return group
+
+
 def _is_dry_run() -> bool:
     """Whether this is a dry run (simulated world), see `megatron_mux.dry_run`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
@@ -333,7 +360,8 @@ def _join_world(rank: int, world_size: int, device: torch.device, timeout_minute
         return
     # With GPUs, what little travels between hosts' memories (objects, counts) still has a way to go.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    arguments: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    # Not bound to the device: NCCL would make each group by splitting the world, in which all ranks must take part.
+    arguments: dict[str, Any] = {}
     if world_size == 1:
         # In one process a store in memory will do: no port is taken, so any number may run side by side.
         store = dist.HashStore()  # type: ignore[attr-defined]

@@ -48,6 +48,9 @@ class TrainingCompute:
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
+        self._lowest = {name: task.load.adapter.lowest_layer for name, task in finalizer.tasks.items()}
+        # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not.
+        self._is_fetching = any(stage.residence.units for stage in stages.values())
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -55,7 +58,19 @@ class TrainingCompute:
             return len(self.finalizer.bucket(action.bucket).tasks), COLUMNS
         backbone, batches = self.stages[action.stage], self.batches[action.unit]
         rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
+        if action.kind == "B" and not any(self._trained_below(backbone.layers.stop, action.unit)):
+            rows = 0
         return (rows, *backbone.hidden_shape(batches[0])[1:])
+
+    def needs_gradient(self, action: Action) -> bool:
+        """Whether a task of the unit has an adapter in an earlier stage."""
+        return any(self._trained_below(self.stages[action.stage].layers.start, action.unit))
+
+    def _trained_below(self, layer: int, unit: Unit) -> list[bool]:
+        """For each batch of a unit, whether it needs gradients below a layer."""
+        if self._is_fetching:
+            return [min(self._lowest.values()) < layer] * len(self.batches.tasks(unit))
+        return [any(self._lowest[name] < layer for name in names) for names in self.batches.tasks(unit)]
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros once memory has run out."""
@@ -76,7 +91,9 @@ class TrainingCompute:
         sizes = [backbone.hidden_shape(batch)[0] for batch in batches]
         parts: Sequence[Tensor | None] = [None] * len(batches)
         if hidden is not None:
-            parts = hidden.split(sizes)
+            needed = self._trained_below(backbone.layers.start, action.unit)
+            split = zip(hidden.split(sizes), needed, strict=True)
+            parts = [part if trained else part.detach() for part, trained in split]
         outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
         self._outputs[action.stage, action.unit] = outputs
         # Each batch is back-propagated by itself, below.
@@ -106,15 +123,17 @@ class TrainingCompute:
 
     def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
         batches = self.batches[action.unit]
+        backbone = self.stages[action.stage]
+        trained = self._trained_below(backbone.layers.stop, action.unit)
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
-        if gradient is not None:
+        if gradient is not None and any(trained):
             gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
-        for batch, out, own in zip(batches, outputs, gradients, strict=True):
-            if out.requires_grad:  # not on a first stage without adapters
+        for batch, out, own, is_trained in zip(batches, outputs, gradients, trained, strict=True):
+            if is_trained and out.requires_grad:  # not below all adapters
                 with layout.activate(batch):
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
-                batch.carry.forget(batch.segments, self.stages[action.stage].layers)
+                batch.carry.forget(batch.segments, backbone.layers)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""
@@ -165,6 +184,10 @@ class EvaluationCompute:
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         return self.stages[action.stage].hidden_shape(self.batches[action.micro_batch])
+
+    def needs_gradient(self, action: Action) -> bool:
+        """Evaluation has none."""
+        return False
 
     @torch.no_grad()
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:

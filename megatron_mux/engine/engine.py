@@ -57,9 +57,9 @@ class Engine:
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
-        self.communicator = Communicator(parallel)
+        self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
         if tries_plans is None:
-            tries_plans = runtime.memory_can_run_out(parallel.device)
+            tries_plans = runtime.is_gpu(parallel.device)
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
         self._runner = StepRunner(self.stages, parallel, self.planning, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}

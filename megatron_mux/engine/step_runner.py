@@ -19,7 +19,7 @@ from megatron_mux.engine.trial import Trials
 from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
-from megatron_mux.pipeline.template import Template, most_in_flight
+from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
 
 Results = list[dict[str, StepResult]]
@@ -111,7 +111,6 @@ class StepRunner:
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]
-            self.communicator.expect(most_in_flight(template) + len(plan.buckets))
             reasons = self.trials.failures(
                 plan, actions, batches.rows, batches.labels, lambda failed: compute(failed, batches.anew())
             )
@@ -171,7 +170,6 @@ class StepRunner:
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""
-        self.communicator.expect(most_in_flight(template) + len(plan.buckets))
         dtype = next(iter(self.stages.values())).dtype
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
 

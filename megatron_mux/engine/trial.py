@@ -28,6 +28,7 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
+from megatron_mux.pipeline.transfers import transfers_to
 from megatron_mux.runtime import Parallel
 
 Size = tuple[int, ...]
@@ -158,11 +159,11 @@ class Trials:
         compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
-        theirs = tuple(sent for action in expected if (sent := action.before(plan.stages, ranks)) is not None)
-        template = tuple(tuple(own) if other == rank else theirs for other in range(ranks))
+        template = tuple(tuple(own) if other == rank else () for other in range(ranks))
+        given = transfers_to(expected, plan.stages, ranks)
         dtype = next(iter(self._stages.values())).dtype
         try:
-            execute(template, rank, compute, self._communicator, dtype, stages=plan.stages)
+            execute(template, rank, compute, self._communicator, dtype, stages=plan.stages, given=given)
         finally:
             for task in compute.finalizer.tasks.values():  # between steps, gradients are zero
                 task.optimizer.zero()

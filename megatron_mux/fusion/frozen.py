@@ -68,9 +68,9 @@ class Frozen:
         whole = half + mlp + attention.T  # [2, B]
         found = np.zeros((len(rows), 2, len(self.layers)))
         found[:, 0] = whole[0][:, None] * self.layers
-        above = np.clip(self.stops - np.maximum(layer[:, None], self.starts), 0, self.layers)
+        above = self._in_backward(layer)
         found[:, 1] = whole[1][:, None] * above
-        here = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
+        here = self._is_at(layer)
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
         cut = cut + np.where(op > 0, attention[:, 1], 0.0)
         found[:, 1] = np.maximum(0.0, found[:, 1] - here * cut[:, None])
@@ -81,9 +81,8 @@ class Frozen:
             0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0) + head[1]
         )
         if recomputes:
-            again = self._in_backward(layer)
-            found[:, 1] += whole[0][:, None] * again
-            found[:, 1, -1] += (trimmed[0] - mlp[0]) * (again[:, -1] > 0)
+            found[:, 1] += whole[0][:, None] * above
+            found[:, 1, -1] += (trimmed[0] - mlp[0]) * (above[:, -1] > 0)
         return found
 
     def all_reduces(self, lowest: npt.NDArray[np.int64], recomputes: bool) -> Array:
@@ -99,15 +98,17 @@ class Frozen:
         found[:, 1] *= 4 if recomputes else 2
         # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
         needless = np.where(op < BASE_OPS.index("linear_fc1"), 1, 2)
-        found[:, 1, 0] -= np.where(layer < self.stops[0], needless, 0)
+        found[:, 1] -= self._is_at(layer) * needless[:, None]
         return found
 
     def _in_backward(self, layer: npt.NDArray[np.int64]) -> Array:
-        """`[B, S]` layers with a backward pass: of the first stage those from the lowest adapter's on (`layer`), of
-        later stages all, because what a stage receives needs a gradient.
-        """
-        found = np.repeat(self.layers[None], len(layer), axis=0).astype(np.float64)
-        found[:, 0] = np.clip(self.stops[0] - layer, 0, self.layers[0])
+        """`[B, S]` layers with a backward pass: those from the lowest adapter's on (`layer`)."""
+        found: Array = np.clip(self.stops - np.maximum(layer[:, None], self.starts), 0, self.layers)
+        return found.astype(np.float64)
+
+    def _is_at(self, layer: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`[B, S]` whether the lowest adapter's layer is on a stage."""
+        found: npt.NDArray[np.bool_] = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
         return found
 
 

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.pipeline.action import Action
-from megatron_mux.runtime import Parallel
-
-AHEAD = 2
-"""Number of receives posted ahead of their use, so that a tensor travels while its receiver computes."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """A tensor that a neighbouring stage sends.
-
-    Attributes:
-        action: The action that needs it.
-        shape, dtype: Shape and dtype of the tensor.
-    """
-
-    action: Action
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from megatron_mux.runtime import Parallel, pair_group
 
 
 @dataclass(frozen=True)
@@ -40,146 +21,113 @@ class Link:
         tag: Tag that tells them apart where several links share a group.
     """
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     tag: int = 0
 
 
-class Inbox:
-    """Receives from one neighbour, posted in the order of its sends and some ahead of their use.
+@dataclass
+class Incoming:
+    """A tensor that is being received.
 
-    Args:
-        peer: Global rank of the neighbour.
-        link: The link from that neighbour.
-        device: Device on which received tensors are allocated.
-        messages: Everything it will send, in its order; consumed one message at a time.
+    Attributes:
+        tensor: Where to; undefined until `wait`.
+        work: The transfer; None if there is nothing to transfer.
     """
 
-    def __init__(self, peer: int, link: Link, device: torch.device, messages: Iterable[Message]) -> None:
-        self.peer = peer
-        self.link = link
-        self.device = device
-        self._coming = iter(messages)
-        self._posted: deque[tuple[Action, dist.Work | None, Tensor]] = deque()
-        # With several stages per rank, tensors that arrive before they are needed.
-        self._early: dict[Action, Tensor] = {}
+    tensor: Tensor
+    work: dist.Work | None = None
 
-    def post(self) -> None:
-        """Post the next receives, so that tensors arrive while this stage computes."""
-        while len(self._posted) < AHEAD and (message := next(self._coming, None)) is not None:
-            buffer = torch.empty(message.shape, dtype=message.dtype, device=self.device)
-            work = None
-            if buffer.numel():  # empty tensors are not sent: both sides know the shape
-                work = dist.irecv(buffer, self.peer, group=self.link.group, tag=self.link.tag)
-            self._posted.append((message.action, work, buffer))
-
-    def take(self, action: Action) -> Tensor:
-        """Wait for the tensor that `action` needs and return it.
-
-        Raises:
-            RuntimeError: The neighbour does not send one.
-        """
-        while action not in self._early:
-            self.post()
-            if not self._posted:
-                raise RuntimeError(f"{action} is to run, but the neighbour has nothing more for it")
-            due, work, buffer = self._posted.popleft()
-            self.post()
-            if work is not None:
-                work.wait()
-            self._early[due] = buffer
-        return self._early.pop(action)
+    def wait(self) -> Tensor:
+        """The tensor, for computations that are enqueued from now on."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def sends_kept(ranks: int) -> int:
-    """How many sent tensors are kept alive in each direction, in a pipeline with few units in flight."""
+    """How many sent tensors are kept alive in each direction."""
     return 2 * (ranks + 1)
 
 
 class Communicator:
     """Asynchronous point-to-point transfers of one rank of a pipeline.
 
-    Ranks form a ring: with several stages per rank, hidden states leave the last rank for the first. Each direction
-    between two neighbours has a link of its own. NCCL matches operations in issue order within a communicator, so no
-    transfer waits behind one that the neighbour issues later.
+    Each direction between two neighbours has a link of its own: NCCL matches operations in issue order within a
+    communicator, and a transfer never waits behind one in the other direction. When each transfer may be issued is not
+    decided here, but by `pipeline.transfers`.
 
-    Every rank must make one, since NCCL links need process groups.
+    All ranks of a pipeline make theirs together: with NCCL, neighbours connect.
 
     Args:
         parallel: Where this rank stands.
+        closes_ring: Whether the last rank is also a neighbour of the first: with several stages to a rank.
     """
 
-    def __init__(self, parallel: Parallel) -> None:
-        ring = dist.get_process_group_ranks(parallel.pp_group)
-        rank, ranks = parallel.pp_rank, parallel.pp_size
-        own, before, after = (ring[other % ranks] for other in (rank, rank - 1, rank + 1))
-        links = _links(parallel, ring)
+    def __init__(self, parallel: Parallel, closes_ring: bool = False) -> None:
+        self.parallel = parallel
         self.device = parallel.device
         self.heartbeat = parallel.heartbeat
-        self._inward = {False: (before, links[False, before]), True: (after, links[True, after])}
-        self._outward = {False: (after, links[False, own]), True: (before, links[True, own])}
-        # A tensor must stay alive until it is sent, and gloo completes a send only when it is waited for. Waiting for a
-        # send that is more than a pipeline's depth old blocks nobody: its receiver has posted it, or posts it next.
+        self._ring = dist.get_process_group_ranks(parallel.pp_group)
+        self._links = _links(parallel, self._ring, closes_ring)
+        # A tensor must stay alive until it is sent.
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
-        self._least = self._most = sends_kept(ranks)
+        self._most = sends_kept(parallel.pp_size)
 
-    def expect(self, in_flight: int) -> None:
-        """Set how many sent tensors are kept alive.
-
-        Neighbours never lag behind each other by more than the units in flight, so older sends are complete and
-        waiting for them returns at once.
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Incoming:
+        """Issue a receive from the next rank (`backward`: it sends gradients) or the previous one.
 
         Args:
-            in_flight: Units in flight on any rank of the template, plus the buckets between two of its steps.
+            shape, dtype: Those of the tensor. Empty tensors are not transferred.
+            backward: See above.
         """
-        self._most = max(self._least, in_flight + 1)
-
-    def inbox(self, messages: Iterable[Message], backward: bool) -> Inbox:
-        """The inbox for one neighbour.
-
-        Args:
-            messages: What it sends, in its order.
-            backward: Whether the neighbour is the next rank (which sends gradients); else it is the previous one.
-        """
-        peer, link = self._inward[backward]
-        return Inbox(peer, link, self.device, messages)
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        if not tensor.numel():
+            return Incoming(tensor)
+        peer, link = self._end(1 if backward else -1, backward)
+        return Incoming(tensor, dist.irecv(tensor, peer, group=link.group, tag=link.tag))
 
     def send(self, tensor: Tensor, backward: bool) -> None:
-        """Send a tensor to the previous rank (`backward`) or to the next one; empty tensors are not sent."""
+        """Issue a send to the previous rank (`backward`) or to the next one; empty tensors are not transferred."""
         if not tensor.numel():
             return
-        peer, link = self._outward[backward]
+        peer, link = self._end(-1 if backward else 1, backward)
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, peer, group=link.group, tag=link.tag)
         if work is not None:
             pending = self._pending[backward]
             pending.append((work, tensor))
+            # On a GPU what is enqueued from here on waits, not the host: it may use the memory of what was sent.
             while len(pending) > self._most:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Wait until every send is complete."""
+        """Wait until every send is complete: on a GPU, what is enqueued from now on waits."""
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
 
+    def _end(self, step: int, backward: bool) -> tuple[int, Link]:
+        """The neighbour `step` ranks away, by its rank in the world, and the link with it in a direction."""
+        own, ranks = self.parallel.pp_rank, len(self._ring)
+        return self._ring[(own + step) % ranks], self._links[step, backward]
 
-def _links(parallel: Parallel, ring: list[int]) -> dict[tuple[bool, int], Link]:
-    """The links of a pipeline, keyed by direction (backward?) and the rank they start from."""
-    if parallel.device.type != "cuda" or len(ring) == 1:
+
+def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple[int, bool], Link]:
+    """This rank's links, by neighbour (-1: the previous rank, 1: the next one) and direction (backward?)."""
+    own, ranks = parallel.pp_rank, len(ring)
+    if parallel.device.type == "cpu":
         # gloo tells messages between two ranks apart by tag.
         return {
-            (backward, rank): Link(parallel.pp_group, int(backward))
+            (step, backward): Link(parallel.pp_group, int(backward))
+            for step in (-1, 1)
             for backward in (False, True)
-            for rank in ring
         }
-    rings: list[list[int]] = [[] for _ in range(parallel.world_size)]
-    dist.all_gather_object(rings, ring)
-    found = {}
-    for ranks in sorted({tuple(ranks) for ranks in rings}):
-        for backward in (False, True):
-            for i, rank in enumerate(ranks):
-                pair = sorted((rank, ranks[(i + (-1 if backward else 1)) % len(ranks)]))
-                group = dist.new_group(pair)  # every rank makes every group, in one order
-                if list(ranks) == ring:
-                    found[backward, rank] = Link(group)
+    found: dict[tuple[int, bool], Link] = {}
+    for first in range(ranks if closes_ring and ranks > 1 else ranks - 1):
+        pair = first, (first + 1) % ranks
+        if own in pair:
+            for backward in (False, True):
+                # The sender's neighbour is this way; a pair of two ranks that closes a ring has links both ways.
+                link = Link(pair_group([ring[rank] for rank in pair], parallel.device))
+                found[1 if own == first else -1, backward] = link
     return found

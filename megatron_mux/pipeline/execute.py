@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_mux.clock import Clock, Mark
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
-from megatron_mux.pipeline.communicate import Communicator, Message
+from megatron_mux.pipeline.communicate import Communicator, Incoming
 from megatron_mux.pipeline.template import Template
+from megatron_mux.pipeline.transfers import Transfer, issue_order
 
 Timer = Callable[[TimedAction], None]
 
@@ -21,7 +22,14 @@ class StageCompute(Protocol):
     """Callbacks that compute a stage's actions; the engine implements them."""
 
     def shape(self, action: Action) -> tuple[int, ...]:
-        """Shape of the tensor sent between stages for the action: hidden states, their gradient, or statistics."""
+        """Shape of the tensor sent between stages for the action: hidden states, their gradient, or statistics.
+
+        A gradient that no stage needs has no elements, and is not sent.
+        """
+        ...
+
+    def needs_gradient(self, action: Action) -> bool:
+        """Whether a stage before the forward pass needs the gradient of the hidden states that the pass receives."""
         ...
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
@@ -61,10 +69,12 @@ def execute(
     dtype: torch.dtype,
     timer: Timer | None = None,
     stages: int | None = None,
+    given: Iterable[Transfer] = (),
 ) -> None:
-    """Run one rank's actions in order. Receives are posted ahead of their use, sends are asynchronous.
+    """Run one rank's actions in order. Receives are issued ahead of their use, sends are asynchronous.
 
-    The neighbours' actions tell what will be received, and in which order, so no shape is exchanged.
+    The neighbours' actions tell what is received, and when (`issue_order`), so no shape is exchanged and no rank waits
+    for another in a circle.
 
     Args:
         template: Actions of all ranks, validated by `check`. Forwards without a backward (evaluation) keep nothing.
@@ -72,88 +82,105 @@ def execute(
         compute: Computes the actions.
         communicator: Sends and receives.
         dtype: Dtype of hidden states and their gradients.
-        timer: Called with each finished action. On a GPU this synchronises the device around each action.
+        timer: Called with each action once all have been issued. On a GPU this waits until they are done.
         stages: Number of stages; by default one per rank.
+        given: See `issue_order`.
     """
-    _Run(template, rank, compute, communicator, dtype, timer, stages or len(template)).run()
+    stages = stages or len(template)
+    # With several stages to a rank, pipelines that sum gradients have equal templates (`fusion.step.must_keep_step`).
+    # A trial has this rank's actions alone.
+    in_turn = communicator.parallel.dp_size > 1 and stages == len(template) > 1 and all(template)
+    events = issue_order(template, rank, stages, in_turn, given)
+    with_backward = {(action.stage, action.unit) for action in template[rank] if action.kind == "B"}
+    run = _Run(rank, len(template), stages, compute, communicator, dtype, with_backward)
+    run.through(events, timer)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One call of `execute`, its arguments, and the units whose backward pass is still to come."""
+    """One call of `execute`: some of its arguments, and the tensors that it holds.
 
-    template: Template
+    Attributes:
+        with_backward: Stages and units of forward passes that a backward pass follows.
+        incoming: Tensors received, or being received, by the action that needs them.
+        outgoing: Tensors to be sent, by the action that has computed them.
+        alive: Inputs and outputs of units whose backward pass is to come.
+    """
+
     rank: int
+    ranks: int
+    stages: int
     compute: StageCompute
     communicator: Communicator
     dtype: torch.dtype
-    timer: Timer | None
-    stages: int
+    with_backward: set[tuple[int, Unit]]
+    incoming: dict[Action, Incoming] = field(default_factory=dict)
+    outgoing: dict[Action, Tensor] = field(default_factory=dict)
     alive: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Run all actions, then wait for outstanding sends."""
-        actions, ranks = self.template[self.rank], len(self.template)
-        inboxes = {
-            backward: self.communicator.inbox(self._messages(neighbour % ranks, backward), backward)
-            for backward, neighbour in ((False, self.rank - 1), (True, self.rank + 1))
-        }
-        with_backward = {(action.stage, action.unit) for action in actions if action.kind == "B"}
-        for action in actions:
-            self.communicator.heartbeat.at(action)
-            travels = action.before(self.stages, ranks) is not None
-            received = inboxes[action.is_backward].take(action) if travels else None
-            start = self._now()
-            made = self._compute(action, received, (action.stage, action.unit) in with_backward)
-            stop = self._now()
-            if made is not None and action.after(self.stages, ranks) is not None:
-                self.communicator.send(made, action.is_backward)
-            if self.timer is not None:
-                self.timer(TimedAction(action, start, stop, self.compute.label(action)))
+    def through(self, events: Iterable[Action | Transfer], timer: Timer | None) -> None:
+        """Run all actions and transfers, then wait for outstanding sends."""
+        clock = Clock(self.communicator.device)
+        marks: list[tuple[Action, Mark, Mark]] = []
+        for event in events:
+            if isinstance(event, Transfer):
+                self._transfer(event)
+                continue
+            self.communicator.heartbeat.at(event)
+            received = self.incoming.pop(event).wait() if event in self.incoming else None
+            start = clock.mark() if timer is not None else None
+            made = self._compute(event, received)
+            if start is not None:
+                marks.append((event, start, clock.mark()))
+            if event.after(self.stages, self.ranks) is not None:
+                self.outgoing[event] = made
         self.communicator.finish()
+        if timer is not None:
+            times = iter(clock.seconds([mark for _, *pair in marks for mark in pair]))
+            for action, *_ in marks:
+                timer(TimedAction(action, next(times), next(times), self.compute.label(action)))
 
-    def _messages(self, neighbour: int, backward: bool) -> Iterator[Message]:
-        """The messages that a neighbour sends to this rank in one direction, in its order."""
-        ranks = len(self.template)
-        for action in self.template[neighbour]:
-            if action.is_backward == backward and (ours := action.after(self.stages, ranks)) is not None:
-                dtype = self.dtype if ours.is_pass else torch.float64
-                yield Message(ours, self.compute.shape(ours), dtype)
+    def _transfer(self, transfer: Transfer) -> None:
+        """Issue this rank's end of a transfer, both if it is its own neighbour."""
+        source, target = transfer.source, transfer.target
+        sends, receives = (action.stage % self.ranks == self.rank for action in (source, target))
+        tensor = self.outgoing.pop(source) if sends else None
+        if tensor is not None and receives:
+            self.incoming[target] = Incoming(tensor.detach())
+        elif tensor is not None:
+            self.communicator.send(tensor, source.is_backward)
+        else:
+            dtype = self.dtype if target.is_pass else torch.float64
+            shape = self.compute.shape(target)
+            self.incoming[target] = self.communicator.receive(shape, dtype, target.is_backward)
 
-    def _compute(self, action: Action, received: Tensor | None, kept: bool) -> Tensor | None:
-        """Compute the action; returns the tensor for the neighbour, if any.
-
-        Args:
-            action: The action.
-            received: What it needs of a neighbour.
-            kept: Whether a backward pass of the same unit follows.
-        """
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor:
+        """Compute the action; returns the tensor for the neighbour, if there is one that needs it."""
         if action.kind == "F":
-            return self._forward(action, received, kept)
+            return self._forward(action, received)
         if action.kind == "B":
             return self._backward(action, received)
         if action.kind == "N":
             return self.compute.norm(action, received)
         return self.compute.update(action, received)
 
-    def _forward(self, action: Action, hidden: Tensor | None, kept: bool) -> Tensor:
-        if hidden is not None and kept:
+    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        is_kept = (action.stage, action.unit) in self.with_backward
+        needs_gradient = is_kept and hidden is not None and self.compute.needs_gradient(action)
+        if hidden is not None and needs_gradient:
             hidden.requires_grad_(True)
         output = self.compute.forward(action, hidden)
-        if kept:
-            self.alive[action.stage, action.unit] = (hidden, output)
+        if is_kept:
+            # What needs no gradient need not be kept: below all adapters the backward pass has nothing to do.
+            kept = output if output.requires_grad else output.new_empty(0)
+            self.alive[action.stage, action.unit] = (hidden if needs_gradient else None, kept)
         return output
 
-    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor:
         hidden, output = self.alive.pop((action.stage, action.unit))
         self.compute.backward(action, output, gradient)
         if hidden is None:
-            return None
-        # Without an adapter between here and the loss, or without memory, the gradient is zero, but the neighbour still
-        # waits for it. The hidden states are no longer needed, so their memory can hold it.
+            return output.new_empty(0)
+        # When memory has run out the gradient is zero, but the neighbour still waits for it. The hidden states are no
+        # longer needed, so their memory can hold it.
         return hidden.detach().zero_() if hidden.grad is None else hidden.grad
-
-    def _now(self) -> float:
-        if self.timer is not None and self.communicator.device.type == "cuda":
-            torch.cuda.synchronize(self.communicator.device)
-        return time.perf_counter()

@@ -142,6 +142,10 @@ class MegatronStage:
         """`[rows, sequences, H]` of hidden states and of their gradient."""
         return self.buckets[action.bucket].shape
 
+    def needs_gradient(self, action: Action) -> bool:
+        """Every stage trains."""
+        return True
+
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states for the next stage; on the last stage the loss to back-propagate.
 

@@ -30,7 +30,7 @@ from megatron_mux.pipeline.megatron_stage import (
     of_wrapped,
 )
 from megatron_mux.pipeline.structured import descending, structured
-from megatron_mux.pipeline.template import Template, most_in_flight
+from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel, adopt
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -178,8 +178,6 @@ def _run(
     sync = GradientSync(config, model.parameters, parallel.is_first_stage)
     stage = MegatronStage(model, functions, buckets, backwards, parallel.is_last_stage, sync)
     communicator = _communicator(parallel)
-    # In evaluation no stage waits for a later one: keep only a few sent tensors alive.
-    communicator.expect(most_in_flight(template) if backwards else parallel.pp_size)
     dtype = config.pipeline_dtype or config.params_dtype
     execute(template, parallel.pp_rank, stage, communicator, dtype)
     sync.finish(has_gradients=backwards > 0)

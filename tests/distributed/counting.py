@@ -36,6 +36,9 @@ class Counting:
     def shape(self, action: Action) -> tuple[int, ...]:
         return (self.tokens[action.unit],) if action.is_pass else (1,)
 
+    def needs_gradient(self, action: Action) -> bool:
+        return True
+
     def label(self, action: Action) -> str:
         return str(action)
 

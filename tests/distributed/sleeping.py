@@ -19,7 +19,7 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import descending, structured
-from megatron_mux.pipeline.template import Template, most_in_flight, one_f_one_b, with_updates
+from megatron_mux.pipeline.template import Template, one_f_one_b, with_updates
 from megatron_mux.runtime import Parallel
 
 ELEMENTS = 256
@@ -98,6 +98,9 @@ class Sleeping:
     def shape(self, action: Action) -> tuple[int, ...]:
         return (ELEMENTS,) if action.is_pass else (1,)
 
+    def needs_gradient(self, action: Action) -> bool:
+        return True
+
     def label(self, action: Action) -> str:
         return str(action)
 
@@ -137,7 +140,6 @@ class Turn:
 def turn(pipeline: Pipeline, parallel: Parallel) -> Turn:
     """Execute a pipeline; every rank calls it, and gets the same."""
     communicator = Communicator(parallel)
-    communicator.expect(most_in_flight(pipeline.template) + len(pipeline.buckets))
     done: list[TimedAction] = []
     dist.barrier()
     # One machine, one clock: it begins when the last process is ready, and ends when the last one is done.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.fusion.mesh import Mesh
@@ -19,6 +20,7 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
+from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.end_to_end.families import FAMILIES
@@ -142,10 +144,15 @@ def planning_of(
 
 
 def _train(
-    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: Layout, policy: str
+    joined: Callable[..., Parallel],
+    path: Path,
+    cases: list[Case],
+    layout: Layout,
+    policy: str,
+    residence: Kind = "resident",
 ) -> tuple[Results, Tensors]:
     parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-    stages = load_stages(path, parallel, torch.float64, split=layout.split or None)
+    stages = load_stages(path, parallel, torch.float64, split=layout.split or None, residence=residence)
     engine = Engine(stages, parallel, planning_of(policy, stages[0], parallel, cases, layout.split))
     engine.register_tasks([case.task for case in cases])
     # One by itself, then the others without a flush between them; the reference one at a time.
@@ -179,23 +186,87 @@ def test_every_layout_gives_the_same_adapters(
     plain = policy if policy in PLAIN else "spatial"
     if (family, plain) not in references:
         references[family, plain] = _train(joined, path / family, cases, LAYOUTS[0], plain)
-    wanted_results, wanted = references[family, plain]
     problems: list[str] = []
     for layout in PAIRS[family, policy]:
-        results, tensors = _train(joined, path / family, cases, layout, policy)
-        for step, (found, expected) in enumerate(zip(results, wanted_results, strict=True)):
-            assert set(found) == {case.name for case in cases}
-            problems += [
-                f"{layout} {name} step {step}: {found[name]} != {expected[name]}"
-                for name in expected
-                if found[name] != pytest.approx(expected[name], rel=2e-6)
-            ]
-        if dist.get_rank() == 0:
-            for name in wanted:
-                try:
-                    assert_close(tensors[name] or {}, wanted[name] or {}, 1e-9, f"{layout} {name}")
-                except AssertionError as error:
-                    problems.append(str(error))
+        found = _train(joined, path / family, cases, layout, policy)
+        problems += _differences(found, references[family, plain], str(layout))
+    _assert_none(problems)
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "residence"),
+    [
+        (LAYOUTS[9], "spatial", "resident"),
+        (LAYOUTS[9], "temporal", "resident"),
+        (LAYOUTS[5], "side by side", "resident"),
+        (LAYOUTS[7], "chunks", "resident"),
+        (LAYOUTS[3], "spatial", "sharded"),
+        (LAYOUTS[9], "temporal", "offloaded"),
+    ],
+)
+def test_nothing_is_back_propagated_below_all_adapters(
+    layout: Layout,
+    policy: str,
+    residence: Kind,
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tasks of which one trains the third of four layers, others the last one; side by side also the second."""
+    path = once("layouts-llama", lambda directory: tiny_models.make(directory, "llama")) / "llama"
+    targets = {
+        "also": "layers.3.self_attn.q_proj",
+        "last": "layers.3.mlp.up_proj",
+        "third": "layers.2.self_attn.o_proj",
+    }
+    if policy == "side by side":
+        targets["below"] = "layers.1.self_attn.q_proj"  # in one bucket with `also`
+    training = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 8, "seed": 3}
+    cases = [
+        Case(
+            name,
+            {"peft_type": "LORA", "r": 4, "target_modules": [own]},
+            training,
+            random_records(7, 96, 3, 12, seed=len(name)),
+        )
+        for name, own in targets.items()
+    ]
+    wanted = _train(joined, path, cases, LAYOUTS[0], "spatial")
+    sent: set[int] = set()
+    send = Communicator.send
+
+    def counted(self: Communicator, tensor: Tensor, backward: bool) -> None:
+        if backward and tensor.numel() and tensor.dim() == 3:
+            sent.add(self.parallel.pp_rank)
+        send(self, tensor, backward)
+
+    monkeypatch.setattr(Communicator, "send", counted)
+    problems = _differences(_train(joined, path, cases, layout, policy, residence), wanted, str(layout))
+    if layout == LAYOUTS[9] and sent != ({3} if dist.get_rank() == 3 else set()):
+        problems.append(f"gradients were sent by {sent}")
+    _assert_none(problems)
+
+
+def _differences(found: tuple[Results, Tensors], wanted: tuple[Results, Tensors], what: str) -> list[str]:
+    """Where results and, on rank 0, adapters differ."""
+    problems: list[str] = []
+    for step, (results, expected) in enumerate(zip(found[0], wanted[0], strict=True)):
+        assert set(results) == set(expected)
+        problems += [
+            f"{what} {name} step {step}: {results[name]} != {expected[name]}"
+            for name in expected
+            if results[name] != pytest.approx(expected[name], rel=2e-6)
+        ]
+    if dist.get_rank() == 0:
+        for name, tensors in wanted[1].items():
+            try:
+                assert_close(found[1][name] or {}, tensors or {}, 1e-9, f"{what} {name}")
+            except AssertionError as error:
+                problems.append(str(error))
+    return problems
+
+
+def _assert_none(problems: list[str]) -> None:
     # Every rank must fail or none: the others would wait for a rank that gave up.
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, problems)

@@ -75,7 +75,6 @@ class AdapterTables:
         layers = len(layer.architecture.layers)
         shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
-        self._on_first = self.of_stage[:, 0] > 0
         plain = layer.bytes(layer.kept(selective))
         self._width = {op: layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in BASE_OPS}
         self._below = np.array([plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS])
@@ -139,9 +138,8 @@ class AdapterTables:
         lowest = np.where(rows > 0, self._lowest, layers * count).min(axis=1, initial=layers * count)
         lowest = np.full_like(lowest, everyone) if together else lowest
         begins = lowest // count
-        # A later stage's input has a gradient, whoever needs it.
-        trained = ((np.arange(layers) >= begins[:, None]) | ~self._on_first).astype(float)
-        first = (np.arange(layers) == begins[:, None]) & self._on_first
+        trained = (np.arange(layers) >= begins[:, None]).astype(float)
+        first = np.arange(layers) == begins[:, None]
         inputs, last = np.zeros_like(trained), np.zeros(len(rows))
         for op in BASE_OPS:
             needed = (present @ self._inputs[op] > 0) * self._width[op]

@@ -28,7 +28,8 @@ from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.untraced import THREADS, cublas_of
-from megatron_mux.pipeline.communicate import AHEAD, sends_kept
+from megatron_mux.pipeline.communicate import sends_kept
+from megatron_mux.pipeline.transfers import AHEAD
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]
@@ -237,7 +238,7 @@ class EngineMemory:
             logits,
             workspace,
             recomputed,
-            most * layer_input * self._messages(in_step),
+            most * layer_input * self._messages(in_step, tasks.trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
 
@@ -329,17 +330,23 @@ class EngineMemory:
         chunk = np.minimum(labels, most)
         return (labels + chunk) * self.architecture.hidden * self.size, chunk * per_row
 
-    def _messages(self, in_step: float) -> Array:
-        """`[S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps."""
+    def _messages(self, in_step: float, trained: Array) -> Array:
+        """`[B, S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps.
+
+        Args:
+            in_step: The most micro-batches of a step.
+            trained: `[B, S]` layers with a gradient: below all of them none is sent.
+        """
         ranks, ahead = self.method.pipeline, min(AHEAD, in_step - 1)
         share = ranks / len(self.stages)  # a rank's stages share what it keeps
         sent = min(sends_kept(ranks), in_step - 1) * share
-        found = np.zeros(len(self.stages))
+        returned = np.cumsum(trained, axis=1) > 0  # whether a gradient comes back to a stage
+        found = np.zeros_like(trained)
         for i, stage in enumerate(self.stages):
             if not stage.first:
-                found[i] += ahead + sent
+                found[:, i] += ahead + sent * returned[:, i - 1]
             if not stage.last:  # outputs of what is in flight are there anyway
-                found[i] += ahead + max(0.0, sent - (len(self.stages) - i))
+                found[:, i] += ahead * returned[:, i] + max(0.0, sent - (len(self.stages) - i))
         if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
-            found[0] += 1  # zeros, to send where memory runs out
+            found[:, 0] += 1  # zeros, to send where memory runs out
         return found

@@ -118,6 +118,11 @@ class TaskAdapters:
         places = (op.layer * count + FIRSTS.index(op.first) for op in self.ops)
         return min(places, default=len(self.divided) * count)
 
+    @property
+    def lowest_layer(self) -> int:
+        """The layer in which gradients begin; beyond the last layer if nowhere."""
+        return self.lowest // len(FIRSTS)
+
     def values(self, layers: range, tensor: int) -> float:
         """Number of trained values in these layers, on one of `tensor` tensor ranks."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)

@@ -34,7 +34,7 @@ def stage(last: bool) -> Any:
         device=DEVICE,
         hidden_shape=lambda batch: (batch.rows, 1, HIDDEN),
         forward=forward,
-        residence=SimpleNamespace(in_step=False, abandon=lambda: None),
+        residence=SimpleNamespace(in_step=False, units={}, abandon=lambda: None),
     )
 
 

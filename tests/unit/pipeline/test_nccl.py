@@ -1,0 +1,226 @@
+"""Pipelines on played GPUs: no run hangs, whatever waits in it; and a run that breaks the rules does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.pipeline import execute as execution
+from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.communicate import sends_kept
+from megatron_mux.pipeline.template import Template, gpipe, one_f_one_b, plain
+from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order
+from tests.unit.pipeline.nccl import Hang, Queues, World
+from tests.unit.pipeline.pipelines import Run, checked, play, random_run
+
+COUNT = 1000
+
+
+def test_no_random_run_hangs() -> None:
+    runs = [checked(random_run(seed)) for seed in range(COUNT)]
+    for run in runs:
+        play(run)
+    for seed in range(0, COUNT, 50):
+        assert play(random_run(seed)) == play(random_run(seed)), "the same seed, the same outcome"
+    switches = {(run.queues, run.waits > 0, run.failures > 0, run.timed, run.pipelines) for run in runs}
+    assert len(switches) == 3 * 2 * 2 * 2 * 2, "each of them with each other"
+
+
+Order = Callable[..., Iterator[Action | Transfer]]
+
+
+def _receives_two_ahead(
+    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
+) -> Iterator[Action | Transfer]:
+    """Receives are issued as they used to be: always two ahead of their use."""
+    ranks = len(template)
+    coming = {
+        backward: [
+            Transfer(action, target)
+            for action in template[(rank + (1 if backward else -1)) % ranks]
+            if action.is_backward == backward and (target := action.after(stages, ranks)) is not None
+        ]
+        for backward in (False, True)
+    }
+    arrived: set[Action] = set()
+    for action in template[rank]:
+        inbox = coming[action.is_backward]
+        ahead = 0
+        while inbox and action.before(stages, ranks) is not None and (ahead < AHEAD or action not in arrived):
+            ahead += action in arrived
+            arrived.add(inbox[0].target)
+            yield inbox.pop(0)
+        yield action
+        if (target := action.after(stages, ranks)) is not None:
+            yield Transfer(action, target)
+
+
+def _sends_at_once(
+    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
+) -> Iterator[Action | Transfer]:
+    """A result is sent right after it was computed, whether or not its receiver has room by then."""
+    for event in issue_order(template, rank, stages, ends_in_turn, given):
+        if isinstance(event, Action):
+            yield event
+            if (target := event.after(stages, len(template))) is not None:
+                yield Transfer(event, target)
+        elif event.target.stage % len(template) == rank:
+            yield event
+
+
+def _ends_in_any_order(
+    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
+) -> Iterator[Action | Transfer]:
+    """Each pipeline ends its buckets when it gets there."""
+    return issue_order(template, rank, stages, False, given)
+
+
+def hangs(order: Order, change: Callable[[Run], Run], patch: pytest.MonkeyPatch, count: int = 40) -> int:
+    """How many of the first random runs hang if ranks follow another order."""
+    patch.setattr(execution, "issue_order", order)
+    found = 0
+    for seed in range(count):
+        try:
+            play(change(random_run(seed)))
+        except Hang:
+            found += 1
+    return found
+
+
+def only(**switches: Any) -> Callable[[Run], Run]:
+    """Nothing waits but what is given."""
+    nothing: dict[str, Any] = {"queues": "many", "waits": 0.0, "copies": 0.0, "failures": 0.0, "timed": False}
+    return lambda run: replace(run, **(nothing | switches))
+
+
+@pytest.mark.parametrize(
+    ("order", "change"),
+    [
+        (_receives_two_ahead, only(failures=0.1)),
+        (_receives_two_ahead, only(waits=0.3)),
+        (_receives_two_ahead, only(queues="one")),
+        (_receives_two_ahead, only(queues="serial")),
+        (_sends_at_once, only(waits=0.3)),
+        (_sends_at_once, only(queues="serial")),
+        (_ends_in_any_order, only(waits=0.3)),
+        (_ends_in_any_order, only(queues="serial")),
+    ],
+)
+def test_another_order_hangs(
+    order: Order, change: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hangs(order, change, monkeypatch) >= 1
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{"timed": True}, {"failures": 0.1}, {"waits": 0.3}, {"queues": "one"}, {"queues": "serial"}],
+    ids=lambda switches: next(iter(switches)),
+)
+def test_no_single_switch_hangs(switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed actions, a recovery from missing memory, and any other wait used to hang nine runs of ten."""
+    assert hangs(issue_order, only(**switches), monkeypatch) == 0
+
+
+def test_timing_waits_for_nothing_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with receives two ahead: times are taken by events."""
+    assert hangs(_receives_two_ahead, only(), monkeypatch) == 0, "without any waits nothing hangs"
+    waits = [play(only(timed=True)(random_run(seed)))[-1] for seed in range(20)]
+    for text, run in zip(waits, map(random_run, range(20)), strict=True):
+        assert "synchronize" not in text.replace("event.synchronize", "")
+        assert f"('event.synchronize', {run.ranks * run.pipelines * len(run.parts)})" in text
+
+
+def test_a_hang_names_what_each_rank_waits_for() -> None:
+    world = World(2, "many")
+
+    def host(rank: int) -> None:
+        world.issue("receive", "transfers", meeting=(("link", 1 - rank), 2))
+        world.wait_for_device("cudaFree")
+
+    with pytest.raises(Hang) as hang:
+        world.run(host)
+    assert str(hang.value).splitlines() == [
+        "nobody can run",
+        "rank 0 waits in cudaFree; outstanding: receive",
+        "rank 1 waits in cudaFree; outstanding: receive",
+    ]
+
+
+@pytest.mark.parametrize("queues", ["many", "one", "serial"])
+def test_how_operations_start(queues: Queues) -> None:
+    """Behind a receive that nobody answers: a kernel, and one on another stream after an event of the receive."""
+    world = World(1, queues)
+    receive = world.issue("receive", "transfers", meeting=("link", 2))
+    kernel = world.issue("kernel")
+    waiting = world.issue("waiting", "side", awaits=[receive])
+    last = world.issue("last")
+    world.settle()
+    done = [own.is_done for own in (receive, kernel, waiting, last)]
+    assert (
+        done
+        == {
+            "many": [False, True, False, True],
+            "one": [False, True, False, False],
+            "serial": [False, False, False, False],
+        }[queues]
+    )
+
+
+@pytest.mark.parametrize("template", [gpipe(4, plain([6])), one_f_one_b(4, plain([3, 5]))])
+def test_the_order_of_one_rank(template: Template) -> None:
+    for rank in range(4):
+        events = list(issue_order(template, rank, 4))
+        assert [event for event in events if isinstance(event, Action)] == list(template[rank])
+        place = {event: i for i, event in enumerate(events)}
+        assert len(place) == len(events)
+        ahead = 0
+        for event in events:
+            if isinstance(event, Action):
+                ahead -= event.before(4, 4) is not None
+                assert event.before(4, 4) is None or place[Transfer(event.before(4, 4), event)] < place[event]  # type: ignore[arg-type]
+            elif event.target.stage == rank:
+                ahead += 1
+                assert ahead <= 2 * AHEAD + 1, "both inboxes, and what is being used"
+            else:
+                assert place[event.source] < place[event]
+
+
+def test_actions_that_wait_for_each_other_are_refused() -> None:
+    first, second = (Action.parse(text) for text in ("1F0.0", "0B0.0"))
+    template = ((second, Action.parse("0F0.0")), (first, Action.parse("1B0.0")))
+    with pytest.raises(RuntimeError, match=r"wait for each other: 0B0\.0, 1F0\.0"):
+        list(issue_order(template, 0, 2))
+
+
+def test_sent_tensors_are_kept_until_a_fixed_number_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from megatron_mux.pipeline import communicate
+    from tests.unit.pipeline.nccl import Group, installed
+
+    world = World(2, "many")
+    most = 0
+
+    def host(rank: int) -> None:
+        nonlocal most
+        parallel: Any = SimpleNamespace(
+            pp_rank=rank, pp_size=2, pp_group=Group((0, 1)), device=torch.device("cuda"), heartbeat=None
+        )
+        communicator = communicate.Communicator(parallel)
+        for _ in range(100):
+            if rank == 0:
+                communicator.send(torch.empty(3, device="meta"), backward=False)
+                most = max(most, len(communicator._pending[False]))
+            else:
+                communicator.receive((3,), torch.float32, backward=False).wait()
+        communicator.finish()
+        assert not any(communicator._pending.values())
+
+    installed(world, monkeypatch)
+    world.run(host)
+    assert most == sends_kept(2)
