@@ -16,7 +16,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _ATTENTION = r".*(scaled_dot_product|flash_attention|efficient_attention|flash_fwd|flash_bwd|fmha|varlen).*"
-_PRODUCTS = r"aten::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|mkldnn_linear|linear_backward)|.*(gemm|nvjet|cutlass).*"
+_PRODUCTS = (
+    r"aten::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|mkldnn_linear|linear_backward)|.*(gemm|nvjet|cutlass).*"
+)
 _OPTIMIZER = r"aten::_(fused|foreach)_.*|.*multi_tensor_apply.*"
 _COPIES = r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather)|.*(copy_kernel|CatArray|memcpy|memset).*"
 _REDUCTIONS = r"aten::(.*norm.*|.*softmax.*|sum|mean|amax|max|argmax|cumsum|.*nll_loss.*)|.*reduce_kernel.*"

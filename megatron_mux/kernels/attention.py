@@ -1,8 +1,8 @@
 """Causal attention over packed segments: no segment ever sees another, not even multiplied by zero.
 
-One function, `segment_attention`. By device and dtype it runs scaled-dot-product attention run by run of equal segments
-(fp32, fp64), one variable-length kernel for all of them (bf16 and fp16 on CUDA), or batched products of segments of
-about equal length (the same on a CPU, where segments are short and have neither a prefix nor a past).
+One function, `segment_attention`. It runs one variable-length kernel for all segments (bf16 and fp16 on CUDA), batched
+products of segments of about equal length (on a CPU, if they are short and have neither a prefix nor a past), else
+scaled-dot-product attention run by run of equal segments.
 Shapes: T tokens, p tokens of earlier chunks, h query heads, g key-value heads, D head size, P prefix length.
 """
 
@@ -109,10 +109,10 @@ def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _are_short(query: Tensor, segments: Sequence[Segment], prefix: Prefix) -> bool:
-    """Whether `short_attention` serves these segments, in the dtypes in which it is faster."""
-    if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return all(s.length <= LONGEST and not s.past and s.task not in prefix for s in segments)
+    """Whether `short_attention` serves these segments."""
+    return query.device.type == "cpu" and all(
+        s.length <= LONGEST and not s.past and s.task not in prefix for s in segments
+    )
 
 
 def _with_padding(out: Tensor, rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Causal attention over short segments on a CPU, as a few batched products of all segments of about one length.
 
-torch's own kernel takes a call for each length, and in bf16 its backward is several times slower than these products.
+torch's own kernel takes a call for each length and is slower: in bf16 its backward takes several times as long.
 Segments are grouped by their length rounded up, and each is padded with a row of its own: no segment meets another, and
 the shapes of its products depend on its own length only. The weights of all pairs of tokens are kept for the backward,
 which is why only short segments come here.
@@ -10,7 +10,7 @@ length, M the sum of n L over classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,9 @@ from torch import Tensor
 
 LONGEST = 512
 """Tokens of the longest segment that is computed here. Beyond it a layer would keep more weights than activations."""
+
+BLOCK = 64
+"""Queries in a block. Smaller blocks multiply fewer pairs in vain, but their products get too thin."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,13 @@ def _classes(lengths: tuple[int, ...], groups: int) -> _Classes:
 
 
 @lru_cache(maxsize=64)
-def _bias(length: int, repeats: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """`[L r, L]`: zero where a token may see another, else minus infinity."""
-    hidden = torch.ones(length, length, dtype=torch.bool).triu_(1)
+def _bias(first: int, stop: int, repeats: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`[(stop - first) r, stop]`: zero where the tokens from `first` to `stop` may see another, else minus infinity."""
+    at, of = torch.arange(first, stop).unsqueeze(1), torch.arange(stop)
+    hidden = of > at
     if window is not None:
-        hidden |= torch.ones(length, length, dtype=torch.bool).tril_(-window)
-    bias = torch.zeros(length, length, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        hidden |= of <= at - window
+    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return bias.repeat_interleave(repeats, dim=0)
 
 
@@ -98,51 +102,52 @@ class _ShortAttention(torch.autograd.Function):
         q = query.reshape(tokens * groups, repeats * size).index_select(0, classes.gather)
         k, v = (x.reshape(tokens * groups, size).index_select(0, classes.gather) for x in (key, value))
         out, weights = torch.empty_like(q), []
-        for rows, n, length in _parts(classes, groups):
-            qs, ks, vs, into = _batched((q, k, v, out), rows, n, length, size)
-            bias = _bias(length, repeats, window, query.dtype)
-            scores = torch.baddbmm(bias, qs, ks.transpose(1, 2), alpha=scale)
-            weights.append(torch.softmax(scores, dim=-1))
-            torch.bmm(weights[-1], vs, out=into)
+        for qs, ks, vs, outs in _by_class((q, k, v, out), classes, groups, size):
+            for first, stop in _blocks(ks.shape[1]):
+                rows = slice(first * repeats, stop * repeats)
+                bias = _bias(first, stop, repeats, window, query.dtype)
+                scores = torch.baddbmm(bias, qs[:, rows], ks[:, :stop].transpose(1, 2), alpha=scale)
+                weights.append(torch.softmax(scores, dim=-1))
+                torch.bmm(weights[-1], vs[:, :stop], out=outs[:, rows])
         ctx.save_for_backward(q, k, v, *weights)
         ctx.classes, ctx.scale, ctx.groups = classes, scale, groups
         return out.index_select(0, classes.scatter).view(query.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, *weights), classes, groups = ctx.saved_tensors, ctx.classes, ctx.groups
+        (q, k, v, *kept), classes, groups = ctx.saved_tensors, ctx.classes, ctx.groups
         size, tokens = k.shape[1], gradient.shape[0]
+        repeats, weights = q.shape[1] // size, iter(kept)
         d_out = gradient.reshape(tokens * groups, q.shape[1]).index_select(0, classes.gather)
         d_out.index_fill_(0, classes.padding, 0.0)
-        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for (rows, n, length), weight in zip(_parts(classes, groups), weights, strict=True):
-            qs, ks, vs, d_o = _batched((q, k, v, d_out), rows, n, length, size)
-            d_qs, d_ks, d_vs = _batched((d_q, d_k, d_v), rows, n, length, size)
-            torch.bmm(weight.transpose(1, 2), d_o, out=d_vs)
-            d_scores = torch._softmax_backward_data(
-                torch.bmm(d_o, vs.transpose(1, 2)), weight, -1, weight.dtype
-            )
-            torch.bmm(d_scores, ks, out=d_qs)
-            torch.bmm(d_scores.transpose(1, 2), qs, out=d_ks)
+        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        tensors = (q, k, v, d_out, d_q, d_k, d_v)
+        for qs, ks, vs, d_outs, d_qs, d_ks, d_vs in _by_class(tensors, classes, groups, size):
+            for first, stop in _blocks(ks.shape[1]):
+                rows, weight = slice(first * repeats, stop * repeats), next(weights)
+                d_vs[:, :stop].baddbmm_(weight.transpose(1, 2), d_outs[:, rows])
+                d_weight = torch.bmm(d_outs[:, rows], vs[:, :stop].transpose(1, 2))
+                d_scores = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
+                torch.bmm(d_scores, ks[:, :stop], out=d_qs[:, rows])
+                d_ks[:, :stop].baddbmm_(d_scores.transpose(1, 2), qs[:, rows])
         d_query, d_key, d_value = (x.index_select(0, classes.scatter) for x in (d_q, d_k, d_v))
         d_query.mul_(ctx.scale), d_key.mul_(ctx.scale)
         shape = (tokens, groups, size)
         return d_query.view(gradient.shape), d_key.view(shape), d_value.view(shape), None, None, None
 
 
-def _parts(classes: _Classes, groups: int) -> list[tuple[slice, int, int]]:
-    """Of each class its padded rows, the number of its products in a batch, and L."""
-    found, at = [], 0
+def _by_class(tensors: Sequence[Tensor], classes: _Classes, groups: int, size: int) -> Iterator[list[Tensor]]:
+    """Views of padded rows for the products of each class: `[n g, L r, D]`, of keys and values `[n g, L, D]`."""
+    at = 0
     for n, length in classes.sizes:
-        stop = at + n * groups * length
-        found.append((slice(at, stop), n * groups, length))
-        at = stop
-    return found
+        rows = slice(at, at + n * groups * length)
+        yield [x[rows].view(n * groups, length * (x.shape[1] // size), size) for x in tensors]
+        at = rows.stop
 
 
-def _batched(tensors: Sequence[Tensor], rows: slice, n: int, length: int, size: int) -> list[Tensor]:
-    """Views `[n g, L r, D]` (`[n g, L, D]` of keys and values) of padded rows."""
-    return [x[rows].view(n, length * (x.shape[1] // size), size) for x in tensors]
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """Blocks of queries, each of which multiplies with no keys beyond its own last one."""
+    return [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
 
 
 def short_attention(
