@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
 from megatron_mux.engine import LossHealth, Snapshot
 from megatron_mux.errors import UserError
-from megatron_mux.files import sync_directory, write, write_atomically
+from megatron_mux.files import Pace, sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
 
 TRAINING_STATE = "training_state.safetensors"
@@ -100,15 +101,27 @@ class TaskToSave:
         entry: Its line in the manifest; `checkpoint` is filled in by `save`.
         snapshot: Its state, or None to go on naming the checkpoint that `entry` names.
         config: Content of `adapter_config.json`.
+        copied: Whether its state has been copied and its snapshot will follow.
     """
 
     entry: SavedTask
     snapshot: Snapshot | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    copied: bool = False
+
+
+def checkpoint_of(name: str, step: int) -> str:
+    """The directory of a task's checkpoint, relative to the run's."""
+    return f"{name}/checkpoint-{step}"
 
 
 def save(
-    directory: Path, states: Sequence[TaskToSave], plan: Plan, backbone: str, keep: int | None = None
+    directory: Path,
+    states: Sequence[TaskToSave],
+    plan: Plan,
+    backbone: str,
+    keep: int | None = None,
+    pace: Pace | None = None,
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -118,6 +131,7 @@ def save(
         plan: The plan in force.
         backbone: Fingerprint of the backbone.
         keep: Manifests to keep with the checkpoints they name; None keeps all.
+        pace: How fast to write.
 
     Returns:
         The manifest.
@@ -129,7 +143,7 @@ def save(
         previous, _ = _newest(directory)
         for state in states:
             if state.snapshot is not None:
-                state.entry.checkpoint = _write_checkpoint(directory, state, previous)
+                state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
         number = 1 + max((m for m, _ in _manifests(directory)), default=0)
         manifest = Manifest(number, backbone, [state.entry for state in states], plan.to_json())
         text = json.dumps(asdict(manifest), indent=1)
@@ -145,12 +159,12 @@ def save(
     return manifest
 
 
-def _write_checkpoint(directory: Path, state: TaskToSave, previous: Manifest | None) -> str:
-    from safetensors.torch import save_file
-
+def _write_checkpoint(
+    directory: Path, state: TaskToSave, previous: Manifest | None, pace: Pace | None
+) -> str:
     entry, snapshot = state.entry, state.snapshot
     assert snapshot is not None
-    relative = f"{entry.name}/checkpoint-{entry.step}"
+    relative = checkpoint_of(entry.name, entry.step)
     named_before = {t.checkpoint for t in previous.tasks} if previous is not None else set()
     final = directory / relative
     if relative in named_before and final.is_dir():
@@ -160,12 +174,12 @@ def _write_checkpoint(directory: Path, state: TaskToSave, previous: Manifest | N
     partial.mkdir(parents=True)
     try:
         write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
-        _save_tensors(save_file, snapshot.adapter, partial / ADAPTER_WEIGHTS)
+        _write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, {}, pace)
         training = {
             f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()
         }
         training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
-        _save_tensors(save_file, training, partial / TRAINING_STATE, {"step": str(snapshot.step)})
+        _write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
         # Left by a run that was killed between renaming and writing its manifest.
         shutil.rmtree(final, ignore_errors=True)
@@ -177,21 +191,37 @@ def _write_checkpoint(directory: Path, state: TaskToSave, previous: Manifest | N
     return relative
 
 
-def _save_tensors(
-    save_file: Any, tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+def _write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pace: Pace | None
 ) -> None:
-    from safetensors import SafetensorError
+    """Write a safetensors file piece by piece.
 
-    try:
-        save_file(
-            {k: t.contiguous() for k, t in tensors.items()},
-            path,
-            metadata={"format": "pt", **(metadata or {})},
-        )
-    except SafetensorError as error:  # it wraps what the operating system said
-        raise OSError(None, str(error), str(path)) from error
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    `safetensors` itself copies everything first and writes it in one call, during which no other thread may run.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    pieces, end = [], 0
+    # The widest values first, as in the library: so each is aligned.
+    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        start, end = end, end + tensor.nbytes
+        header[key] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        pieces.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    write(path, len(text).to_bytes(8, "little"), text, *pieces, pace=pace)
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+"""Names in the format of safetensors of what adapters and optimizers keep."""
 
 
 def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda text: None) -> Manifest | None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
+
+_AT_ONCE = 1 << 20
+"""Bytes that are written by one call."""
 
 
 def cache_directory(kind: str) -> Path:
@@ -53,11 +58,38 @@ def write_atomically(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
+class Pace:
+    """Limits how fast files are written, so that others get the disk and the processor meanwhile.
+
+    Args:
+        rate: Bytes a second; None: no limit.
+    """
+
+    def __init__(self, rate: int | None = None) -> None:
+        self.rate = rate
+        self._hurry = threading.Event()
+
+    def hurry(self) -> None:
+        """Lift the limit: somebody waits."""
+        self._hurry.set()
+
+    def keep(self, size: int, seconds: float) -> None:
+        """Wait until `size` bytes, which took so many seconds to write, may be followed by more."""
+        if self.rate is not None:
+            self._hurry.wait(max(0.0, size / self.rate - seconds))
+
+
+def write(path: Path, *content: bytes | memoryview, pace: Pace | None = None) -> None:
+    """Write pieces one after the other to a file and flush it to disk."""
+    with open(path, "wb", buffering=0) as file:
+        for piece in content:
+            for start in range(0, len(piece), _AT_ONCE):
+                began = time.perf_counter()
+                part = memoryview(piece)[start : start + _AT_ONCE]
+                while part:
+                    part = part[file.write(part) :]
+                if pace is not None:
+                    pace.keep(min(_AT_ONCE, len(piece) - start), time.perf_counter() - began)
         os.fsync(file.fileno())
 
 

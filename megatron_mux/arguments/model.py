@@ -178,6 +178,12 @@ class MuxArguments:
     mux_keep_checkpoints: int | None = _flag(
         "mux", "saves to keep, with each task's last good checkpoint (default: all)", **_COUNT
     )
+    mux_save_rate: int | None = _flag(
+        "mux",
+        "write saves at no more than SIZE a second while steps run (default: no limit)",
+        type=size,
+        metavar="SIZE",
+    )
     mux_rolling: bool = _flag(
         "mux",
         "let a task's next step begin while other tasks drain, without a flush of the pipeline (default)",

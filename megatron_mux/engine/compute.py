@@ -36,9 +36,17 @@ class TrainingCompute:
         stages: This rank's.
         batches: For each unit, a batch for each hybrid task in it: computed one after the other.
         finalizer: Of the buckets' steps.
+        copied: On a GPU, what optimizers have to await before they step: their state is being copied.
     """
 
-    def __init__(self, stages: Stages, batches: StepBatches, finalizer: BucketFinalizer) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        batches: StepBatches,
+        finalizer: BucketFinalizer,
+        copied: torch.cuda.Event | None = None,
+    ) -> None:
+        self.copied = copied
         self.stages = stages
         self.batches = batches
         self.finalizer = finalizer
@@ -141,6 +149,8 @@ class TrainingCompute:
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
         """Let the bucket's tasks step."""
+        if self.copied is not None:
+            self.copied.wait()  # on the device, where it has happened long since
         return self.finalizer.update(action.bucket, whole)
 
     def label(self, action: Action) -> str:

@@ -20,7 +20,7 @@ from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.evaluate import EvalResult, Evaluator
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
-from megatron_mux.engine.snapshot import Snapshot, take
+from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
 from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
@@ -258,10 +258,24 @@ class Engine:
         evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
         return evaluator.evaluate(task.task.evaluation)
 
+    def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
+        """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.
+
+        On a GPU nobody waits: optimizers do not step before the copies are made.
+        """
+        if self.parallel.dp_rank != 0:  # the first pipeline has all of it
+            return {}
+        tasks = {name: self._tasks[name] for name in names}
+        copies = copy_states(
+            {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}, memory
+        )
+        self._runner.copied = memory.copied
+        return copies
+
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
-        task = self._tasks[name]
-        return take(task.adapter, task.optimizer, task.step, self.parallel)
+        state = self.copy_states([name], HostMemory(self.parallel.device)).get(name)
+        return None if state is None else state.gather(self.parallel, self.parallel.model_group)
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:
         """A task's adapter as full tensors by key on rank 0, None elsewhere. Every rank calls it."""

@@ -1,11 +1,12 @@
-"""The whole state of one task, gathered from the ranks that hold its parts."""
+"""The whole state of one task: copied to host memory on each rank, gathered from the ranks that hold its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.runtime import Parallel
+from megatron_mux.runtime import Parallel, pinned
 
 
 @dataclass
@@ -34,65 +35,147 @@ class Snapshot:
 
 
 Array = npt.NDArray[Any]
-_Piece = tuple[str, tuple[int, ...], int | None, Array | None, str, Array]
-"""Key, full shape, the dimension that is divided, this piece's indices in it; name and values."""
+_Place = tuple[str, tuple[int, ...], int | None, Array | None, str]
+"""Key, full shape, the dimension that is divided, this piece's indices in it; name of the values."""
+
+_ALIGNMENT = 16
 
 
-def take(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int, parallel: Parallel) -> Snapshot | None:
-    """A task's whole state on rank 0, None elsewhere. Every rank calls it.
+class HostMemory:
+    """Host memory to which tensors are copied while the device goes on; each copy replaces the last.
+
+    On a GPU it is pinned, and copies run on a stream of their own.
 
     Args:
-        adapter: This rank's part of the adapter.
-        optimizer: Steps it.
-        step: Optimizer steps done.
-        parallel: Where this rank stands.
+        device: Where the tensors are.
+
+    Attributes:
+        copied: Once this has happened the tensors may change; None: they may at once.
     """
-    if parallel.dp_rank != 0:  # the first replica has all of it
-        return None
-    moments, extra = optimizer.state(), adapter.state()
-    pieces: list[_Piece] = []
-    for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
-        if p.owner:
-            named = {"value": p.value, **moments.get(p.key, {})}
-            named |= {"extra": extra[p.key]} if p.key in extra else {}
-            index = None if p.index is None else p.index.cpu().numpy()
-            pieces += [(p.key, p.full_shape, p.dim, index, name, _array(named[name])) for name in named]
-    gathered: list[list[_Piece]] = [pieces]
-    if parallel.tp_size * parallel.pp_size > 1:
-        size = parallel.tp_size * parallel.pp_size
-        received: list[Any] | None = [None] * size if parallel.rank == 0 else None
-        # As arrays: tensors, as objects, take many times as long to send.
-        dist.gather_object(pieces, received, dst=0, group=parallel.model_group)
-        if received is None:
-            return None
-        gathered = received
-    full = _assembled(piece for part in gathered for piece in part)
-    return Snapshot(
-        step=step,
-        adapter={key: named["value"] for key, named in full.items()},
-        moments={
-            key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
-            for key, named in full.items()
-            if "exp_avg" in named
-        },
-        extra={key: named["extra"] for key, named in full.items() if "extra" in named},
-    )
+
+    def __init__(self, device: torch.device) -> None:
+        self.copied: torch.cuda.Event | None = None
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of tensors, valid until the next call, and once `wait` has returned."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        size = sum(sizes)
+        if self._memory.numel() < size:
+            memory = pinned(size, self._device)
+            if memory is not None:
+                self._stream = self._stream or torch.cuda.Stream(self._device)
+            self._memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
+        pieces = self._memory[:size].split(sizes)
+        places = [
+            piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for piece, tensor in zip(pieces, tensors, strict=True)
+        ]
+        if self._stream is None:
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor)
+            return places
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return places
+
+    def wait(self) -> None:
+        """Wait until the copies are there."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
-def _assembled(pieces: Iterable[_Piece]) -> dict[str, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class LocalState:
+    """What this rank holds of a task's state, copied to host memory.
+
+    Attributes:
+        step: Optimizer steps done.
+        places: Where each copy belongs.
+        copies: The copies, which may still be on their way.
+        memory: Holds them.
+    """
+
+    step: int
+    places: Sequence[_Place]
+    copies: Sequence[Tensor]
+    memory: HostMemory
+
+    def gather(self, parallel: Parallel, group: dist.ProcessGroup | None) -> Snapshot | None:
+        """The task's whole state on rank 0, None elsewhere. Every rank of the first pipeline calls it.
+
+        Args:
+            parallel: Where this rank stands.
+            group: Those ranks, for objects in host memory.
+        """
+        self.memory.wait()
+        pieces = [(*place, copy.numpy()) for place, copy in zip(self.places, self.copies, strict=True)]
+        gathered = [pieces]
+        if parallel.tp_size * parallel.pp_size > 1:
+            size = parallel.tp_size * parallel.pp_size
+            received: list[Any] | None = [None] * size if parallel.rank == 0 else None
+            # As arrays: tensors, as objects, take many times as long to send.
+            dist.gather_object(pieces, received, dst=0, group=group)
+            if received is None:
+                return None
+            gathered = received
+        full = _assembled(piece for part in gathered for piece in part)
+        return Snapshot(
+            step=self.step,
+            adapter={key: named["value"] for key, named in full.items()},
+            moments={
+                key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
+                for key, named in full.items()
+                if "exp_avg" in named
+            },
+            extra={key: named["extra"] for key, named in full.items() if "extra" in named},
+        )
+
+
+def copy_states(
+    tasks: Mapping[str, tuple[TaskAdapter, TaskOptimizer, int]], memory: HostMemory
+) -> dict[str, LocalState]:
+    """Copy what this rank holds of tasks' states to host memory, without waiting for a GPU.
+
+    Args:
+        tasks: The adapter, the optimizer, and the optimizer steps done of each task.
+        memory: Where the copies go.
+    """
+    places: dict[str, list[_Place]] = {name: [] for name in tasks}
+    tensors: list[Tensor] = []
+    for name, (adapter, optimizer, _) in tasks.items():
+        moments, extra = optimizer.state(), adapter.state()
+        for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
+            if p.owner:
+                named = {"value": p.value, **moments.get(p.key, {})}
+                named |= {"extra": extra[p.key]} if p.key in extra else {}
+                index = None if p.index is None else p.index.cpu().numpy()
+                places[name] += [(p.key, p.full_shape, p.dim, index, kind) for kind in named]
+                tensors += [tensor.detach() for tensor in named.values()]
+    copies = iter(memory.copy(tensors))
+    return {
+        name: LocalState(step, places[name], [next(copies) for _ in places[name]], memory)
+        for name, (_, _, step) in tasks.items()
+    }
+
+
+def _assembled(pieces: Iterable[Any]) -> dict[str, dict[str, Tensor]]:
     """Full CPU tensors by key and name."""
     full: dict[str, dict[str, Tensor]] = {}
     for key, shape, dim, index, name, array in pieces:
         names, tensor = full.setdefault(key, {}), torch.from_numpy(array)
-        if dim is None or index is None:
-            names[name] = tensor.clone()
+        is_whole = index is None or (array.shape == shape and np.array_equal(index, np.arange(len(index))))
+        if dim is None or is_whole:
+            names[name] = tensor
             continue
         if name not in names:
             names[name] = torch.zeros(shape, dtype=tensor.dtype)
         names[name].index_copy_(dim, torch.from_numpy(index), tensor)
     return full
-
-
-def _array(tensor: Tensor) -> Array:
-    array: Array = tensor.detach().cpu().numpy()
-    return array

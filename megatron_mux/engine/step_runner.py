@@ -40,6 +40,7 @@ class StepRunner:
     Attributes:
         last_plan: The plan of the last steps.
         read_ahead: Prepares the steps.
+        copied: Optimizers step after this, since their state is being copied; None: at once.
         buffer: `[n]` uint8 in which gradients are summed over ranks.
     """
 
@@ -49,6 +50,7 @@ class StepRunner:
     communicator: Communicator
     trials: Trials | None
     last_plan: Plan | None = None
+    copied: torch.cuda.Event | None = None
     buffer: Tensor = field(init=False)
     read_ahead: ReadAhead = field(init=False)
     _staging: Staging = field(init=False)
@@ -107,7 +109,7 @@ class StepRunner:
 
         def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
             finalizer = BucketFinalizer(tasks, plan.buckets, tokens, self.parallel, failed, self.buffer)
-            return TrainingCompute(self.stages, batches, finalizer)
+            return TrainingCompute(self.stages, batches, finalizer, self.copied)
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]

@@ -6,18 +6,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, StepResult
-from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_rank
-from megatron_mux.errors import SharedError, UserError
+from megatron_mux.engine.agreement import everyones, raise_on_every_rank
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.joining import WatchedDirectory
+from megatron_mux.training.saving import Saver
 from megatron_mux.training.step_loop import StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -47,6 +47,7 @@ class Loop:
     stopping: bool = False
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
+    _saver: Saver | None = None
     _plan: Plan | None = None
     _timed_plan: Plan | None = None
     _tokenising: bool = False
@@ -56,6 +57,15 @@ class Loop:
         self.registry = TaskRegistry(
             self.engine, self.parallel, self.reporter, info, files, self._evaluate, self._save, continued
         )
+        if self.arguments.save is not None:
+            fingerprint, arguments = self.engine.backbone.info.fingerprint, self.arguments
+            self._saver = Saver(
+                self.arguments.save,
+                fingerprint,
+                arguments.mux_keep_checkpoints,
+                arguments.mux_save_rate,
+                self.parallel,
+            )
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
@@ -105,12 +115,21 @@ class Loop:
             self._save()
             self._draw()
             directory = self.arguments.save
+        if self._saver is not None:
+            self._saver.wait()
         if stopped:
             advice = "nothing is saved without --save"
             if directory is not None:
                 advice = f"every task is saved: continue with --load {directory} --save {directory}"
             self.reporter.stopped(advice)
         raise_on_every_rank(self.reporter.problem, self.parallel)
+
+    def close(self) -> None:
+        """End what runs in the background; a save that is being written is finished."""
+        self.registry.close()
+        if self._saver is not None:
+            self._saver.close()
+        self.engine.close()
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then evaluate and save what is due."""
@@ -193,11 +212,14 @@ class Loop:
             self.reporter.evaluation(name, self.engine.progress(name)[0], result)
 
     def _save(self, leaving: Sequence[str] = ()) -> None:
-        """One manifest for all tasks, so that a resume continues them from the same moment."""
-        directory = self.arguments.save
-        if directory is None:
+        """One manifest for all tasks, so that a resume continues them from the same moment.
+
+        Their states are copied; writing them goes on while steps run.
+        """
+        saver = self._saver
+        if saver is None:
             return
-        self.parallel.heartbeat.at("saving")
+        saver.wait()
         states: list[TaskToSave] = []
         for name, entry in self.registry.entries.items():
             state = TaskToSave(entry)
@@ -207,31 +229,16 @@ class Loop:
                 if status == "failed" and not entry.health.good and entry.good:
                     entry.fall_back()  # the updates since then made its loss diverge
                 elif not (entry.checkpoint and entry.step == step):
-                    state.snapshot = self.engine.snapshot(name)
+                    state.copied, entry.step = True, step
                     state.config = self.engine.adapter_config(name)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
-                    entry.step = step
             states.append(state)
-        problem: str | None = None
+        copies = self.engine.copy_states([state.entry.name for state in states if state.copied], saver.memory)
+        plan = None
         if self.parallel.rank == 0:
-            try:
-                # The plan a resume starts with; once no task is left, the last one.
-                plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
-                checkpoint.save(
-                    directory,
-                    states,
-                    plan,
-                    self.engine.backbone.info.fingerprint,
-                    self.arguments.mux_keep_checkpoints,
-                )
-            except UserError as error:
-                problem = str(error)
-        written = [state.entry.checkpoint for state in states]
-        problem, written = from_first((problem, written), self.parallel)
-        for state, path in zip(states, written, strict=True):
-            state.entry.checkpoint = path
-        if problem is not None:
-            raise SharedError(problem)
+            # The plan a resume starts with; once no task is left, the last one.
+            plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
+        saver.begin(states, copies, plan)
 
     def _draw(self) -> None:
         """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
@@ -249,7 +256,8 @@ class Loop:
 
         A signal does not reach all ranks between the same two steps.
         """
-        raise_on_every_rank(self.reporter.problem, self.parallel)
+        problem = self.reporter.problem or (self._saver.problem if self._saver is not None else "")
+        raise_on_every_rank(problem, self.parallel)
         # Every rank runs equally many steps, as long as they take on the slowest rank.
         own = [float(self.stopping), float(self.registry.tokenising), self._step_loop.seconds]
         stopping, tokenising, self._step_loop.seconds = self.parallel.most(own)

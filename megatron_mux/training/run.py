@@ -75,9 +75,10 @@ def run(arguments: MuxArguments) -> None:
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
             engine = Engine(_load_backbone(arguments, parallel, planning, reporter), parallel, planning)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
-            loop.registry.register(tasks)
-            with _stop_on_signals(loop), closing(engine), closing(loop.registry):
-                loop.run()
+            with closing(loop):
+                loop.registry.register(tasks)
+                with _stop_on_signals(loop):
+                    loop.run()
         reporter.close()
     finally:
         reporter.release()

@@ -83,6 +83,7 @@ def test_defaults() -> None:
         mux_data_cache=None,
         mux_micro_batches=None,
         mux_keep_checkpoints=None,
+        mux_save_rate=None,
         mux_rolling=True,
         mux_no_progress=False,
         shape={},

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,15 +51,15 @@ def test_a_save_is_loaded_as_it_was(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
     real = files.write
-    for failing in range(3):
+    for failing in range(5):  # config, adapter, training state, manifest, plan
         calls = 0
 
-        def full(path: Path, content: bytes, failing: int = failing) -> None:
+        def full(path: Path, *content: bytes, failing: int = failing, **options: Any) -> None:
             nonlocal calls
             calls += 1
             if calls > failing:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
-            real(path, content)
+            real(path, *content, **options)
 
         for module in (checkpoint, files):
             monkeypatch.setattr(module, "write", full)

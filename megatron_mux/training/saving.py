@@ -1,0 +1,116 @@
+"""Saves in the background: states are copied to host memory, then gathered and written by a thread while steps run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_mux import checkpoint
+from megatron_mux.checkpoint import TaskToSave
+from megatron_mux.engine.agreement import from_first, raise_on_every_rank
+from megatron_mux.engine.snapshot import HostMemory, LocalState
+from megatron_mux.errors import UserError
+from megatron_mux.files import Pace
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.runtime import Parallel
+
+
+@dataclass(eq=False)
+class Saver:
+    """Writes the saves of a run, one at a time. Every rank makes one.
+
+    Args:
+        directory: The run's directory.
+        backbone: Fingerprint of the backbone.
+        keep: See `checkpoint.save`.
+        rate: Bytes to write a second while steps run; None: no limit.
+        parallel: Where this rank stands.
+
+    Attributes:
+        memory: Holds what is being written.
+    """
+
+    directory: Path
+    backbone: str
+    keep: int | None
+    rate: int | None
+    parallel: Parallel
+    memory: HostMemory = field(init=False)
+    _group: dist.ProcessGroup | None = None
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
+    _running: Future[None] | None = None
+    _pace: Pace = field(default_factory=Pace)
+
+    def __post_init__(self) -> None:
+        self.memory = HostMemory(self.parallel.device)
+        if self.parallel.tp_size * self.parallel.pp_size > 1:
+            # A group of its own: its exchanges run beside those of the steps.
+            ranks = from_first(dist.get_process_group_ranks(self.parallel.model_group), self.parallel)
+            self._group = dist.new_group(ranks, backend="gloo")
+
+    def begin(
+        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None
+    ) -> None:
+        """Write a save while this returns. Every rank calls it, after `wait`.
+
+        Args:
+            states: Every task of the run, in the same order on every rank. The entries of those that are copied are
+                made to name their new checkpoints.
+            copies: The tasks whose state is to be written.
+            plan: The plan in force; only the first rank needs it.
+        """
+        for state in states:
+            if state.copied:
+                state.entry.checkpoint = checkpoint.checkpoint_of(state.entry.name, state.entry.step)
+        own = [copy.deepcopy(state) for state in states]
+        self._pace = Pace(self.rate)
+        self._running = self._thread.submit(self._write, own, dict(copies), plan, self._pace)
+
+    def _write(
+        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None, pace: Pace
+    ) -> None:
+        for state in states:
+            if state.entry.name in copies:
+                state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
+        if self.parallel.rank == 0:
+            assert plan is not None
+            checkpoint.save(self.directory, states, plan, self.backbone, self.keep, pace)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is being written on this rank."""
+        return self._running is None or self._running.done()
+
+    @property
+    def problem(self) -> str:
+        """Why the last save could not be written, as far as this rank knows by now; else empty."""
+        return self._problem() if self.is_done else ""
+
+    def wait(self) -> None:
+        """Wait until the last save is written, at full speed. Every rank calls it.
+
+        Raises:
+            SharedError: It could not be written.
+        """
+        self.parallel.heartbeat.at("saving")
+        raise_on_every_rank(self._problem(), self.parallel)
+        self._running = None
+
+    def _problem(self) -> str:
+        self._pace.hurry()
+        try:
+            if self._running is not None:
+                self._running.result()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Let the save that is being written be finished, and end the thread."""
+        self._pace.hurry()
+        self._thread.shutdown()
