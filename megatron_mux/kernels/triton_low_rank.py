@@ -23,7 +23,7 @@ from megatron_mux.kernels.terms import TermTable
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
-DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 4}
+DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 4}
 """Blocks of `down`: half a tile, so that few rows still occupy many multiprocessors."""
 LATENT_GRADIENT: dict[str, int] = {**DOWN, "num_stages": 8}
 """Blocks of `latent_gradient`: column lists come first, so that as many loads are under way from twice the stages."""
@@ -130,12 +130,12 @@ def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Te
 def _options(table: TermTable, values: Tensor) -> dict[str, Any]:
     """Constants that all kernels take."""
     assert values.stride(1) == 1
-    tf32 = values.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    exact = values.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     factors = table.factor_dtype
     return {
         "FACTORS": None if factors is None else _TYPES[factors],
         "ALIGNED": table.aligned,
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": "ieee" if exact else "tf32",
     }
 
 

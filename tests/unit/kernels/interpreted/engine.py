@@ -1,0 +1,51 @@
+"""An engine whose low-rank terms are computed by Triton kernels. Run by `test_triton_interpreted.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux.adapters import base_op
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.kernels.triton_low_rank import TritonKernels
+from megatron_mux.runtime import initialize
+from tests import tiny_models
+from tests.end_to_end.families import lora, vera
+from tests.end_to_end.harness import Case, assert_close, random_records, train
+from tests.reference import solo
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "everywhere": lora("all-linear", r=3, lora_dropout=0.1),
+    "vera": vera(["k_proj", "up_proj"], save_projection=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+def test_engine_trains_as_with_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str]
+) -> None:
+    path = tiny_models.make(tmp_path, "llama")
+    parallel = initialize(device="cpu")
+    backbone = Backbone.load(path, parallel, torch.float32)
+    training = {"per_device_train_batch_size": 2, "max_steps": 50, "learning_rate": 1e-2}
+    cases = [
+        Case(
+            name,
+            section,
+            {**training, "seed": i},
+            random_records(4, 96, 4, 24, seed=i),
+            solo.random_adapter(path, section, seed=i, dtype=torch.float32),
+        )
+        for i, (name, section) in enumerate(SECTIONS.items())
+    ]
+    wanted = train(backbone, parallel, cases, 2)
+    monkeypatch.setattr(base_op, "LoopKernels", TritonKernels)
+    found = train(backbone, parallel, cases, 2)
+    for name in SECTIONS:
+        for ours, theirs in zip(found.losses(name), wanted.losses(name), strict=True):
+            assert abs(ours - theirs) <= 1e-6 * abs(theirs)
+        assert_close(found.tensors[name], wanted.tensors[name], 1e-4, name)
+    assert "weight_gradient_kernel" in launches
