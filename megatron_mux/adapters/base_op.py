@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter
 from megatron_mux.base_ops import BaseOpInfo
-from megatron_mux.kernels.loop_low_rank import LoopKernels
 from megatron_mux.kernels.low_rank import low_rank_linear
+from megatron_mux.kernels.low_rank_choice import kernels_for
 from megatron_mux.kernels.terms import Term, TermTable
 from megatron_mux.layout import MicroBatch
 
@@ -141,7 +141,7 @@ class AttachedBaseOp:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
         if self.table.any_of(batch.groups):
-            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, LoopKernels)
+            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, kernels_for(x))
         else:
             y = F.linear(x, weight, bias)
         others = {rows: a for rows, a in present.items() if "product" in a.stages}

@@ -105,6 +105,8 @@ class Kept:
         output: Whether its backward pass needs the BaseOp's output as it was before the adapter.
         replaces_input: Whether it changes the input of a row-parallel BaseOp: other adapters need the changed one.
         rows: What each row of the task keeps.
+        latent: Columns that it needs of the latent tensor of low-rank terms, which all rows of a micro-batch keep, as
+            wide as any of its tasks needs.
         scratch: Values in fp32 that come and go with a backward pass and with an optimizer step, divided over tensor
             ranks.
         multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
@@ -115,5 +117,6 @@ class Kept:
     output: bool = False
     replaces_input: bool = False
     rows: tuple[Row, ...] = ()
+    latent: int = 0
     scratch: float = 0.0
     multiplied: float = 0.0

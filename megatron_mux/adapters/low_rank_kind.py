@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
+from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.dropout import key_of
-from megatron_mux.kernels.terms import LATENT_MULTIPLE, Term
+from megatron_mux.kernels.terms import Term
 from megatron_mux.shape import BackboneShape, Module
 
 LOW_RANK_FIELDS: Mapping[str, PeftField] = {
@@ -88,8 +88,7 @@ class LowRankSpec(AdapterSpec):
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
-        width = -(-self.rank * place.modules // LATENT_MULTIPLE) * LATENT_MULTIPLE
-        return Kept(input=True, rows=(Row("latent tensor", "all", width),))
+        return Kept(input=True, latent=self.rank * place.modules)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients, squared_norms
+from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import StepResult, TaskState
+from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
@@ -36,6 +37,7 @@ class BucketFinalizer:
         parallel: Where this rank stands.
         failed: Buckets that ran out of memory on this rank.
         buffer: `[n]` uint8 to sum gradients in, of at least `gradient_buffer_size` of these tasks.
+        updates: Of each bucket.
 
     Attributes:
         skipped: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out of
@@ -50,6 +52,7 @@ class BucketFinalizer:
         parallel: Parallel,
         failed: FailedBuckets,
         buffer: Tensor,
+        updates: Sequence[BucketUpdate],
     ) -> None:
         self.tasks = tasks
         self.failed = failed
@@ -67,6 +70,9 @@ class BucketFinalizer:
         rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
         self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
         arenas = [task.adapter.arena for task in tasks.values()]
+        self._updates = updates
+        for bucket, update in zip(buckets, updates, strict=True):
+            update.prepare([self._first[name] for name in bucket.tasks], len(tokens))
         self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
 
     def bucket(self, entry: int) -> Bucket:
@@ -97,7 +103,7 @@ class BucketFinalizer:
         flags = torch.full((len(names),), float(entry in self.failed), device=device)
         tasks = [self.tasks[name] for name in names]
         reduce_gradients([task.adapter.arena for task in tasks], self.parallel, flags, self._buffer)
-        squares = squared_norms([task.optimizer for task in tasks], device)
+        squares = self._updates[entry % len(self.buckets)].squared_norms()
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             own = losses[self._rows[entry % len(self.buckets)]]
@@ -139,18 +145,16 @@ class BucketFinalizer:
         stopped = self._stopped[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _FAILED] > 0)
         norms = whole[:, _SQUARE].sqrt()
         self._stopped[rows] = stopped
+        later, index = divmod(entry, len(self.buckets))
+        first = [self._first[name] for name in names]
+        self._updates[index].update(first, later, norms, stopped)
         for i, name in enumerate(names):
-            self._step(name, self._first[name] + entry // len(self.buckets), norms[i], stopped[i])
+            adapter = self.tasks[name].adapter
+            if adapter.spec.acts_after_steps and self._counts:
+                adapter.after_step(self._first[name] + later + 1, stopped[i])
+                adapter.arena.refresh()
         self._tables.append((entry, whole))
         return whole
-
-    def _step(self, name: str, step: int, norm: Tensor, stopped: Tensor) -> None:
-        """Let one task's optimizer take step `step`, unless the task was stopped; the host need not know."""
-        task = self.tasks[name]
-        task.optimizer.clip(norm)
-        task.optimizer.step(step, stopped.float())
-        if task.adapter.spec.acts_after_steps and self._counts:
-            task.adapter.after_step(step + 1, stopped)
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""

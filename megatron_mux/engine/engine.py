@@ -135,6 +135,7 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: There is no memory for it; then it is as it was.
         """
+        self._runner.updates.clear()  # they keep storage of tasks that have left
         arenas = [adapter.arena for adapter in self.adapters.tasks.values()]
         size = gradient_buffer_size(arenas, self.parallel)
         if size != self._runner.buffer.numel():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+Flats = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Values, gradients and, unless the optimizer is SGD, both moments, `[n]` each."""
 
 
 class TaskOptimizer:
@@ -36,20 +41,33 @@ class TaskOptimizer:
         self.parameters = list(adapter.parameters)
         self.spec = spec
         self._factor = _schedule(spec, total_steps)
-        values, gradients = self.arena.values, self.arena.gradients
+        values = self.arena.values
         # Now, not in the first step: the task is refused if they do not fit.
         self.moments = {} if spec.optim == "sgd" else {name: torch.zeros_like(values) for name in _MOMENTS}
-        self._runs: list[tuple[list[Tensor], float]] = []
-        for decay in (True, False):
-            for first, last in self.arena.ranges(decay=decay):
-                flat = (values, gradients, *self.moments.values())
-                self._runs.append(([x[first:last] for x in flat], spec.weight_decay * decay))
         self._count = torch.zeros((), device=values.device)
 
     @property
     def owned(self) -> list[Tensor]:
         """The gradients whose norm this rank counts: every element of the whole adapter is counted on one rank."""
         return [self.arena.gradients[first:last] for first, last in self.arena.ranges(owner=True)]
+
+    def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, bool]]:
+        """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, and
+        whether this rank counts their norm.
+        """
+        arena = self.arena
+        for decay, owner in itertools.product((True, False), repeat=2):
+            for first, last in arena.ranges(decay=decay, owner=owner):
+                average, square = (self.moments[n][first:last] if self.moments else None for n in _MOMENTS)
+                flats = arena.values[first:last], arena.gradients[first:last], average, square
+                copy = None if arena.copies is arena.values else arena.copies[first:last]
+                yield flats, copy, self.spec.weight_decay * decay, owner
+
+    def options(self, step: int) -> tuple[float, float, float, float, float, int]:
+        """Learning rate, betas, epsilon, the norm to clip to (0: any) and steps done, of optimizer step `step`."""
+        spec = self.spec
+        betas = spec.adam_beta1, spec.adam_beta2
+        return self.learning_rate(step), *betas, spec.adam_epsilon, max(0.0, spec.max_grad_norm), step + 1
 
     def learning_rate(self, step: int) -> float:
         """The rate that optimizer step `step` (from 0) uses."""
@@ -72,10 +90,10 @@ class TaskOptimizer:
             skip: Scalar fp32 on the device: unless it is zero, parameters and moments stay as they are.
         """
         rate, spec = self.learning_rate(step), self.spec
-        for (values, gradients, *moments), decay in self._runs:
+        for (values, gradients, average, square), _, decay, _ in self.pieces():
             # torch's fused optimizers look at `found_inf` for what a gradient scaler has found.
             common: dict[str, Any] = {"lr": rate, "weight_decay": decay, "maximize": False, "found_inf": skip}
-            if not moments:
+            if average is None or square is None:
                 sgd(
                     [values],
                     [gradients],
@@ -87,7 +105,6 @@ class TaskOptimizer:
                     **common,
                 )
                 continue
-            average, square = moments
             adamw(
                 [values],
                 [gradients],
@@ -170,16 +187,6 @@ def reduce_gradients(arenas: Sequence[Arena], parallel: Parallel, flags: Tensor,
             _all_reduce([arena.gradients for arena in arenas], part, parallel.dp_group)
     if parallel.dp_size > 1:
         dist.all_reduce(flags, group=parallel.dp_group)
-
-
-def squared_norms(optimizers: Sequence[TaskOptimizer], device: torch.device) -> Tensor:
-    """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: what it owns."""
-    owned = [optimizer.owned for optimizer in optimizers]
-    together = [gradients for own in owned for gradients in own]
-    norms = iter(torch._foreach_norm(together) if together else ())
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    squares = [[next(norms).double().square() for _ in own] for own in owned]
-    return torch.stack([sum(own, start=nothing) for own in squares])
 
 
 def _all_reduce(flats: Sequence[Tensor], buffer: Tensor, group: dist.ProcessGroup | None) -> None:

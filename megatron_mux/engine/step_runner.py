@@ -11,11 +11,13 @@ from torch import Tensor
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
+from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.trial import Trials
+from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
@@ -42,6 +44,7 @@ class StepRunner:
         read_ahead: Prepares the steps.
         copied: Optimizers step after this, since their state is being copied; None: at once.
         buffer: `[n]` uint8 in which gradients are summed over ranks.
+        updates: The updates of the last steps' buckets.
     """
 
     stages: Stages
@@ -53,6 +56,7 @@ class StepRunner:
     copied: torch.cuda.Event | None = None
     buffer: Tensor = field(init=False)
     read_ahead: ReadAhead = field(init=False)
+    updates: dict[tuple[TaskOptimizer, ...], BucketUpdate] = field(default_factory=dict, init=False)
     _staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +112,10 @@ class StepRunner:
         tokens = [step.tokens for step in steps]
 
         def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
-            finalizer = BucketFinalizer(tasks, plan.buckets, tokens, self.parallel, failed, self.buffer)
+            updates = self._updates_of(plan, tasks)
+            finalizer = BucketFinalizer(
+                tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates
+            )
             return TrainingCompute(self.stages, batches, finalizer, self.copied)
 
         if self.trials is not None:
@@ -128,6 +135,12 @@ class StepRunner:
         if skipped := work.finalizer.skipped:
             results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")
         return results
+
+    def _updates_of(self, plan: Plan, tasks: Mapping[str, TaskState]) -> list[BucketUpdate]:
+        """The update of each bucket, made anew for other tasks than in the steps before."""
+        keys = [tuple(tasks[name].optimizer for name in bucket.tasks) for bucket in plan.buckets]
+        self.updates = {key: self.updates.get(key) or update_of(key) for key in keys}
+        return [self.updates[key] for key in keys]
 
     def _make_smaller(
         self,

@@ -23,7 +23,7 @@ class LoopKernels(LowRankKernels):
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `LowRankKernels.down`."""
-        latent = x.new_empty(x.shape[0], table.width)
+        latent = x.new_empty(x.shape[0], table.width(groups))
         for group, (start, stop), stacks in _present(table, groups):
             for stack in stacks:
                 own = _dropped(x[start:stop], stack.term, groups, group)
@@ -45,7 +45,7 @@ class LoopKernels(LowRankKernels):
     @staticmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `LowRankKernels.latent_gradient`."""
-        found = dy.new_empty(dy.shape[0], table.width)
+        found = dy.new_empty(dy.shape[0], table.width(groups))
         for _, (start, stop), stacks in _present(table, groups):
             own, out = dy[start:stop], found[start:stop]
             for term, columns in _terms(stacks):

@@ -112,7 +112,6 @@ class TermTable:
 
     Attributes:
         of_slot: The terms of each slot that has any, with the first of their columns in the latent tensor.
-        width: W, a multiple of 16.
         most_terms: Of one task.
         largest_rank: R of the widest term.
         has_dropout: Whether any term drops entries while training.
@@ -127,8 +126,7 @@ class TermTable:
                 placed.append((term, at))
                 at += term.rank
             self.of_slot[slot] = tuple(placed)
-        ends = [own[-1][1] + own[-1][0].rank for own in self.of_slot.values()]
-        self.width = -(-max(ends, default=0) // LATENT_MULTIPLE) * LATENT_MULTIPLE
+        self._widths: dict[tuple[int, ...], int] = {}
         self.most_terms = max(map(len, self.of_slot.values()), default=0)
         self.largest_rank = max((term.rank for term in terms), default=0)
         self.device = terms[0].down.device if terms else torch.device("cpu")
@@ -139,6 +137,15 @@ class TermTable:
     def any_of(self, groups: RowGroups) -> bool:
         """Whether some task with rows in a micro-batch has terms here."""
         return not groups.slot_set.isdisjoint(self.of_slot)
+
+    def width(self, groups: RowGroups) -> int:
+        """W, a multiple of 16: what the tasks with rows in a micro-batch need."""
+        found = self._widths.get(groups.slots)
+        if found is None:
+            last = [self.of_slot[slot][-1] for slot in groups.slots if slot in self.of_slot]
+            widest = max((latent + term.rank for term, latent in last), default=0)
+            found = self._widths[groups.slots] = -(-widest // LATENT_MULTIPLE) * LATENT_MULTIPLE
+        return found
 
     @cached_property
     def stacks(self) -> dict[int, tuple[Stack, ...]]:

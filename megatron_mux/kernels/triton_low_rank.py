@@ -115,7 +115,7 @@ class TritonKernels(LowRankKernels):
 def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Tensor:
     """A row's values, of x or dy, to its latent columns."""
     blocks = LATENT_GRADIENT if up else DOWN
-    latent = values.new_empty(values.shape[0], table.width)
+    latent = values.new_empty(values.shape[0], table.width(groups))
     rank_blocks = triton.cdiv(table.largest_rank, blocks["RANKS"])
     grid = (table.most_terms * rank_blocks, len(groups.tiles) * (TILE_ROWS // blocks["ROWS"]))
     _launch(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron_mux.adapters.costs import Kept, Row, Where
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+from megatron_mux.kernels.terms import LATENT_MULTIPLE
 from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
@@ -81,6 +82,7 @@ class AdapterTables:
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
+        self._latent = {op: np.zeros(shape) for op in BASE_OPS}
         self._own, self._scratch = np.zeros(shape), np.zeros(shape)
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
@@ -100,6 +102,7 @@ class AdapterTables:
         self._inputs[op][place] = max(self._inputs[op][place], found.input)
         self._outputs[op][place] = max(self._outputs[op][place], found.output)
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
+        self._latent[op][place] = max(self._latent[op][place], _whole(found.latent) * self._layer.size)
         self._own[place] += own
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
@@ -177,6 +180,7 @@ class AdapterTables:
             column = op in COLUMN_PARALLEL
             output = Row("output before adapters", "columns" if column else "rows", out)
             found += (present @ self._outputs[op] > 0) * self._layer.bytes([output])
+            found += _largest(present, self._latent[op])
             if not column:
                 found += self._replaced_inputs(present, op)
         return found
@@ -193,6 +197,11 @@ class AdapterTables:
         """`[B, S]` the most of any layer of a stage."""
         columns = [of_layers[:, own > 0].max(axis=1, initial=0.0) for own in self.of_stage.T]
         return np.stack(columns, axis=1)
+
+
+def _whole(columns: int) -> int:
+    """The width of a latent tensor with so many columns."""
+    return -(-columns // LATENT_MULTIPLE) * LATENT_MULTIPLE
 
 
 def _largest(weights: Array, table: Array) -> Array:

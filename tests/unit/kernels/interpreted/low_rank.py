@@ -255,7 +255,7 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
     terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [1, 2], module="k"), term_of(1, 70, factors=True)]
     table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 67)])
     x, dy = inputs(67)
-    latent = torch.zeros(67, table.width, device=DEVICE)
+    latent = torch.zeros(67, table.width(groups), device=DEVICE)
     calls: dict[str, Callable[[], object]] = {
         "down": lambda: TritonKernels.down(x, table, groups),
         "up_": lambda: TritonKernels.up_(dy, latent, table, groups),

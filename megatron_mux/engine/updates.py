@@ -1,0 +1,139 @@
+"""The optimizer steps of a bucket's tasks together: their gradients' norms, clipping, and the update.
+
+On a GPU they are three launches, whatever the number of tasks; elsewhere torch's fused optimizers step one task after
+the other. A task that skips its step is left out by selection, so its values stay as they are whatever its gradients.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_mux import runtime
+from megatron_mux.engine.optimize import TaskOptimizer
+
+
+class BucketUpdate(ABC):
+    """Steps the optimizers of a bucket's tasks.
+
+    Args:
+        optimizers: Of the tasks, in the bucket's order.
+    """
+
+    def __init__(self, optimizers: Sequence[TaskOptimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    def prepare(self, first: Sequence[int], count: int) -> None:
+        """Bring to the device what the next steps need, before any message is outstanding.
+
+        Args:
+            first: For each task, the optimizer step that comes next, from 0.
+            count: How many steps will come.
+        """
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: what it owns."""
+
+    @abstractmethod
+    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+        """Clip gradients, step, round the values to the compute dtype, and make the gradients zero.
+
+        Args:
+            first: As in `prepare`.
+            later: Which of the steps, from 0.
+            norms: `[tasks]` fp64, over all ranks.
+            stopped: `[tasks]` bool, who skips its step.
+        """
+
+
+class LoopUpdate(BucketUpdate):
+    """One task after the other."""
+
+    def squared_norms(self) -> Tensor:
+        """See `BucketUpdate.squared_norms`."""
+        owned = [optimizer.owned for optimizer in self.optimizers]
+        together = [gradients for own in owned for gradients in own]
+        norms = iter(torch._foreach_norm(together) if together else ())
+        device = self.optimizers[0].arena.values.device
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        squares = [[next(norms).double().square() for _ in own] for own in owned]
+        return torch.stack([sum(own, start=nothing) for own in squares])
+
+    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+        """See `BucketUpdate.update`."""
+        rows = zip(self.optimizers, first, norms, stopped.float(), strict=True)
+        for optimizer, step, norm, skip in rows:
+            optimizer.clip(norm)
+            optimizer.step(step + later, skip)
+
+
+class TritonUpdate(BucketUpdate):
+    """All tasks at once, see `kernels.triton_update`."""
+
+    def __init__(self, optimizers: Sequence[TaskOptimizer]) -> None:
+        from megatron_mux.kernels import triton_update
+
+        super().__init__(optimizers)
+        self._kernels = triton_update
+        pieces = [
+            triton_update.Piece(row, *tensors, copy, decay, counted)
+            for row, optimizer in enumerate(self.optimizers)
+            for tensors, copy, decay, counted in optimizer.pieces()
+        ]
+        self._table = triton_update.UpdateTable(pieces, len(self.optimizers)) if pieces else None
+        self._options: Tensor | None = None
+
+    def prepare(self, first: Sequence[int], count: int) -> None:
+        """See `BucketUpdate.prepare`."""
+        rows = [
+            o.options(step + later)
+            for later in range(count)
+            for o, step in zip(self.optimizers, first, strict=True)
+        ]
+        options = [self._kernels.options_of(*row) for row in rows]
+        table = torch.from_numpy(np.array(options, np.float64).reshape(count, len(self.optimizers), -1))
+        device = self.optimizers[0].arena.values.device
+        on_device = runtime.to_device(table.view(torch.uint8).flatten(), device)
+        self._options = on_device.view(torch.float64).view(table.shape)
+
+    def squared_norms(self) -> Tensor:
+        """See `BucketUpdate.squared_norms`."""
+        if self._table is None:
+            device = self.optimizers[0].arena.values.device
+            return torch.zeros(len(self.optimizers), dtype=torch.float64, device=device)
+        return self._kernels.squared_norms(self._table)
+
+    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+        """See `BucketUpdate.update`."""
+        assert self._options is not None
+        if self._table is not None:
+            self._kernels.update_(self._table, self._options[later], norms, stopped)
+
+
+class DryUpdate(BucketUpdate):
+    """Allocates on a fake GPU what `TritonUpdate` allocates on a real one; nothing is computed."""
+
+    def squared_norms(self) -> Tensor:
+        """See `BucketUpdate.squared_norms`."""
+        device = self.optimizers[0].arena.values.device
+        return torch.empty(len(self.optimizers), dtype=torch.float64, device=device)
+
+    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+        """See `BucketUpdate.update`."""
+
+
+def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
+    """The update of tasks: at once on a GPU, except in fp64."""
+    values = optimizers[0].arena.values
+    if values.device.type != "cuda" or values.dtype == torch.float64:
+        return LoopUpdate(optimizers)
+    if isinstance(values, FakeTensor):
+        return DryUpdate(optimizers)
+    return TritonUpdate(optimizers) if importlib.util.find_spec("triton") else LoopUpdate(optimizers)
