@@ -1,4 +1,4 @@
-"""An engine whose low-rank terms are computed by Triton kernels. Run by `test_triton_interpreted.py`."""
+"""An engine whose low-rank terms and optimizer steps are computed by Triton kernels. Run by `test_triton_interpreted.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from megatron_mux.adapters import base_op
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import step_runner
+from megatron_mux.engine.updates import TritonUpdate
 from megatron_mux.kernels.triton_low_rank import TritonKernels
 from megatron_mux.runtime import initialize
 from tests import tiny_models
@@ -42,10 +44,11 @@ def test_engine_trains_as_with_the_reference(
         for i, (name, section) in enumerate(SECTIONS.items())
     ]
     wanted = train(backbone, parallel, cases, 2)
-    monkeypatch.setattr(base_op, "LoopKernels", TritonKernels)
+    monkeypatch.setattr(base_op, "kernels_for", lambda _: TritonKernels)
+    monkeypatch.setattr(step_runner, "update_of", TritonUpdate)
     found = train(backbone, parallel, cases, 2)
     for name in SECTIONS:
         for ours, theirs in zip(found.losses(name), wanted.losses(name), strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
         assert_close(found.tensors[name], wanted.tensors[name], 1e-4, name)
-    assert "weight_gradient_kernel" in launches
+    assert {"weight_gradient_kernel", "_row_sums", "_update"} <= set(launches)
