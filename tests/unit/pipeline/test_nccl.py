@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_mux.pipeline.communicate import sends_kept
 from megatron_mux.pipeline.template import Template, gpipe, one_f_one_b, plain
 from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order
 from tests.unit.pipeline.nccl import Hang, Queues, World
+from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, play, random_run
 
 COUNT = 1000
@@ -28,55 +29,6 @@ def test_no_random_run_hangs() -> None:
         assert play(random_run(seed)) == play(random_run(seed)), "the same seed, the same outcome"
     switches = {(run.queues, run.waits > 0, run.failures > 0, run.timed, run.pipelines) for run in runs}
     assert len(switches) == 3 * 2 * 2 * 2 * 2, "each of them with each other"
-
-
-Order = Callable[..., Iterator[Action | Transfer]]
-
-
-def _receives_two_ahead(
-    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
-) -> Iterator[Action | Transfer]:
-    """Receives are issued as they used to be: always two ahead of their use."""
-    ranks = len(template)
-    coming = {
-        backward: [
-            Transfer(action, target)
-            for action in template[(rank + (1 if backward else -1)) % ranks]
-            if action.is_backward == backward and (target := action.after(stages, ranks)) is not None
-        ]
-        for backward in (False, True)
-    }
-    arrived: set[Action] = set()
-    for action in template[rank]:
-        inbox = coming[action.is_backward]
-        ahead = 0
-        while inbox and action.before(stages, ranks) is not None and (ahead < AHEAD or action not in arrived):
-            ahead += action in arrived
-            arrived.add(inbox[0].target)
-            yield inbox.pop(0)
-        yield action
-        if (target := action.after(stages, ranks)) is not None:
-            yield Transfer(action, target)
-
-
-def _sends_at_once(
-    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
-) -> Iterator[Action | Transfer]:
-    """A result is sent right after it was computed, whether or not its receiver has room by then."""
-    for event in issue_order(template, rank, stages, ends_in_turn, given):
-        if isinstance(event, Action):
-            yield event
-            if (target := event.after(stages, len(template))) is not None:
-                yield Transfer(event, target)
-        elif event.target.stage % len(template) == rank:
-            yield event
-
-
-def _ends_in_any_order(
-    template: Template, rank: int, stages: int, ends_in_turn: bool, given: Iterable[Transfer]
-) -> Iterator[Action | Transfer]:
-    """Each pipeline ends its buckets when it gets there."""
-    return issue_order(template, rank, stages, False, given)
 
 
 def hangs(order: Order, change: Callable[[Run], Run], patch: pytest.MonkeyPatch, count: int = 40) -> int:
@@ -100,14 +52,14 @@ def only(**switches: Any) -> Callable[[Run], Run]:
 @pytest.mark.parametrize(
     ("order", "change"),
     [
-        (_receives_two_ahead, only(failures=0.1)),
-        (_receives_two_ahead, only(waits=0.3)),
-        (_receives_two_ahead, only(queues="one")),
-        (_receives_two_ahead, only(queues="serial")),
-        (_sends_at_once, only(waits=0.3)),
-        (_sends_at_once, only(queues="serial")),
-        (_ends_in_any_order, only(waits=0.3)),
-        (_ends_in_any_order, only(queues="serial")),
+        (receives_two_ahead, only(failures=0.1)),
+        (receives_two_ahead, only(waits=0.3)),
+        (receives_two_ahead, only(queues="one")),
+        (receives_two_ahead, only(queues="serial")),
+        (sends_at_once, only(waits=0.3)),
+        (sends_at_once, only(queues="serial")),
+        (ends_in_any_order, only(waits=0.3)),
+        (ends_in_any_order, only(queues="serial")),
     ],
 )
 def test_another_order_hangs(
@@ -128,7 +80,7 @@ def test_no_single_switch_hangs(switches: dict[str, Any], monkeypatch: pytest.Mo
 
 def test_timing_waits_for_nothing_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with receives two ahead: times are taken by events."""
-    assert hangs(_receives_two_ahead, only(), monkeypatch) == 0, "without any waits nothing hangs"
+    assert hangs(receives_two_ahead, only(), monkeypatch) == 0, "without any waits nothing hangs"
     waits = [play(only(timed=True)(random_run(seed)))[-1] for seed in range(20)]
     for text, run in zip(waits, map(random_run, range(20)), strict=True):
         assert "synchronize" not in text.replace("event.synchronize", "")
