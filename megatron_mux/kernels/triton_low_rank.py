@@ -9,7 +9,6 @@ Where no GPU is at hand the kernels run in Triton's interpreter (`TRITON_INTERPR
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +53,17 @@ class TritonKernels(LowRankKernels):
         """See `LowRankKernels.up_`."""
         grid = (len(groups.tiles), triton.cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
         _launch(
-            up_kernel, grid, y, latent, table.entries, table.first_entry, groups.tiles, groups.table,
-            len(table.first_entry) - 1, y.stride(0), latent.stride(0), **_options(table, y), **EXPAND,
-        )  # fmt: skip
+            up_kernel,
+            grid,
+            table,
+            y,
+            latent,
+            groups.tiles,
+            groups.table,
+            y.stride(0),
+            latent.stride(0),
+            **EXPAND,
+        )
 
     @staticmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
@@ -68,9 +75,9 @@ class TritonKernels(LowRankKernels):
         """See `LowRankKernels.input_gradient_`."""
         grid = (len(groups.tiles), triton.cdiv(dx.shape[1], EXPAND["WIDTH"]), min(table.most_terms, 1))
         _launch(
-            input_gradient_kernel, grid, dx, d_latent, table.entries, table.first_entry, groups.tiles, groups.table,
-            groups.sequence_ids, groups.token_index, len(table.first_entry) - 1, dx.stride(0), d_latent.stride(0),
-            dx.shape[1], DROPOUT=groups.training and table.has_dropout, **_options(table, dx), **EXPAND,
+            input_gradient_kernel, grid, table, dx, d_latent, groups.tiles, groups.table, groups.sequence_ids,
+            groups.token_index, dx.stride(0), d_latent.stride(0), dx.shape[1],
+            DROPOUT=groups.training and table.has_dropout, **EXPAND,
         )  # fmt: skip
 
     @staticmethod
@@ -82,34 +89,11 @@ class TritonKernels(LowRankKernels):
             rank_blocks = triton.cdiv(table.largest_rank, OUTER["RANKS"])
             blocks = triton.cdiv(values.shape[1], OUTER["WIDTH"])
             _launch(
-                weight_gradient_kernel, (table.most_terms * rank_blocks, blocks, len(groups.rows)),
-                values, latent, d_latent, table.entries, table.first_entry, groups.table, groups.sequence_ids,
-                groups.token_index, len(table.first_entry) - 1, rank_blocks, values.stride(0), latent.stride(0),
-                x.shape[1], UP=bool(up), DROPOUT=not up and groups.training and table.has_dropout,
-                **_options(table, values), **OUTER,
+                weight_gradient_kernel, (table.most_terms * rank_blocks, blocks, len(groups.rows)), table,
+                values, latent, d_latent, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
+                values.stride(0), latent.stride(0), x.shape[1], UP=bool(up),
+                DROPOUT=not up and groups.training and table.has_dropout, **OUTER,
             )  # fmt: skip
-
-    @staticmethod
-    def load(x: Tensor, dy: Tensor, table: TermTable) -> None:
-        """Compile the kernels for these terms and load them onto the device; no result is written.
-
-        The first launch of a kernel waits for everything on the device: to be called while no message is outstanding.
-
-        Args:
-            x: `[T, K]` of the BaseOp's dtype, T >= 1.
-            dy: `[T, N]` likewise.
-            table: The terms.
-        """
-        stranger = len(table.first_entry) - 1  # a slot without terms
-        table_and_tiles = torch.tensor([stranger, 0, 1, 0, 0, 0, 1], dtype=torch.int32).to(x.device)
-        rows, tiles = table_and_tiles[:4].view(1, 4), table_and_tiles[4:].view(1, 3)
-        for training in {table.has_dropout, False}:
-            groups = RowGroups((stranger,), ((0, 1),), (0,), training, rows, tiles, tiles[0], tiles[0])
-            latent = TritonKernels.down(x, table, groups)
-            TritonKernels.up_(dy, latent, table, groups)
-            d_latent = TritonKernels.latent_gradient(dy, table, groups)
-            TritonKernels.input_gradient_(x, d_latent, table, groups)
-            TritonKernels.weight_gradients(x, latent, dy, d_latent, table, groups)
 
 
 def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Tensor:
@@ -119,31 +103,37 @@ def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Te
     rank_blocks = triton.cdiv(table.largest_rank, blocks["RANKS"])
     grid = (table.most_terms * rank_blocks, len(groups.tiles) * (TILE_ROWS // blocks["ROWS"]))
     _launch(
-        reduce_kernel, grid, values, latent, table.entries, table.first_entry, groups.tiles, groups.table,
-        groups.sequence_ids, groups.token_index, len(table.first_entry) - 1, rank_blocks, values.stride(0),
-        latent.stride(0), values.shape[1], UP=up, DROPOUT=not up and groups.training and table.has_dropout,
-        TILE=TILE_ROWS, **_options(table, values), **blocks,
+        reduce_kernel, grid, table, values, latent, groups.tiles, groups.table, groups.sequence_ids,
+        groups.token_index, rank_blocks, values.stride(0), latent.stride(0), values.shape[1], UP=up,
+        DROPOUT=not up and groups.training and table.has_dropout, TILE=TILE_ROWS, **blocks,
     )  # fmt: skip
     return latent
 
 
-def _options(table: TermTable, values: Tensor) -> dict[str, Any]:
-    """Constants that all kernels take."""
-    assert values.stride(1) == 1
-    exact = values.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    factors = table.factor_dtype
-    return {
-        "FACTORS": None if factors is None else _TYPES[factors],
-        "ALIGNED": table.aligned,
-        "PRECISION": "ieee" if exact else "tf32",
-    }
+_TYPES: dict[torch.dtype | None, Any] = {
+    None: None,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel, unless there is nothing to do."""
-    if all(grid):
-        launch: Callable[..., Any] = kernel[grid]
-        launch(*arguments, **options)
+def _launch(
+    kernel: Any, grid: tuple[int, ...], table: TermTable, rows: Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Launch a kernel on a table and `rows` `[T, N]`, unless there is nothing to do."""
+    assert rows.stride(1) == 1 and rows.dtype in _TYPES, rows.dtype
+    if not all(grid):
+        return
+    exact = rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    kernel[grid](
+        table.entries,
+        table.first_entry,
+        len(table.first_entry) - 1,
+        rows,
+        *arguments,
+        FACTORS=_TYPES[table.factor_dtype],
+        ALIGNED=table.aligned,
+        PRECISION="ieee" if exact else "tf32",
+        **options,
+    )

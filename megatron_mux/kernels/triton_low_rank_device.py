@@ -229,8 +229,8 @@ def _reduce_tile(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def reduce_kernel(
-    values, latent, entries, first_entry, tiles, table, sequence_ids, token_index,
-    slots, rank_blocks, stride, latent_stride, features_in,
+    entries, first_entry, slots, values, latent, tiles, table, sequence_ids, token_index,
+    rank_blocks, stride, latent_stride, features_in,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -299,7 +299,7 @@ def _add_to(places, mask, total):
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def up_kernel(
-    output, latent, entries, first_entry, tiles, table, slots, stride, latent_stride,
+    entries, first_entry, slots, output, latent, tiles, table, stride, latent_stride,
     FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -330,8 +330,8 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def input_gradient_kernel(
-    gradient, d_latent, entries, first_entry, tiles, table, sequence_ids, token_index,
-    slots, stride, latent_stride, width,
+    entries, first_entry, slots, gradient, d_latent, tiles, table, sequence_ids, token_index,
+    stride, latent_stride, width,
     DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -146,13 +146,13 @@ def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) ->
         table: The tasks.
         options: `[rows, 7]` fp64 on the device, of `options_of`.
         norms: `[rows]` fp64, the norm of each task's gradient over all ranks.
-        skip: `[rows]`, of bool or a number: where it is not zero, values, moments and copies stay as they are. The
-            gradient is zeroed all the same.
+        skip: `[rows]` bool: where it is true, values, moments and copies stay as they are. The gradient is zeroed all
+            the same.
     """
     if len(table.tiles):
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
         _update[(len(table.tiles),)](
-            table.entries, table.tiles, options, norms, skip.to(torch.int32), COPY=copy_type[table.copy_type],
+            table.entries, table.tiles, options, norms, skip.view(torch.uint8), COPY=copy_type[table.copy_type],
             ALIGNED=table.aligned, TILE=TILE, num_warps=4,
         )  # fmt: skip
 

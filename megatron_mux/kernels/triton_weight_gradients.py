@@ -104,8 +104,8 @@ def _up_factors_gradient(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def weight_gradient_kernel(
-    values, latent, d_latent, entries, first_entry, table, sequence_ids, token_index,
-    slots, rank_blocks, stride, latent_stride, features_in,
+    entries, first_entry, slots, values, latent, d_latent, table, sequence_ids, token_index,
+    rank_blocks, stride, latent_stride, features_in,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -47,9 +47,9 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     constants = {"FACTORS": None, "ALIGNED": True, "PRECISION": "tf32", "TILE": 64, **blocks, **constants}
     types = {"values": "bf16", "latent": "bf16", "d_latent": "bf16", "output": "bf16", "gradient": "bf16"}
     types |= {"entries": "i64"} | dict.fromkeys(
-        ("first_entry", "tiles", "table", "sequence_ids", "token_index", "skip"), "i32"
+        ("first_entry", "tiles", "table", "sequence_ids", "token_index"), "i32"
     )
-    types |= dict.fromkeys(("options", "norms", "squares"), "fp64")
+    types |= {"skip": "u8"} | dict.fromkeys(("options", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name

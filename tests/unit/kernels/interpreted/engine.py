@@ -1,4 +1,4 @@
-"""An engine whose low-rank terms and optimizer steps are computed by Triton kernels. Run by `test_triton_interpreted.py`."""
+"""An engine that computes low-rank terms and optimizer steps by Triton kernels. Run by `test_triton_interpreted.py`."""
 
 from __future__ import annotations
 

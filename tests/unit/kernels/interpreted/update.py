@@ -107,7 +107,7 @@ def test_steps_equal_those_of_torch(copies: torch.dtype | None, precision: float
                     torch.nn.utils.clip_grad_norm_(own, task.max_norm)
                 stepper.step()
         norms = squared_norms(table).sqrt()
-        update_(table, options(TASKS, step), norms, torch.zeros(len(TASKS), device=DEVICE))
+        update_(table, options(TASKS, step), norms, torch.zeros(len(TASKS), dtype=torch.bool, device=DEVICE))
     wanted = [p for own in parameters for p in own]
     for piece, p in zip(pieces, wanted, strict=True):
         torch.testing.assert_close(piece.value, p.detach(), rtol=2e-6, atol=1e-7)
@@ -157,5 +157,5 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
     norms = squared_norms(table)
     assert len(launches) == triton_update.LAUNCHES["squared_norms"]
     launches.clear()
-    update_(table, options(TASKS, 1), norms, torch.zeros(len(TASKS), dtype=torch.int32, device=DEVICE))
+    update_(table, options(TASKS, 1), norms, torch.zeros(len(TASKS), dtype=torch.bool, device=DEVICE))
     assert len(launches) == triton_update.LAUNCHES["update_"]
