@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,26 @@ _Place = tuple[str, tuple[int, ...], int | None, Array | None, str]
 _ALIGNMENT = 16
 
 
+class HostCopy(NamedTuple):
+    """A tensor's copy in host memory.
+
+    Attributes:
+        block: `[n]` uint8, the copy of the tensor's storage.
+        dtype, shape, stride, offset: Where in it the tensor is.
+    """
+
+    block: Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The copy; a view of the block."""
+        whole = self.block.view(self.dtype)
+        return whole.as_strided(self.shape, self.stride, int(whole.storage_offset()) + self.offset)
+
+
 class HostMemory:
     """Host memory to which tensors are copied while the device goes on; each copy replaces the last.
 
@@ -59,9 +79,36 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of tensors, valid until the next call, and once `wait` has returned."""
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    def copy(self, tensors: Sequence[Tensor]) -> list[HostCopy]:
+        """Copy tensors; the copies are there once `wait` has returned, until the next call.
+
+        Tensors that share a storage, as those of an arena do, are copied together, with whatever else is in it.
+        """
+        used: dict[int, int] = {}
+        for tensor in tensors:
+            key = tensor.untyped_storage().data_ptr()
+            used[key] = used.get(key, 0) + tensor.nbytes
+        blocks: dict[int, int] = {}
+        flat, found = list[Tensor](), list[tuple[int, Tensor]]()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if storage.nbytes() > 2 * used[key]:  # mostly somebody else's
+                tensor = tensor.contiguous().clone()
+                storage, key = tensor.untyped_storage(), -len(flat)
+            if key not in blocks:
+                blocks[key] = len(flat)
+                flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            found.append((blocks[key], tensor))
+        copies = self._copy(flat)
+        return [
+            HostCopy(copies[block], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            for block, tensor in found
+        ]
+
+    def _copy(self, flat: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `[n]` uint8 tensors."""
+        sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in flat]
         size = sum(sizes)
         if self._memory.numel() < size:
             memory = pinned(size, self._device)
@@ -69,22 +116,19 @@ class HostMemory:
                 self._stream = self._stream or torch.cuda.Stream(self._device)
             self._memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
         pieces = self._memory[:size].split(sizes)
-        places = [
-            piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for piece, tensor in zip(pieces, tensors, strict=True)
-        ]
+        copies = [piece[: tensor.numel()] for piece, tensor in zip(pieces, flat, strict=True)]
         if self._stream is None:
-            for place, tensor in zip(places, tensors, strict=True):
-                place.copy_(tensor)
-            return places
+            for copy, tensor in zip(copies, flat, strict=True):
+                copy.copy_(tensor)
+            return copies
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for place, tensor in zip(places, tensors, strict=True):
-                place.copy_(tensor, non_blocking=True)
+            for copy, tensor in zip(copies, flat, strict=True):
+                copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
             self.copied = torch.cuda.Event()
             self.copied.record()
-        return places
+        return copies
 
     def wait(self) -> None:
         """Wait until the copies are there."""
@@ -105,7 +149,7 @@ class LocalState:
 
     step: int
     places: Sequence[_Place]
-    copies: Sequence[Tensor]
+    copies: Sequence[HostCopy]
     memory: HostMemory
 
     def gather(self, parallel: Parallel, group: dist.ProcessGroup | None) -> Snapshot | None:
@@ -116,7 +160,9 @@ class LocalState:
             group: Those ranks, for objects in host memory.
         """
         self.memory.wait()
-        pieces = [(*place, copy.numpy()) for place, copy in zip(self.places, self.copies, strict=True)]
+        pieces = [
+            (*place, copy.tensor().numpy()) for place, copy in zip(self.places, self.copies, strict=True)
+        ]
         gathered = [pieces]
         if parallel.tp_size * parallel.pp_size > 1:
             size = parallel.tp_size * parallel.pp_size
