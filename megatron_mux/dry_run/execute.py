@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 def import_all(run: RunSpec) -> None:
     """Import what the engine imports lazily, so that forked processes share it.
@@ -45,8 +47,13 @@ def import_all(run: RunSpec) -> None:
     read_info(run.config)
 
 
-def execute_dry_run(run: RunSpec, rank: int) -> Recording:
+def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcontext) -> Recording:
     """Record a rank's steps without computing them. Call it once in a process of its own: see `process`.
+
+    Args:
+        run: The run.
+        rank: Global rank.
+        around: Makes a context that each step, or all rolling ones together, run in.
 
     Raises:
         UserError: The backbone cannot be divided so, or a task does not fit it.
@@ -60,7 +67,7 @@ def execute_dry_run(run: RunSpec, rank: int) -> Recording:
         parallel = runtime.initialize(run.tensor, run.plan.ranks, run.sequence_parallel, device=_device(run))
         host = stack.enter_context(RealHostMode())
         parallel = UniformParallel(**vars(parallel))
-        recording = record_steps(run, directory, parallel, read_fake_value)
+        recording = record_steps(run, directory, parallel, read_fake_value, around)
         return replace(recording, communicators=len(host.groups))
 
 
@@ -78,7 +85,13 @@ class UniformParallel(Parallel):
         return list(values)
 
 
-def record_steps(run: RunSpec, directory: Path, parallel: Parallel, answer: Answer | None) -> Recording:
+def record_steps(
+    run: RunSpec,
+    directory: Path,
+    parallel: Parallel,
+    answer: Answer | None,
+    around: Around = contextlib.nullcontext,
+) -> Recording:
     """Record a rank while it loads, registers, steps and evaluates as a training process does. All tokens are equal.
 
     Scratch that CUDA kernels allocate is added for a fake GPU only.
@@ -88,6 +101,7 @@ def record_steps(run: RunSpec, directory: Path, parallel: Parallel, answer: Answ
         directory: The backbone; without weights if they are fake.
         parallel: This rank's place.
         answer: Replaces values read from fake tensors; None: nothing is fake.
+        around: See `execute_dry_run`.
     """
     plan = run.plan
     place = Place()
@@ -112,7 +126,7 @@ def record_steps(run: RunSpec, directory: Path, parallel: Parallel, answer: Answ
         watch.follow_adapters(engine.adapters.host)
         engine.register_tasks([_task(one) for one in run.tasks])
         watch.label(engine)
-        _steps(engine, run, place, watch)
+        _steps(engine, run, place, watch, around)
         for one in run.tasks:
             if one.held_out:
                 watch.within = f"the evaluation of {one.name}"
@@ -120,12 +134,13 @@ def record_steps(run: RunSpec, directory: Path, parallel: Parallel, answer: Answ
         return Recording(recorder.done(), tuple(watch.marks))
 
 
-def _steps(engine: Engine, run: RunSpec, place: Place, watch: StepTracker) -> None:
+def _steps(engine: Engine, run: RunSpec, place: Place, watch: StepTracker, around: Around) -> None:
     left = run.steps
     while left:
         place.enter(INPUTS)
         watch.mark(STEP)
-        left -= len(engine.steps(left if run.rolling else 1))
+        with around():
+            left -= len(engine.steps(left if run.rolling else 1))
 
 
 def _task(one: TaskRecords) -> Task:

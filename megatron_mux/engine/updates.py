@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -118,7 +119,13 @@ class TritonUpdate(BucketUpdate):
 
 
 class DryUpdate(BucketUpdate):
-    """Allocates on a fake GPU what `TritonUpdate` allocates on a real one; nothing is computed."""
+    """Allocates on a fake GPU what `TritonUpdate` allocates on a real one; nothing is computed.
+
+    Attributes:
+        LAUNCHES: Device launches of `TritonUpdate`'s operations at most, however many tasks there are.
+    """
+
+    LAUNCHES: ClassVar[Mapping[str, int]] = {"squared_norms": 2, "update": 1}
 
     def squared_norms(self) -> Tensor:
         """See `BucketUpdate.squared_norms`."""

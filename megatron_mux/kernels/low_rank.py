@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.terms import TermTable
 
+LAUNCHES = {"down": 1, "up_": 1, "latent_gradient": 1, "input_gradient_": 1, "weight_gradients": 2}
+"""Device launches of each operation by Triton kernels at most, however many tasks there are."""
+
 
 class LowRankKernels(ABC):
     """The five operations around a frozen product. See `terms.Term` for what a term computes."""

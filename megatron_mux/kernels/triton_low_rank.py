@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.groups import TILE_ROWS, RowGroups
-from megatron_mux.kernels.low_rank import LowRankKernels
+from megatron_mux.kernels.low_rank import LAUNCHES, LowRankKernels
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
@@ -41,7 +41,7 @@ class TritonKernels(LowRankKernels):
         LAUNCHES: Device launches of each operation at most, however many tasks there are.
     """
 
-    LAUNCHES = {"down": 1, "up_": 1, "latent_gradient": 1, "input_gradient_": 1, "weight_gradients": 2}
+    LAUNCHES = LAUNCHES
 
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:

@@ -1,0 +1,89 @@
+"""What a step launches on a GPU, and where the host waits for it: counted on a fake GPU, without one.
+
+    python benchmarks/launches.py [--tasks N] [--targets qv|all-linear] [--dropout P] [--json]
+
+The model has Llama-3-8B's shape with two layers, in bf16; LoRA tasks of ranks 8 to 64 with two sequences each train in
+one micro-batch. Launches are those of a BaseOp with adapters, forward and backward, with the frozen product; of the end
+of a bucket's step; and of everything else. By default a table of 1, 8 and 64 tasks and both targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from script import table
+
+from megatron_mux.dry_run.launches import StepLaunches, count_launches
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.fusion.plan import plan_for
+from megatron_mux.tasks import TaskSpec
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 2,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TARGETS = {"qv": ["q_proj", "v_proj"], "all-linear": "all-linear"}
+RANKS = (8, 16, 32, 64)
+
+
+def counted(tasks: int, targets: str, dropout: float) -> StepLaunches:
+    """The launches of a steady step."""
+    specs = []
+    for i in range(tasks):
+        adapter = {
+            "peft_type": "LORA",
+            "r": RANKS[i % 4],
+            "lora_dropout": dropout,
+            "target_modules": TARGETS[targets],
+        }
+        training = {"per_device_train_batch_size": 2, "max_steps": 3}
+        spec = {"name": f"task-{i}", "adapter": adapter, "data": {"path": "records"}, "training": training}
+        specs.append(TaskSpec.model_validate(spec))
+    records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
+    plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
+    return count_launches(RunSpec(CONFIG, records, plan, steps=3))
+
+
+def figures(tasks: int, targets: str, dropout: float) -> dict[str, Any]:
+    """The figures of one case."""
+    found = counted(tasks, targets, dropout)
+    plain = counted(tasks, targets, 0.0) if dropout else found
+    return {
+        "tasks": tasks,
+        "targets": targets,
+        "dropout": dropout,
+        "forward_per_base_op": found.forward,
+        "backward_per_base_op": found.backward,
+        "update_per_bucket": found.norm + found.update,
+        "other_launches": found.others.total(),
+        "waits": dict(found.waits),
+        "bytes_kept_for_dropout": found.kept - plain.kept,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", type=int, action="append", help="number of tasks; may be repeated")
+    parser.add_argument("--targets", choices=TARGETS, action="append", help="may be repeated")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    cases = [(t, n) for t in args.targets or TARGETS for n in args.tasks or (1, 8, 64)]
+    found = [figures(tasks, targets, args.dropout) for targets, tasks in cases]
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print("\n".join(table(" | ".join(found[0]), [list(one.values()) for one in found])))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

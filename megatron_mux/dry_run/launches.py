@@ -1,0 +1,213 @@
+"""Counts, in a dry run, what a steady step launches on a GPU, and where the host waits for it.
+
+Every operator with a tensor of the fake GPU counts as one launch, except for views and allocations. Operators that
+Triton kernels compute on a real GPU declare theirs (`LAUNCHES`), which tests hold against what the kernels launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_mux.adapters.base_op import AttachedBaseOp
+from megatron_mux.dry_run.process import in_forks
+from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
+from megatron_mux.engine.updates import DryUpdate
+from megatron_mux.kernels import low_rank
+from megatron_mux.kernels.low_rank_choice import DryKernels
+from megatron_mux.memory.fake_gpu.device import replaced
+from megatron_mux.memory.worker import Worker
+
+_WAITS = frozenset(
+    {
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "unique",
+        "_unique2",
+        "bincount",
+    }
+)
+"""Operators whose result the host needs, or whose result's size."""
+
+_ALLOCATIONS = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "lift_fresh",
+        "detach",
+    }
+)
+
+
+@dataclass
+class StepLaunches:
+    """Counts of one optimizer step.
+
+    Attributes:
+        forward, backward: The most launches of one call of a BaseOp with adapters, its frozen product included.
+        kept: Bytes that autograd keeps for all BaseOps with adapters.
+        norm, update: The most launches of the end of a bucket's step: norms; clipping and updates.
+        others: All other launches, by operator.
+        waits: Operators for which the host waits, and how often: blocking copies, and results that it reads.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    kept: int = 0
+    norm: int = 0
+    update: int = 0
+    others: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts launches step by step, each under the place that is entered.
+
+    Attributes:
+        steps: One for each step that has begun.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[StepLaunches] = []
+        self._place = ""
+        self._here = 0
+
+    def launch(self, name: str, count: int = 1) -> None:
+        """Count launches here."""
+        if self._place:
+            self._here += count
+        else:
+            self.steps[-1].others[name] += count
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, a step runs."""
+        self.steps.append(StepLaunches())
+        with self:
+            yield
+
+    def inside(self, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose launches count under a place."""
+
+        def counted(*args: Any, **named: Any) -> Any:
+            self._place, self._here = place, 0
+            try:
+                return function(*args, **named)
+            finally:
+                now = self.steps[-1]
+                setattr(now, place, max(getattr(now, place), self._here))
+                self._place = ""
+
+        return counted
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd keeps for a BaseOp."""
+        if self._place == "forward":
+            self.steps[-1].kept += tensor.nbytes
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            self._see(
+                func, [x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)], kwargs or {}
+            )
+        return made
+
+    def _see(self, func: Any, tensors: list[Tensor], named: dict[str, Any]) -> None:
+        kinds = {tensor.device.type for tensor in tensors}
+        name = func._schema.name.removeprefix("aten::")
+        if "cuda" not in kinds or name in _ALLOCATIONS or _is_view(func):
+            return
+        across = len(kinds) > 1 and name in ("_to_copy", "copy_")
+        if name in _WAITS or (across and not named.get("non_blocking", False)):
+            self.steps[-1].waits[name] += 1
+        self.launch(name)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and not alias.is_write
+
+
+def count_launches(run: RunSpec, seconds: float = 300.0) -> StepLaunches:
+    """Count the launches of the last of a run's steps, on the first rank.
+
+    Args:
+        run: At least two steps, not rolling: in the first one tables are made.
+        seconds: Time limit.
+
+    Raises:
+        WorkerError: The dry run failed.
+    """
+    with Worker(seconds) as worker:
+        return worker.submit(_counted_in_fork, run).result()
+
+
+def _counted_in_fork(run: RunSpec) -> StepLaunches:
+    return in_forks(_counted, [run], 1)[0]
+
+
+def _counted(run: RunSpec) -> StepLaunches:
+    from megatron_mux.dry_run.execute import execute_dry_run
+
+    counter = LaunchCounter()
+    backward = low_rank._LowRankLinear.backward
+    with ExitStack() as stack:
+        for owner, name in (
+            (AttachedBaseOp, "forward"),
+            (BucketFinalizer, "norm"),
+            (BucketFinalizer, "update"),
+        ):
+            stack.enter_context(replaced(owner, name, _method(counter.inside(name, getattr(owner, name)))))
+        inside = staticmethod(counter.inside("backward", backward))
+        stack.enter_context(replaced(low_rank._LowRankLinear, "backward", inside))
+        for kind, launches in ((DryKernels, low_rank.LAUNCHES), (DryUpdate, DryUpdate.LAUNCHES)):
+            for name, many in launches.items():
+                function = getattr(kind, name)
+                noted = _noting(counter, name, function, many)
+                stack.enter_context(
+                    replaced(kind, name, staticmethod(noted) if kind is DryKernels else noted)
+                )
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept))
+        execute_dry_run(run, 0, counter.step)
+    return counter.steps[-1]
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, bound to instances as a method is."""
+
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        return function(self, *args, **named)
+
+    return method
+
+
+def _noting(
+    counter: LaunchCounter, name: str, function: Callable[..., Any], launches: int
+) -> Callable[..., Any]:
+    def noting(*args: Any, **named: Any) -> Any:
+        counter.launch(name, launches)
+        return function(*args, **named)
+
+    return noting
