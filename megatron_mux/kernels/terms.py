@@ -10,6 +10,7 @@ latent tensor, which has the products of all of a row's terms side by side.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -166,18 +167,19 @@ class TermTable:
         return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
 
     @cached_property
-    def aligned(self) -> bool:
-        """Whether kernels can access 16 bytes of a row of A, B or the output at once, for every term.
+    def alignment(self) -> int:
+        """The largest of 8, 4, 2 and 1 that divides every rank, if kernels can access rows 16 bytes at once; else 0.
 
-        Their addresses have to be multiples of 16 bytes, ranks and numbers of columns multiples of 8, lists of columns
-        made of aligned runs of 8, and first features even (two share a hash of the dropout mask).
+        For that, addresses have to be multiples of 16 bytes, numbers of columns multiples of 8, lists of columns made
+        of aligned runs of 8, and first features even (two share a hash of the dropout mask).
         """
-        return all(_is_aligned(term) for own in self.of_slot.values() for term, _ in own)
+        terms = [term for own in self.of_slot.values() for term, _ in own]
+        return math.gcd(8, *(term.rank for term in terms)) if all(map(_is_aligned, terms)) else 0
 
 
 def _is_aligned(term: Term) -> bool:
     addressed = (term.down, term.up, term.down_gradient, term.up_gradient)
-    uneven = term.rank % 8 or term.up.shape[0] % 8 or term.first_feature % 2
+    uneven = term.up.shape[0] % 8 or term.first_feature % 2
     if uneven or any(t is not None and t.data_ptr() % 16 for t in addressed):
         return False
     place = term.place

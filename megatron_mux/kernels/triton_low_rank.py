@@ -133,7 +133,7 @@ def _launch(
         rows,
         *arguments,
         FACTORS=_TYPES[table.factor_dtype],
-        ALIGNED=table.aligned,
+        ALIGNED=table.alignment,
         PRECISION="ieee" if exact else "tf32",
         **options,
     )

@@ -6,7 +6,7 @@ rank or its columns are loaded as zeros and never stored.
 
 Constants: ROWS rows, RANKS ranks and WIDTH features of a block. UP: the kernel computes with B and the output's
 columns, otherwise with A and the input's features. DROPOUT: some term has it. FACTORS: dtype of d and b, None if no
-term has them. ALIGNED: see `terms.TermTable.aligned`. PRECISION: of fp32 products.
+term has them. ALIGNED: `terms.TermTable.alignment`. PRECISION: of fp32 products.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -64,12 +64,12 @@ def _pointer(entry, field: tl.constexpr, element: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
-def _whole(entry, field: tl.constexpr, ALIGNED: tl.constexpr):
-    """A rank, a number of columns or a first latent column: a multiple of 8 if the table is aligned."""
+def _multiple(entry, field: tl.constexpr, OF: tl.constexpr):
+    """An integer that is known to be a multiple of OF, unless that is 0."""
     value = tl.load(entry + field).to(tl.int32)
-    if ALIGNED:
+    if OF:
         # The compiler loses such a hint on an argument of a function: it has to be given beside the load.
-        value = tl.multiple_of(value, 8)
+        value = tl.multiple_of(value, OF)
     return value
 
 
@@ -175,7 +175,7 @@ def _latent_of(
 ):  # fmt: skip
     """A block of `d * latent`, `[ROWS, RANKS]`."""
     rank_mask = ranks < rank
-    at = _whole(entry, _LATENT, ALIGNED)
+    at = _multiple(entry, _LATENT, ALIGNED)
     places = rows.to(tl.int64)[:, None] * latent_stride + (at + ranks)[None, :]
     block = tl.load(latent + places, mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
     if FACTORS is not None:
@@ -245,7 +245,7 @@ def reduce_kernel(
     if (at >= end) | (first >= stop):
         return
     entry = entries + at * _FIELDS
-    rank = _whole(entry, _RANK, ALIGNED)
+    rank = _multiple(entry, _RANK, ALIGNED)
     first_rank = tl.program_id(0) % rank_blocks * RANKS
     if first_rank >= rank:
         return
@@ -255,7 +255,7 @@ def reduce_kernel(
     steps = tl.load(group + 3)
     width = features_in
     if UP:
-        width = _whole(entry, _COLUMN_COUNT, ALIGNED)
+        width = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     # A term without dropout takes the loop without hashes, whatever its neighbours do.
     dropped = DROPOUT and _integer(entry, _THRESHOLD) > -32768
     if dropped:
@@ -268,7 +268,9 @@ def reduce_kernel(
             entry, values, stride, rows, row_mask, steps, sequence_ids, token_index, ranks, rank, width,
             UP, False, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
         )  # fmt: skip
-    places = rows.to(tl.int64)[:, None] * latent_stride + (_whole(entry, _LATENT, ALIGNED) + ranks)[None, :]
+    places = (
+        rows.to(tl.int64)[:, None] * latent_stride + (_multiple(entry, _LATENT, ALIGNED) + ranks)[None, :]
+    )
     tl.store(
         latent + places, total.to(latent.dtype.element_ty), mask=row_mask[:, None] & (ranks < rank)[None, :]
     )
@@ -281,7 +283,7 @@ def _expand_tile(
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`[ROWS, WIDTH]` fp32: `d * latent` of rows times A, or times B transposed."""
-    rank = _whole(entry, _RANK, ALIGNED)
+    rank = _multiple(entry, _RANK, ALIGNED)
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for first_rank in range(0, rank, RANKS):
         ranks = first_rank + tl.arange(0, RANKS)
@@ -310,7 +312,7 @@ def up_kernel(
     if at >= end:
         return
     entry = entries + at * _FIELDS
-    count = _whole(entry, _COLUMN_COUNT, ALIGNED)
+    count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     if tl.program_id(1) * WIDTH >= count:
         return
     features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_mux.kernels.triton_low_rank_device import _number, _pointer, _whole
+from megatron_mux.kernels.triton_low_rank_device import _multiple, _number, _pointer
 
 TILE = 1024
 """Elements that a program updates."""
@@ -164,7 +164,7 @@ def _tile_squares(squares, entries, tiles, ALIGNED: tl.constexpr, TILE: tl.const
     entry = entries + tl.load(tile) * _FIELDS
     places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
     # Not the product with zero: a gradient that is not counted may be infinite.
-    count = tl.where(tl.load(entry + _COUNTED) != 0, _whole(entry, _COUNT, ALIGNED), 0)
+    count = tl.where(tl.load(entry + _COUNTED) != 0, _multiple(entry, _COUNT, 8 if ALIGNED else 0), 0)
     gradient = tl.load(
         _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0
     ).to(tl.float64)
@@ -197,7 +197,7 @@ def _update(
     tile = tiles + tl.program_id(0) * 2
     entry = entries + tl.load(tile) * _FIELDS
     places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
-    mask = places < _whole(entry, _COUNT, ALIGNED)
+    mask = places < _multiple(entry, _COUNT, 8 if ALIGNED else 0)
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places
     if tl.load(skip + row) == 0:

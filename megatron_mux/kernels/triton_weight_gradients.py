@@ -29,13 +29,13 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _add_to,
     _integer,
     _latent_of,
+    _multiple,
     _number,
     _pointer,
     _row_hash,
     _terms_of,
     _values_of,
     _weights_of,
-    _whole,
 )
 
 
@@ -118,11 +118,11 @@ def weight_gradient_kernel(
     if (at >= end) | (first >= stop):
         return
     entry = entries + at * _FIELDS
-    rank = _whole(entry, _RANK, ALIGNED)
+    rank = _multiple(entry, _RANK, ALIGNED)
     first_rank = tl.program_id(0) % rank_blocks * RANKS
     width = features_in
     if UP:
-        width = _whole(entry, _COLUMN_COUNT, ALIGNED)
+        width = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     if (first_rank >= rank) | (tl.program_id(1) * WIDTH >= width):
         return
     ranks = first_rank + tl.arange(0, RANKS)

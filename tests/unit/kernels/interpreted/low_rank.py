@@ -185,25 +185,26 @@ def test_ragged_groups_with_several_terms() -> None:
 def test_dropout(training: bool, aligned: bool) -> None:
     slots = [0, 4, 2 if aligned else 1]  # the first feature of slot 1 is odd
     terms = [term_of(slots[0], 8, dropout=0.5), term_of(slots[1], 8), term_of(slots[2], 16, dropout=0.05)]
-    assert TermTable(terms).aligned == aligned
+    assert bool(TermTable(terms).alignment) == aligned
     check(terms, groups_of(slots, [(0, 30), (30, 65), (65, 80)], training))
 
 
 @pytest.mark.parametrize(
-    ("term", "aligned"),
+    ("term", "alignment"),
     [
-        (term_of(0, 8), True),
-        (term_of(0, 12), False),
-        (term_of(0, 8, list(range(8, 16)) + list(range(32, 40))), True),
-        (term_of(0, 8, list(range(4, 20))), False),
-        (term_of(0, 8, list(range(12))), False),
-        (term_of(0, 8, [1, 0, 2, 3, 4, 5, 6, 7]), False),
-        (replace(term_of(0, 8), up=torch.zeros(8 * N + 1, device=DEVICE)[1:].view(N, 8)), False),
+        (term_of(0, 24), 8),
+        (term_of(0, 12), 4),
+        (term_of(0, 3), 1),
+        (term_of(0, 8, list(range(8, 16)) + list(range(32, 40))), 8),
+        (term_of(0, 8, list(range(4, 20))), 0),
+        (term_of(0, 8, list(range(12))), 0),
+        (term_of(0, 8, [1, 0, 2, 3, 4, 5, 6, 7]), 0),
+        (replace(term_of(0, 8), up=torch.zeros(8 * N + 1, device=DEVICE)[1:].view(N, 8)), 0),
     ],
 )
-def test_what_is_aligned(term: Term, aligned: bool) -> None:
-    assert TermTable([term]).aligned == aligned
-    assert not aligned or not TermTable([term, term_of(1, 3)]).aligned
+def test_alignment(term: Term, alignment: int) -> None:
+    assert TermTable([term]).alignment == alignment
+    assert TermTable([term, term_of(2, 10)]).alignment == min(alignment, 2)
 
 
 def test_factors() -> None:
