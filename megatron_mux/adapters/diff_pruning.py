@@ -90,6 +90,8 @@ class _Difference:
         self.columns = columns
         self.rows = site.part.features.to(device)
         self.inputs = site.inputs.to(device)
+        # Along the dimension in which tensor ranks divide it.
+        self.held = self.rows if site.info.column_parallel else self.inputs
 
 
 class _Differences(Adapter):
@@ -193,7 +195,7 @@ class DiffPruning(TaskAdapter):
             if difference.mask is None:
                 z, _ = gate(log_alpha, None)
                 weight.copy_(torch.where(stopped, weight, weight * z))
-                difference.mask = self._largest(difference.weight)
+                difference.mask = self._largest(difference)
             # The optimizer's momentum moves entries that have no gradient any more.
             weight.copy_(torch.where(stopped, weight, weight * difference.mask))
             frozen = torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA).to(log_alpha.dtype)
@@ -217,23 +219,19 @@ class DiffPruning(TaskAdapter):
                 mask = difference.weight.slice_of(full)
                 difference.mask = mask.to(device=self.host.device, dtype=torch.bool)
 
-    def _largest(self, record: AdapterParameter) -> Tensor:
+    def _largest(self, difference: _Difference) -> Tensor:
         """Which entries are kept: the largest of the whole module, over all tensor ranks; of equal ones, the first."""
-        size = self._gather(record, record.value.abs())
-        order = size.flatten().sort(descending=True, stable=True).indices
-        kept = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
-        kept.index_fill_(0, order[: kept_entries(size.numel(), self.spec.sparsity)], True)
-        return record.slice_of(kept.view(record.full_shape))
-
-    def _gather(self, record: AdapterParameter, local: Tensor) -> Tensor:
-        """Gather a tensor that is divided as a parameter is, on each tensor rank. All of them must call this."""
-        assert record.dim is not None and record.index is not None
-        full = local.new_zeros(record.full_shape)
-        full.index_copy_(record.dim, record.index.to(local.device), local)
+        record = difference.weight
+        assert record.dim is not None
+        full = record.value.new_zeros(record.full_shape)
+        full.index_copy_(record.dim, difference.held, record.value.abs())
         if self.host.parallel.tp_size > 1:
             # Each element comes from one rank, the others add zero: exact.
             dist.all_reduce(full, group=self.host.parallel.tp_group)
-        return full
+        order = full.flatten().sort(descending=True, stable=True).indices
+        kept = torch.zeros(full.numel(), dtype=torch.bool, device=full.device)
+        kept.index_fill_(0, order[: kept_entries(full.numel(), self.spec.sparsity)], True)
+        return kept.view(record.full_shape).index_select(record.dim, difference.held)
 
 
 class DiffPruningSpec(AdapterSpec):

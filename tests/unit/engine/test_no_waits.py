@@ -1,0 +1,77 @@
+"""In a steady step the host never waits for the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.fusion.plan import Plan, plan_for
+from megatron_mux.memory.worker import Worker
+from tests.unit.engine.waits import HARMLESS, OFFENDERS, waits_of_all
+from tests.unit.memory.traced import LLAMA
+
+STEPS = 6
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": "all-linear"},
+    "scales": {
+        "peft_type": "IA3",
+        "target_modules": ["k_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
+    "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 4, "target_modules": ["down_proj"]},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
+    "sparse": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "l0_weight": 0.1, "target_modules": ["q_proj"]},
+    "vera": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+}
+
+
+def run_of(plan: Plan, dtype: str, **more: Any) -> RunSpec:
+    tasks = [
+        TaskRecords(
+            {
+                "name": name,
+                "adapter": KINDS[name],
+                "data": {"path": "none", "max_length": 64},
+                "training": {"per_device_train_batch_size": 2, "max_steps": STEPS},
+            },
+            [32, 24],
+            [8, 8],
+        )
+        for name in plan.tasks
+    ]
+    return RunSpec({**LLAMA, "num_hidden_layers": 2}, tasks, plan, dtype=dtype, steps=STEPS, **more)  # type: ignore[arg-type]
+
+
+PLANS: dict[str, tuple[Plan, int]] = {
+    "one stage": (plan_for("spatial", dict.fromkeys(KINDS, 1), 1, 2), 0),
+    "first of two stages": (plan_for("temporal", dict.fromkeys(KINDS, 1), 2, 2), 0),
+    "last of two stages": (plan_for("temporal", dict.fromkeys(KINDS, 1), 2, 2), 1),
+    "chunks": (plan_for("spatial", {"lora": 1, "prefix": 1}, 1, 1, 16), 0),
+    "data parallel": (replace(plan_for("spatial", {"lora": 1, "sparse": 1}, 1), data=2), 0),
+}
+
+
+CASES = [*((name, "bfloat16") for name in PLANS), ("one stage", "float32")]
+Found = tuple[list[list[str]], dict[str, bool]]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], Found]:
+    """For each plan and dtype, see `waits_of`."""
+    parts = [(run_of(PLANS[name][0], dtype), PLANS[name][1]) for name, dtype in CASES]
+    with Worker(300) as worker:
+        return dict(zip(CASES, worker.submit(waits_of_all, parts).result(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_no_operator_of_a_steady_step_waits(
+    name: str, dtype: str, found: dict[tuple[str, str], Found]
+) -> None:
+    bursts, noted = found[name, dtype]
+    assert noted == dict.fromkeys(OFFENDERS, True) | dict.fromkeys(HARMLESS, False)
+    assert len(bursts) == STEPS
+    # The first step makes what later ones use again, such as masks of attention.
+    assert all(waits == [] for waits in bursts[1:]), bursts

@@ -1,0 +1,100 @@
+"""Which operators of a step wait for a GPU, seen on one that is not there. Runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_mux.dry_run.execute import execute_dry_run, import_all
+from megatron_mux.dry_run.process import Part, in_forks
+from megatron_mux.engine import step_runner
+from megatron_mux.memory.fake_gpu.device import DEVICE
+
+_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
+"""Operators whose result, or its size, has to be known on the host."""
+
+
+class Waits(TorchDispatchMode):
+    """Notes operators that make the host wait for the GPU, among them copies to and from it that block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.prim.device.default and self._waits(func, args, kwargs):
+            self.found.append(str(func))
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = func._schema.name.removeprefix("aten::")
+        devices = {_type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if name in _WAITING:
+            return "cuda" in devices
+        if name == "copy_":
+            return len(devices) > 1 and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        if name == "_to_copy":
+            devices.add(torch.device(kwargs.get("device") or next(iter(devices))).type)
+            return len(devices) > 1 and not kwargs.get("non_blocking")
+        return name == "index" and any(_is_mask(index) for index in args[1])
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+OFFENDERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "a truth value": lambda x: bool(x.sum() > 0),
+    "to the host": lambda x: x.cpu(),
+    "from the host": lambda x: torch.ones(3).to(x.device),
+    "copied from the host": lambda x: x.copy_(torch.ones(3)),
+}
+HARMLESS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a copy that does not block": lambda x: torch.ones(3).to(x.device, non_blocking=True),
+    "a selection": lambda x: torch.where(x > 0, x, 0.0),
+    "a copy on the GPU": lambda x: x.clone().copy_(x),
+}
+
+
+def waits_of_all(parts: Sequence[Part]) -> list[tuple[list[list[str]], dict[str, bool]]]:
+    """`waits_of` each part, in processes of their own that share what is imported."""
+    import_all(parts[0][0])
+    return in_forks(waits_of, parts, 2)
+
+
+def waits_of(part: Part) -> tuple[list[list[str]], dict[str, bool]]:
+    """Run a rank's steps on a GPU that is not there.
+
+    Returns:
+        What waited in each burst of steps, from its first action to its last; and whether each of `OFFENDERS` and
+        `HARMLESS` was noted.
+    """
+    bursts: list[list[str]] = []
+    noted: dict[str, bool] = {}
+    real = step_runner.execute
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        for name, operation in (OFFENDERS | HARMLESS).items() if not noted else ():
+            with Waits() as waits:
+                operation(torch.ones(3, device=DEVICE))
+            noted[name] = bool(waits.found)
+        with Waits() as waits:
+            real(*args, **kwargs)
+        bursts.append(waits.found)
+
+    with mock.patch.object(step_runner, "execute", watched):
+        execute_dry_run(*part)
+    return bursts, noted
