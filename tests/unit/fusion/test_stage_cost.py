@@ -134,9 +134,10 @@ def test_layers_with_a_backward_pass_are_recomputed(
 @pytest.mark.parametrize(
     ("op", "first"), [("linear_qkv", 3), ("linear_proj", 3), ("linear_fc1", 2), ("linear_fc2", 2)]
 )
-def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: int) -> None:
-    """The first stage's upper two of four layers have a backward pass, the lower of them above the adapter alone."""
-    sites = (dataclasses.replace(backbone.site(2), op=op),)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: int, stage: int) -> None:
+    """A stage's upper two of four layers have a backward pass, the lower of them above the adapter alone."""
+    sites = (dataclasses.replace(backbone.site(2 + 4 * stage), op=op),)
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     found = costs(
         [backbone.load("a", [64] * 4, sites=sites)],
@@ -147,7 +148,8 @@ def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: 
     ).hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert found.communication_forward == pytest.approx((8 * one, 8 * one))
-    assert found.communication_backward == pytest.approx((first * one, 8 * one))
+    reduced = (first * one, 8 * one) if stage == 0 else (0.0, first * one)
+    assert found.communication_backward == pytest.approx(reduced)
 
 
 def test_an_adapter_of_unknown_cost_is_an_error() -> None:

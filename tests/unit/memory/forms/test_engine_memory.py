@@ -84,6 +84,12 @@ def test_below_the_lowest_adapter_nothing_is_kept_and_tasks_share_inputs() -> No
     kept = model.passes(rows([64.0, 0.0, 0.0], [0.0, 64.0, 0.0], [32.0, 0.0, 32.0])).kept[:, 0]
     assert kept[1] < kept[0] / 2
     assert kept[2] == pytest.approx(kept[0]), "the input once for both, and latent rows as many as one has"
+    (below, top), (first, second) = (
+        memory([at("low", 1), at("high", 6)], stages=2).passes(rows(mix)).kept[0]
+        for mix in ([0.0, 64.0], [64.0, 0.0])
+    )
+    assert below == 64 * model._row_inputs < first, "a stage below all adapters keeps what a batch itself is"
+    assert top < second, "a later stage keeps nothing below its lowest adapter, if no stage before it trains"
 
 
 def test_many_micro_batches_at_once_are_priced_like_each() -> None:
@@ -110,3 +116,9 @@ def test_neighbours_messages_are_there() -> None:
     assert few.tolist() == [0, 0, 0, 0], "of one micro-batch, nothing beside what it keeps"
     assert some.tolist() == [2, 6, 6, 4]
     assert many.tolist() == [2 + 6, 12 + 9, 12 + 10, 12]
+    task = lora(MODEL)
+    upper = replace(task, ops=tuple(op for op in task.ops if op.layer >= 4))
+    above = memory([upper], stages=4, tensor=2).passes(rows([64.0]), 100).messages[0] / (64 * 256 * 4)
+    assert above.tolist() == [6, 2 + 7, 2 + 10, 12], (
+        "the first two stages get no gradient, the third sends none"
+    )
