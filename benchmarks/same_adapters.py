@@ -1,11 +1,12 @@
-"""Check that two commits train the same adapters, bit for bit.
+"""Check that two commits train the same adapters, bit for bit or to rounding.
 
-    python benchmarks/same_adapters.py OLD_COMMIT [NEW_COMMIT]
+    python benchmarks/same_adapters.py OLD_COMMIT [NEW_COMMIT] [--within 1e-4 1e-6] [--leave-out lora-dropout]
 
 Each commit is checked out into a temporary directory and trains the same tasks there: every adapter kind, optimizer and
 padding, on tiny random Llama and GPT-2 backbones, with plans that flags fix (spatial, temporal, serial; micro-batches
 and chunks of a given size), in one CPU process with one thread. Then all tensors of all checkpoints are compared.
-Without NEW_COMMIT the working tree is compared, including uncommitted changes.
+Without NEW_COMMIT the working tree is compared, including uncommitted changes. With `--within`, tensors may differ by
+the first number relative to their norm, and losses by the second.
 
 Exit status: 0 if all tensors are equal, 1 if one differs or a run fails.
 """
@@ -19,6 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,15 +165,41 @@ def train(code: Path, inputs: Path, results: Path) -> str:
     return "" if done.returncode == 0 else f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def differences(old: Path, new: Path) -> tuple[int, list[str]]:
-    """Compare the checkpoints of two directories of runs; returns the number of tensors and a line per difference."""
+def losses_apart(old: Path, new: Path, left_out: Collection[str]) -> float:
+    """The largest relative difference of a loss in any step of two directories of runs."""
+    apart = 0.0
+    for file in sorted(old.glob("*/*/metrics.jsonl")):
+        if file.parent.name not in left_out:
+            sides = (file, new / file.relative_to(old))
+            before, after = ([json.loads(line)["loss"] for line in side.open()] for side in sides)
+            pairs = zip(before, after, strict=True)
+            apart = max([apart, *(abs(a - b) / abs(a) for a, b in pairs)])
+    return apart
+
+
+def differences(
+    old: Path, new: Path, within: float = 0.0, left_out: Collection[str] = ()
+) -> tuple[int, list[str], float]:
+    """Compare the checkpoints of two directories of runs.
+
+    Args:
+        old, new: The directories.
+        within: How far tensors may be apart, relative to their norm.
+        left_out: Tasks that are not compared.
+
+    Returns:
+        The number of tensors, a line per difference, and how far tensors are apart at most.
+    """
     import torch
     from safetensors.torch import load_file
 
     pattern = "*/*/checkpoint-*/adapter_model.safetensors"
-    files = {root: sorted(str(p.relative_to(root)) for p in root.glob(pattern)) for root in (old, new)}
+    files = {
+        root: sorted(str(p.relative_to(root)) for p in root.glob(pattern) if p.parts[-3] not in left_out)
+        for root in (old, new)
+    }
     found = [f"{name}: written by one commit only" for name in sorted(set(files[old]) ^ set(files[new]))]
-    compared = 0
+    compared, most = 0, 0.0
     for name in sorted(set(files[old]) & set(files[new])):
         before, after = load_file(old / name), load_file(new / name)
         if before.keys() != after.keys():
@@ -179,8 +207,11 @@ def differences(old: Path, new: Path) -> tuple[int, list[str]]:
         for key in before.keys() & after.keys():
             compared += 1
             if before[key].dtype != after[key].dtype or not torch.equal(before[key], after[key]):
-                found.append(f"{name}: {key} differs")
-    return compared, found
+                apart = float((before[key] - after[key]).norm() / before[key].norm().clamp(min=1e-30))
+                most = max(most, apart)
+                if apart > within:
+                    found.append(f"{name}: {key} differs by {apart:.1e}")
+    return compared, found, most
 
 
 def main() -> int:
@@ -188,6 +219,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("old", help="a commit")
     parser.add_argument("new", nargs="?", help="a commit (default: the working tree)")
+    parser.add_argument("--within", type=float, nargs=2, metavar=("TENSORS", "LOSSES"), default=(0.0, 0.0))
+    parser.add_argument("--leave-out", action="append", default=[], metavar="TASK", help="may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         places = {name: Path(scratch) / name for name in ("inputs", "old", "new", "old-runs", "new-runs")}
@@ -202,10 +235,15 @@ def main() -> int:
                 if problem:
                     print(f"{side}: training failed\n{problem}", file=sys.stderr)
                     return 1
-        compared, found = differences(places["old-runs"], places["new-runs"])
+        runs = places["old-runs"], places["new-runs"]
+        compared, found, most = differences(*runs, arguments.within[0], arguments.leave_out)
+        losses = losses_apart(*runs, arguments.leave_out)
+        if losses > arguments.within[1]:
+            found.append(f"a loss differs by {losses:.1e}")
     print(*found[:20], sep="\n", end="\n" if found else "")
-    verdict = f"{len(found)} differ" if found else "all are bit-identical"
+    verdict = f"{len(found)} differ" if found else "all agree" if most or losses else "all are bit-identical"
     print(f"{compared} tensors of {len(RUNS)} runs compared: {verdict}")
+    print(f"apart at most: tensors {most:.1e}, losses {losses:.1e}")
     return 1 if found or not compared else 0
 
 
