@@ -15,6 +15,7 @@ from megatron_mux.dry_run.execute import execute_dry_run, import_all
 from megatron_mux.dry_run.process import Part, in_forks
 from megatron_mux.engine import step_runner
 from megatron_mux.memory.fake_gpu.device import DEVICE
+from megatron_mux.pipeline.execute import execute
 
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
 """Operators whose result, or its size, has to be known on the host."""
@@ -84,7 +85,7 @@ def waits_of(part: Part) -> tuple[list[list[str]], dict[str, bool]]:
     """
     bursts: list[list[str]] = []
     noted: dict[str, bool] = {}
-    real = step_runner.execute
+    real = execute
 
     def watched(*args: Any, **kwargs: Any) -> None:
         for name, operation in (OFFENDERS | HARMLESS).items() if not noted else ():
