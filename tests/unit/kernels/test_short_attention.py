@@ -48,14 +48,15 @@ def test_agrees_with_attention_run_by_run(groups: int, window: int | None) -> No
         assert torch.allclose(ours, wanted, atol=1e-12)
 
 
-def test_bf16_is_about_as_exact_as_torch() -> None:
-    """Of bf16 inputs, against fp64: short segments by products, and run by run."""
-    exact = [x.detach().double().requires_grad_(True) for x in inputs(torch.bfloat16)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_about_as_exact_as_torch(dtype: torch.dtype) -> None:
+    """Of rounded inputs, against fp64: short segments by products, and run by run."""
+    exact = [x.detach().double().requires_grad_(True) for x in inputs(dtype)]
     wanted = attention._by_runs(*exact, segments(), 0.35, None, {})
-    weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted).bfloat16()
+    weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted).to(dtype)
     references = [wanted, *torch.autograd.grad(wanted, exact, weights.double())]
     for function in (segment_attention, attention._by_runs):
-        leaves = inputs(torch.bfloat16)
+        leaves = inputs(dtype)
         if function is segment_attention:
             out = segment_attention(*leaves, segments(), scale=0.35)
         else:
