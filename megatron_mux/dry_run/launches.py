@@ -67,6 +67,7 @@ class StepLaunches:
         norm, update: The most launches of the end of a bucket's step: norms; clipping and updates.
         others: All other launches, by operator.
         waits: Operators for which the host waits, and how often: blocking copies, and results that it reads.
+        reads: Launches at the end of steps that roll together, when the host reads their results: it waits once, there.
     """
 
     forward: int = 0
@@ -74,6 +75,7 @@ class StepLaunches:
     kept: int = 0
     norm: int = 0
     update: int = 0
+    reads: int = 0
     others: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
 
@@ -139,6 +141,9 @@ class LaunchCounter(TorchDispatchMode):
         if "cuda" not in kinds or name in _ALLOCATIONS or _is_view(func):
             return
         across = len(kinds) > 1 and name in ("_to_copy", "copy_")
+        if self._place == "reads":
+            self._here += 1
+            return
         if name in _WAITS or (across and not named.get("non_blocking", False)):
             self.steps[-1].waits[name] += 1
         self.launch(name)
@@ -174,12 +179,13 @@ def _counted(run: RunSpec) -> StepLaunches:
     counter = LaunchCounter()
     backward = low_rank._LowRankLinear.backward
     with ExitStack() as stack:
-        for owner, name in (
-            (AttachedBaseOp, "forward"),
-            (BucketFinalizer, "norm"),
-            (BucketFinalizer, "update"),
+        for owner, name, place in (
+            (AttachedBaseOp, "forward", "forward"),
+            (BucketFinalizer, "norm", "norm"),
+            (BucketFinalizer, "update", "update"),
+            (BucketFinalizer, "finish", "reads"),
         ):
-            stack.enter_context(replaced(owner, name, _method(counter.inside(name, getattr(owner, name)))))
+            stack.enter_context(replaced(owner, name, _method(counter.inside(place, getattr(owner, name)))))
         inside = staticmethod(counter.inside("backward", backward))
         stack.enter_context(replaced(low_rank._LowRankLinear, "backward", inside))
         for kind, launches in ((DryKernels, low_rank.LAUNCHES), (DryUpdate, DryUpdate.LAUNCHES)):

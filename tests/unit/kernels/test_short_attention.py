@@ -22,13 +22,14 @@ def segments() -> tuple[Segment, ...]:
     )
 
 
-def inputs(dtype: torch.dtype, groups: int = GROUPS, padding: int = 0) -> list[Tensor]:
+def inputs(dtype: torch.dtype, groups: int = GROUPS, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows = sum(LENGTHS) + padding
-    return [
+    query, key, value = (
         torch.randn(rows, heads, SIZE, generator=generator).to(dtype).requires_grad_(True)
         for heads in (HEADS, groups, groups)
-    ]
+    )
+    return query, key, value
 
 
 @pytest.mark.parametrize("groups", [GROUPS, HEADS])
