@@ -37,7 +37,8 @@ class _RMSNorm(torch.autograd.Function):
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
         scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
+        scaled: Tensor = (x * scale).mul_(weight)
+        return scaled.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -52,8 +52,8 @@ def test_agrees_with_attention_run_by_run(groups: int, window: int | None) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_about_as_exact_as_torch(dtype: torch.dtype) -> None:
     """Of rounded inputs, against fp64: short segments by products, and run by run."""
-    exact = [x.detach().double().requires_grad_(True) for x in inputs(dtype)]
-    wanted = attention._by_runs(*exact, segments(), 0.35, None, {})
+    query, key, value = exact = tuple(x.detach().double().requires_grad_(True) for x in inputs(dtype))
+    wanted = attention._by_runs(query, key, value, segments(), 0.35, None, {})
     weights = torch.linspace(-1, 1, wanted.numel()).view_as(wanted).to(dtype)
     references = [wanted, *torch.autograd.grad(wanted, exact, weights.double())]
     for function in (segment_attention, attention._by_runs):
