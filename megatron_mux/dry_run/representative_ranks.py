@@ -1,15 +1,18 @@
 """Chooses the ranks of a run whose peak memory the closed forms predict to be highest.
 
-Ranks of one stage differ in their sequences (data parallelism) and, where tensor ranks divide rows, in their rows.
+Ranks of one stage differ in their sequences (data parallelism), in their rows where tensor ranks divide rows, and in
+their parts of adapters where there are more tensor ranks than heads of keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.backbone.columns import parts
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
@@ -18,9 +21,13 @@ from megatron_mux.fusion.load import TaskLoad, engine_memory
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.method import Method
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+_OF_A_VALUE = 16
+"""Bytes of a trained value, its gradient and its moments."""
 
 Array = npt.NDArray[np.float64]
 
@@ -68,6 +75,8 @@ class _Work:
         self._lengths = {one.name: one.lengths for one in run.tasks}
         self._names = [one.name for one in run.tasks]
         self._units = _units(run)
+        self._size = _ITEMSIZE[run.dtype]
+        self._adapters = _adapter_values(run, info.shape)
         plan = run.plan
         layers = stage_layers(plan.split or even_split(info.shape.layers, plan.stages))
         memory = engine_memory(
@@ -83,7 +92,7 @@ class _Work:
         self.bytes: Array = of_stages.reshape(plan.data, plan.virtual, plan.ranks).sum(axis=1)
 
     def tensor_rank(self, pipeline: int) -> int:
-        """The tensor rank of a pipeline whose rows keep most: only bottlenecks act on a rank's own rows.
+        """The tensor rank of a pipeline that holds most: bottlenecks act on a rank's own rows.
 
         Args:
             pipeline: Number of the pipeline.
@@ -99,7 +108,7 @@ class _Work:
             )
             parts = np.array_split(kept, self._tensor)
             most = np.maximum(most, [part.sum() for part in parts])
-        return int(most.argmax())
+        return int((most * self._size + self._adapters * _OF_A_VALUE).argmax())
 
     def _most(self, memory: EngineMemory, units: Sequence[Sequence[Slice]]) -> Array:
         """`[S]` bytes of the heaviest micro-batch."""
@@ -142,3 +151,21 @@ def _method(run: RunSpec) -> Method:
         recompute=run.recompute,
         offload=run.residence == "offloaded",
     )
+
+
+def _adapter_values(run: RunSpec, shape: BackboneShape) -> Array:
+    """`[tensor]` trained values of linear_qkv, which more ranks than heads of keys divide unevenly; else zeros."""
+    held = [parts(shape, "linear_qkv", rank, run.tensor) for rank in range(run.tensor)]
+    found: Array = np.zeros(run.tensor)
+    for one in run.tasks:
+        adapter = TaskSpec.model_validate(one.task).adapter
+        for module in adapter.modules(shape) if shape.kv_heads < run.tensor else ():
+            columns = [
+                own[path].features.shape[0] for own in held for path in own if module.path.endswith(path)
+            ]
+            if module.op != "linear_qkv":
+                continue
+            for tensor in adapter.module_tensors(module, shape).values():
+                if tensor.trained and tensor.dim is not None:
+                    found += np.array(columns) * math.prod(tensor.shape) / tensor.shape[tensor.dim]
+    return found

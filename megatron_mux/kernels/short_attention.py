@@ -103,7 +103,7 @@ class _ShortAttention(torch.autograd.Function):
         k, v = (x.reshape(tokens * groups, size).index_select(0, classes.gather) for x in (key, value))
         out, weights = torch.empty_like(q), []
         for qs, ks, vs, outs in _by_class((q, k, v, out), classes, groups, size):
-            for first, stop in _blocks(ks.shape[1]):
+            for first, stop in blocks_of(ks.shape[1]):
                 rows = slice(first * repeats, stop * repeats)
                 bias = _bias(first, stop, repeats, window, query.dtype)
                 scores = torch.baddbmm(bias, qs[:, rows], ks[:, :stop].transpose(1, 2), alpha=scale)
@@ -123,7 +123,7 @@ class _ShortAttention(torch.autograd.Function):
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         tensors = (q, k, v, d_out, d_q, d_k, d_v)
         for qs, ks, vs, d_outs, d_qs, d_ks, d_vs in _by_class(tensors, classes, groups, size):
-            for first, stop in _blocks(ks.shape[1]):
+            for first, stop in blocks_of(ks.shape[1]):
                 rows, weight = slice(first * repeats, stop * repeats), next(weights)
                 d_vs[:, :stop].baddbmm_(weight.transpose(1, 2), d_outs[:, rows])
                 d_weight = torch.bmm(d_outs[:, rows], vs[:, :stop].transpose(1, 2))
@@ -145,7 +145,7 @@ def _by_class(tensors: Sequence[Tensor], classes: _Classes, groups: int, size: i
         at = rows.stop
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
+def blocks_of(length: int) -> list[tuple[int, int]]:
     """Blocks of queries, each of which multiplies with no keys beyond its own last one."""
     return [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
 

@@ -16,6 +16,7 @@ from megatron_mux.base_ops import BaseOpName
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.kernels.pointwise import gated
+from megatron_mux.kernels.short_attention import LONGEST, blocks_of, padded_length
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.kernel_scratch import flash
 from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
@@ -89,7 +90,7 @@ class EngineLayer:
         saved += self._norm("the norm behind the MLP") if a.output_norms else []
         if "linear_qkv" in inputs:
             saved.append(Row("output of the first norm", "all", a.hidden))
-        if "linear_proj" in inputs and (selective or begins > 2):
+        if "linear_proj" in inputs and (selective or self._short or begins > 2):
             saved.append(Row("output of attention", "columns", a.queries))
         if "linear_fc1" in inputs:
             saved.append(Row("output of the second norm", "all", a.hidden))
@@ -104,10 +105,8 @@ class EngineLayer:
 
     @property
     def _statistics(self) -> int:
-        """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
-        if not self.architecture.rms_norm:
-            return 2
-        return int(self.device == "cuda")
+        """Numbers that a norm keeps of a row."""
+        return 1 if self.architecture.rms_norm else 2
 
     def copied_keys(self) -> list[Row]:
         """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
@@ -126,24 +125,41 @@ class EngineLayer:
         a = self.architecture
         grouped = a.heads != a.kv_heads
         changed = a.rotary or a.qk_norm
-        values_copied = self._one_kernel and not selective
-        if changed or grouped:
+        short = self._short and not selective
+        values_copied = (self._one_kernel or short) and not selective
+        if short:
+            yield from self._short_attention()
+        elif changed or grouped:
             yield Row("queries", "columns", a.queries)
-        if changed:
+        if changed and not short:
             yield Row("keys", "columns", a.keys)
-        if values_copied:
+        if values_copied and not short:
             yield Row("values", "columns", a.keys)
         normed = a.qk_norm and with_norms  # else nothing trained lies below them
-        if normed or not (changed and values_copied):
+        if normed or not ((changed or short) and values_copied):
             yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
         if normed:
             if grouped:
                 yield Row("queries before their norm", "columns", a.queries)
             statistics = self._statistics * (a.heads + a.kv_heads)
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
-        if not selective:
+        if not selective and not short:
             yield Row("output of attention", "columns", a.queries)
             yield Row("log-sum-exp", "columns", a.heads, 4)
+
+    def _short_attention(self) -> Iterator[Row]:
+        """What `kernels.short_attention` keeps: queries, keys and values, padded, and weights of pairs of tokens."""
+        a, padded = self.architecture, padded_length(self.length)
+        pairs = sum((stop - first) * stop for first, stop in blocks_of(padded))
+        yield Row(
+            "padded queries, keys and values", "columns", (a.queries + 2 * a.keys) * padded / self.length
+        )
+        yield Row("attention's weights", "columns", a.heads * pairs / self.length)
+
+    @property
+    def _short(self) -> bool:
+        """Whether attention is computed by products of short segments."""
+        return self.device == "cpu" and self.length <= LONGEST
 
     @property
     def _one_kernel(self) -> bool:

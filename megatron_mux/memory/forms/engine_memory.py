@@ -34,8 +34,10 @@ from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]
 
-_ROW_INPUTS = 40
-"""Bytes of a row's token, position, label, weight and place among labels."""
+_ROW_INPUTS = 24
+"""Bytes of a row's token, position, sequence and place in it."""
+_LABEL_INPUTS = 60
+"""Bytes of a labelled row's label, weight and task, and of what it has as a row of its own above attention."""
 
 
 class Rows(NamedTuple):
@@ -219,6 +221,7 @@ class EngineMemory:
                 kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
+        kept = kept + (np.minimum(rows.labels, rows.most) * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._behind_the_layers(
             rows, tasks.trained[:, -1] > 0, tasks.last_inputs, tasks.last_own
         )
