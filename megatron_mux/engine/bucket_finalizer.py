@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux import runtime
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import StepResult, TaskState
@@ -67,8 +68,9 @@ class BucketFinalizer:
         self._tables: list[tuple[int, Tensor]] = []
         self._counts = True
         self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
-        rows = ([self._order[name] for name in bucket.tasks] for bucket in buckets)
-        self._rows = [torch.tensor(own, device=parallel.device) for own in rows]
+        rows = torch.tensor([self._order[name] for bucket in buckets for name in bucket.tasks])
+        on_device = runtime.to_device(rows.view(torch.uint8), parallel.device).view(torch.int64)
+        self._rows = on_device.split([len(bucket.tasks) for bucket in buckets])
         arenas = [task.adapter.arena for task in tasks.values()]
         self._updates = updates
         for bucket, update in zip(buckets, updates, strict=True):

@@ -33,21 +33,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
-        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        scaled: Tensor = (x * scale).mul_(weight)
-        return scaled.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        back = grad * weight.to(scale.dtype)
-        wide = x.to(scale.dtype)
-        along = (back * wide).sum(dim=-1, keepdim=True)
-        along.mul_(scale).mul_(scale).mul_(scale).div_(-x.shape[-1])
-        return back.mul_(scale).addcmul_(wide, along).to(x.dtype), None, None
+        x, weight = ctx.saved_tensors
+        dtype, width = x.dtype, x.shape[-1]
+        if dtype.itemsize < 4:
+            x, weight, grad = x.float(), weight.float(), grad.float()
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = square.div_(width).add_(ctx.eps).rsqrt_()
+        back = grad * weight
+        along = (back * x).sum(dim=-1, keepdim=True)
+        along.mul_(scale).mul_(scale).mul_(scale).div_(-width)
+        return back.mul_(scale).addcmul_(x, along).to(dtype), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -158,18 +158,18 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what:
 
 
 @torch.no_grad()
-def engine_logits(
-    backbone: Backbone, case: Case, pairs: Sequence[Pair], virtual_tokens: int = 0
-) -> list[Tensor]:
-    """`[L, V]` logits of every example under the adapter that is attached now."""
+def engine_logits(engine: Engine, case: Case, pairs: Sequence[Pair], virtual_tokens: int = 0) -> list[Tensor]:
+    """`[L, V]` logits of every example under the adapter that is attached now, if any."""
+    attached = engine.adapters.tasks.get(case.name)
     batch = layout.pack(
         [(case.name, i, tokens, labelled, 1.0) for i, (tokens, labelled) in enumerate(pairs)],
         (case.name,),
         {case.name: 0},
         {case.name: virtual_tokens},
         training=False,
+        slots={case.name: attached.slot if attached else 0},
     )
     with layout.activate(batch):
-        rows = all_logits(backbone, batch)
+        rows = all_logits(engine.backbone, batch)
     rows = rows.reshape(batch.rows, -1)
     return [rows[s.start : s.start + s.length] for s in batch.segments]

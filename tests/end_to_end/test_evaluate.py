@@ -63,7 +63,7 @@ def test_loss_and_accuracy_are_what_they_are_said_to_be(
         own = index % len(pairs)
         sums = []
         for i, (logits, (tokens, labelled)) in enumerate(
-            zip(engine_logits(backbone, case, pairs), pairs, strict=True)
+            zip(engine_logits(engine, case, pairs), pairs, strict=True)
         ):
             rows, wanted = logits[:-1][labelled[1:]].double(), tokens[1:][labelled[1:]]
             sums.append(float(F.cross_entropy(rows, wanted, reduction="sum")))

@@ -64,7 +64,7 @@ def virtual_tokens(case: Case) -> int:
 def assert_same_logits(engine: Engine, case: Case, model: nn.Module) -> None:
     """The engine's logits are the model's."""
     pairs = case.records.pairs[:4]
-    ours = engine_logits(engine.backbone, case, pairs, virtual_tokens(case))
+    ours = engine_logits(engine, case, pairs, virtual_tokens(case))
     for found, wanted in zip(ours, peft_solo.logits(model, pairs), strict=True):
         assert float((found - wanted).abs().max()) <= LOGITS
 
@@ -129,7 +129,7 @@ def test_own_kinds_come_back_as_they_were(
         engine.register_tasks([case.task])
         for _ in range(3):
             engine.step()
-        before, logits = adapter(engine, name), engine_logits(backbone, case, case.records.pairs[:3])
+        before, logits = adapter(engine, name), engine_logits(engine, case, case.records.pairs[:3])
         directory = save(engine, case, tmp_path / name)
         engine.remove_task(name)
         assert (
@@ -150,7 +150,7 @@ def test_own_kinds_come_back_as_they_were(
         try:
             if name == "bottleneck":
                 assert_same(adapter(engine, name), before, name)
-            again = engine_logits(backbone, case, case.records.pairs[:3])
+            again = engine_logits(engine, case, case.records.pairs[:3])
             assert_close(dict(enumerate_keys(again)), dict(enumerate_keys(logits)), 1e-5, name)
         finally:
             engine.remove_task(name)

@@ -349,10 +349,11 @@ def test_the_backbone_is_left_as_it_was(backbone_of: BackboneOf, path_of: PathOf
     pairs = cases["lora"].records.pairs[:3]
     weights = {name: value.clone() for name, value in backbone.model.named_parameters()}
     attributes = {name: set(vars(module)) for name, module in backbone.model.named_modules()}
-    logits = engine_logits(backbone, cases["lora"], pairs)
+    engine = Engine(backbone, parallel)
+    logits = engine_logits(engine, cases["lora"], pairs)
     train(backbone, parallel, list(cases.values()), 2)
     assert_same(dict(backbone.model.named_parameters()), weights, "weights")
     assert all(value.grad is None for value in backbone.model.parameters())
     assert {name: set(vars(module)) for name, module in backbone.model.named_modules()} == attributes
-    for found, wanted in zip(engine_logits(backbone, cases["lora"], pairs), logits, strict=True):
+    for found, wanted in zip(engine_logits(engine, cases["lora"], pairs), logits, strict=True):
         assert torch.equal(found, wanted)

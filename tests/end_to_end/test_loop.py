@@ -234,8 +234,10 @@ def test_a_checkpoint_that_holds_an_exploded_adapter_is_not_called_good(
     workplace = furnish(tmp_path)
     directory = workplace.root / "run"
     task = {key: value for key, value in TASKS["lora"].items() if key != "eval"}
-    training = {**task["training"], "learning_rate": 1e25, "lr_scheduler_type": "constant", "max_steps": 6}
-    tasks = workplace.write_tasks("one.yaml", {"lora": {**task, "training": {**training, "warmup_steps": 0}}})
+    training = {**task["training"], "learning_rate": 1e37, "lr_scheduler_type": "constant", "max_steps": 6}
+    adapter = {**task["adapter"], "lora_alpha": 1e6}
+    task = {**task, "adapter": adapter, "training": {**training, "warmup_steps": 0}}
+    tasks = workplace.write_tasks("one.yaml", {"lora": task})
     run = python(
         server,
         "pretrain_mux.py",

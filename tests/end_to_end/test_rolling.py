@@ -23,11 +23,11 @@ def cases_of(spoilt: bool = False) -> list[Case]:
     adapters = {
         "lora": (lora(targets.query_value, r=4, lora_dropout=0.2), 6),
         "pruned": (diff_pruning(targets.query_value), 4),
-        "wild": (lora(targets.query_value, r=2), 9),
+        "wild": (lora(targets.query_value, r=2, lora_alpha=1e6 if spoilt else 8), 9),
     }
     cases = []
     for i, (name, (adapter, steps)) in enumerate(adapters.items()):
-        rate = 1e30 if spoilt and name == "wild" else 1e-2
+        rate = 1e308 if spoilt and name == "wild" else 1e-2
         training: dict[str, Any] = {
             "per_device_train_batch_size": 3,
             "learning_rate": rate,

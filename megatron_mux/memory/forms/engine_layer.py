@@ -38,6 +38,7 @@ class EngineLayer:
         gpu: The GPU, on `cuda`.
         tensor: Ranks that share it.
         sequence_parallel: Whether they divide the rows outside the products.
+        prefixed: Whether a task has virtual tokens: a CPU's attention is computed length by length then.
     """
 
     architecture: Architecture
@@ -47,6 +48,7 @@ class EngineLayer:
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
     tensor: int = 1
     sequence_parallel: bool = False
+    prefixed: bool = False
 
     def bytes(self, tensors: Iterable[Row]) -> float:
         """Bytes of a row of these tensors on one of the ranks."""
@@ -105,8 +107,10 @@ class EngineLayer:
 
     @property
     def _statistics(self) -> int:
-        """Numbers that a norm keeps of a row."""
-        return 1 if self.architecture.rms_norm else 2
+        """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
+        if not self.architecture.rms_norm:
+            return 2
+        return int(self.device == "cuda")
 
     def copied_keys(self) -> list[Row]:
         """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
@@ -159,7 +163,7 @@ class EngineLayer:
     @property
     def _short(self) -> bool:
         """Whether attention is computed by products of short segments."""
-        return self.device == "cpu" and self.length <= LONGEST
+        return self.device == "cpu" and self.length <= LONGEST and not self.prefixed
 
     @property
     def _one_kernel(self) -> bool:

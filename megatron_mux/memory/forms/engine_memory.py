@@ -256,6 +256,7 @@ class EngineMemory:
             self.gpu,
             method.tensor,
             method.sequence_parallel,
+            any(task.virtual_tokens for task in self.tasks),
         )
 
     @cached_property

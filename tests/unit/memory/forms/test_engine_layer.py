@@ -56,7 +56,10 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
     ("one", "qkv"),
     [
         (layer(llama()), 256 + 128 + 128),  # rotated queries and keys, values copied for the kernel
-        (layer(llama(), 4, device="cpu"), 256 + 128 + 512),  # values as they lie in the product
+        (
+            layer(llama(), 4, device="cpu", prefixed=True),
+            256 + 128 + 512,
+        ),  # values as they lie in the product
         (
             layer(replace(llama(), qk_norm=True)),
             512 + 512 + 256,
@@ -70,6 +73,14 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
 def test_queries_keys_and_values(one: EngineLayer, qkv: int) -> None:
     names = ("queries", "keys", "values", "product of linear_qkv", "queries before their norm")
     assert sum(row.width for row in one.kept() if row.what in names) == qkv
+
+
+def test_short_attention_keeps_padded_tensors_and_weights_of_pairs() -> None:
+    one = replace(layer(llama(), 4, device="cpu"), length=10)
+    kept = {row.what: row.width for row in one.kept()}
+    assert "product of linear_qkv" not in kept and "log-sum-exp" not in kept
+    assert kept["padded queries, keys and values"] == (256 + 2 * 128) * 16 / 10
+    assert kept["attention's weights"] == 8 * 16 * 16 / 10
 
 
 def test_norms() -> None:
