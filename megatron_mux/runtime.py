@@ -326,26 +326,50 @@ def to_device(
     return staging.copy_(host).to(device, non_blocking=True)
 
 
-def pair_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """A process group for transfers between two GPUs, connected; no other rank takes part.
+Pair = tuple[int, int]
+"""Two ranks by their places in a ring."""
+
+
+def pair_groups(
+    ring: Sequence[int], pairs: Sequence[Pair], device: torch.device
+) -> dict[tuple[Pair, bool], dist.ProcessGroup]:
+    """Process groups for transfers between GPUs, connected: for each pair one in each direction (backward?).
+
+    Every rank of the world calls it, with the same pairs. torch can make a group by its members alone, but names it by
+    how many groups the calling rank is in: the two ends of a pair may differ in that, and would wait for each other.
 
     Args:
-        ranks: This rank and the other, in an order that both give.
+        ring: The ranks of this rank's pipeline.
+        pairs: Places of neighbours.
         device: This rank's GPU.
+
+    Returns:
+        The groups of this ring; those of pairs without this rank are of no use.
     """
-    arguments: dict[str, Any] = {}
-    if not _is_dry_run():
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = _TRANSFER_CTAS
-        arguments = {"backend": "nccl", "pg_options": options}
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **arguments)
+    rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rings, list(ring))
+    found = {}
+    for other in sorted({tuple(ranks) for ranks in rings}):
+        for pair in pairs:
+            for backward in (False, True):
+                group = _pair_group([other[place] for place in pair], device)
+                if other == tuple(ring):
+                    found[pair, backward] = group
+    return found
+
+
+def _pair_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     if _is_dry_run():
+        group: dist.ProcessGroup = dist.new_group(ranks)
         return group
-    # Else NCCL would connect at the first transfer, which makes the host wait for the other rank.
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _TRANSFER_CTAS
+    group = dist.new_group(ranks, backend="nccl", pg_options=options)
+    # Connected now: else NCCL would connect at the first transfer, which makes the host wait for the other rank.
     flag = torch.zeros(1, device=device)
     if dist.get_rank() == ranks[0]:
         dist.send(flag, ranks[1], group=group)
-    else:
+    elif dist.get_rank() == ranks[1]:
         dist.recv(flag, ranks[0], group=group)
     return group
 

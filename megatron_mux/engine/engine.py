@@ -264,18 +264,21 @@ class Engine:
 
         On a GPU nobody waits: optimizers do not step before the copies are made.
         """
-        if self.parallel.dp_rank != 0:  # the first pipeline has all of it
-            return {}
-        tasks = {name: self._tasks[name] for name in names}
-        copies = copy_states(
-            {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}, memory
-        )
+        copies = self._copies(names, memory)
         self._runner.copied = memory.copied
         return copies
 
+    def _copies(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
+        if self.parallel.dp_rank != 0:  # the first pipeline has all of it
+            return {}
+        tasks = {name: self._tasks[name] for name in names}
+        return copy_states(
+            {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}, memory
+        )
+
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
-        state = self.copy_states([name], HostMemory(self.parallel.device)).get(name)
+        state = self._copies([name], HostMemory(self.parallel.device)).get(name)
         return None if state is None else state.gather(self.parallel, self.parallel.model_group)
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:

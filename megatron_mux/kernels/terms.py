@@ -27,6 +27,9 @@ from megatron_mux.kernels.groups import RowGroups
 LATENT_MULTIPLE = 16
 """Latent columns of a row come in whole 32 bytes, so that rows of the latent tensor are aligned."""
 
+_MOST_WIDTHS = 256
+"""Combinations of tasks whose width is remembered."""
+
 ENTRY = (
     "down", "up", "down_gradient", "up_gradient", "down_factors", "up_factors", "down_factors_gradient",
     "up_factors_gradient", "columns", "column_count", "rank", "latent", "first_feature", "key_low", "key_high",
@@ -145,6 +148,8 @@ class TermTable:
         if found is None:
             last = [self.of_slot[slot][-1] for slot in groups.slots if slot in self.of_slot]
             widest = max((latent + term.rank for term, latent in last), default=0)
+            if len(self._widths) >= _MOST_WIDTHS:
+                self._widths.clear()
             found = self._widths[groups.slots] = -(-widest // LATENT_MULTIPLE) * LATENT_MULTIPLE
         return found
 

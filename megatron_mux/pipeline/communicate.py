@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.runtime import Parallel, pair_group
+from megatron_mux.runtime import Parallel, pair_groups
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple
             for step in (-1, 1)
             for backward in (False, True)
         }
-    found: dict[tuple[int, bool], Link] = {}
-    for first in range(ranks if closes_ring and ranks > 1 else ranks - 1):
-        pair = first, (first + 1) % ranks
-        if own in pair:
-            for backward in (False, True):
-                # The sender's neighbour is this way; a pair of two ranks that closes a ring has links both ways.
-                link = Link(pair_group([ring[rank] for rank in pair], parallel.device))
-                found[1 if own == first else -1, backward] = link
-    return found
+    count = ranks if closes_ring and ranks > 1 else ranks - 1
+    pairs = [(first, (first + 1) % ranks) for first in range(count)]
+    groups = pair_groups(ring, pairs, parallel.device)
+    # The sender's neighbour is this way; a pair of two ranks that closes a ring has links both ways.
+    return {
+        (1 if own == pair[0] else -1, backward): Link(group)
+        for (pair, backward), group in groups.items()
+        if own in pair
+    }

@@ -108,6 +108,8 @@ class Saver:
                 self._running.result()
         except UserError as error:
             return str(error)
+        except Exception as error:  # on this rank alone: the others must not wait for it
+            return f"the save failed: {type(error).__name__}: {error}"
         return ""
 
     def close(self) -> None:

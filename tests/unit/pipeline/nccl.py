@@ -310,8 +310,20 @@ class PlayedDistributed:
         )
         return Work(self.world, operation)
 
-    def pair_group(self, ranks: Sequence[int], device: torch.device) -> Group:
-        """Stands in for `runtime.pair_group`: the host waits until both are connected."""
+    def pair_groups(
+        self, ring: Sequence[int], pairs: Sequence[tuple[int, int]], device: torch.device
+    ) -> dict[tuple[tuple[int, int], bool], Group]:
+        """Stands in for `runtime.pair_groups`; pairs without this rank are left out."""
+        own = list(ring).index(self.world.rank)
+        return {
+            (pair, backward): self._pair_group([ring[place] for place in pair])
+            for pair in pairs
+            if own in pair
+            for backward in (False, True)
+        }
+
+    def _pair_group(self, ranks: Sequence[int]) -> Group:
+        """The host waits until both are connected."""
         key = self.world.rank, tuple(ranks)
         self._made[key] += 1
         group = Group(tuple(ranks), self._made[key])
@@ -328,7 +340,7 @@ def installed(world: World, patch: Any) -> None:
 
     played = PlayedDistributed(world)
     patch.setattr(communicate, "dist", played)
-    patch.setattr(communicate, "pair_group", played.pair_group, raising=False)
+    patch.setattr(communicate, "pair_groups", played.pair_groups, raising=False)
     patch.setattr(communicate, "torch", _TorchOnMeta())
     patch.setattr(gc, "collect", lambda: 0)
     patch.setattr(torch.cuda, "Event", lambda enable_timing: Event(world))
