@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
@@ -71,7 +72,8 @@ class Loop:
         if directory is None:
             return
         if directory == self.arguments.save and self.parallel.rank == 0:
-            cut_metrics(directory, self.manifest)
+            # Not before the tasks are accepted: a refused run leaves everything as it is.
+            self.registry.accepted = partial(cut_metrics, directory, self.manifest)
         if self.manifest is None:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)

@@ -35,6 +35,7 @@ class TaskRegistry:
         save: Saves the run; called with the names of tasks that are about to leave.
         continued: Directory of the run that this one continues, if any.
         entries: Every task the run has had, as a save names it.
+        accepted: Called once, when the first tasks are known to be those that the continued run had.
     """
 
     engine: Engine
@@ -46,6 +47,7 @@ class TaskRegistry:
     save: Callable[[Sequence[str]], None]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
+    accepted: Callable[[], None] | None = None
     _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
@@ -94,6 +96,9 @@ class TaskRegistry:
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
             joining.append(task)
+        accepted, self.accepted = self.accepted, None
+        if accepted is not None:
+            accepted()
         waited = [task.spec.name for task in self._admission.waiting]
         # Those that trained when the run was saved come before those that waited.
         admitted = self._admission.offer(sorted(joining, key=lambda task: task.resume is None))
