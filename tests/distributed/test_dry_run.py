@@ -20,7 +20,7 @@ from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
-from megatron_mux.kernels import attention
+from megatron_mux.kernels import attention, short_attention
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
 from tests import tiny_models, warm
@@ -103,7 +103,8 @@ def _run(layout: Layout, config: dict[str, object]) -> RunSpec:
 
 
 def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
-    attention._mask.cache_clear()  # what an earlier layout left
+    for cached in (attention._mask, short_attention._classes, short_attention._bias):
+        cached.cache_clear()  # what an earlier layout left
     with OnCopies():
         return record_steps(run, path, parallel, None)
 
