@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,20 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring segments of one length and, where a prefix applies, of one task; one that has a past is alone."""
+    """Neighbouring segments that one call serves.
 
-    rows: int
-    count: int
-    length: int
-    past: int
-    task: str | None
+    They are short, whatever their lengths; or all have one length and, where a prefix applies, one task. One that has a
+    past is alone. How a segment is computed never depends on its neighbours.
+    """
+
+    lengths: tuple[int, ...]
+    past: int = 0
+    task: str | None = None
+    short: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
 
 
 def segment_attention(
@@ -94,12 +102,8 @@ def segment_attention(
         assert kernel is not None
         bounds = bounds or _bounds(segments, prefix, query.device)
         return _by_varlen(kernel, query, key, value, segments, scale, window, prefix, bounds)
-    if _are_short(query, segments, prefix):
-        rows = segments[-1].start + segments[-1].length
-        lengths = tuple(segment.length for segment in segments)
-        out = short_attention(query[:rows], key[:rows], value[:rows], lengths, scale, window)
-        return _with_padding(out, query.shape[0] - rows)
-    return _by_runs(query, key, value, segments, scale, window, prefix)
+    short = LONGEST if query.device.type == "cpu" else 0
+    return _by_runs(query, key, value, segments, scale, window, prefix, short)
 
 
 def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
@@ -108,29 +112,20 @@ def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and is_half and _varlen_kernel() is not None
 
 
-def _are_short(query: Tensor, segments: Sequence[Segment], prefix: Prefix) -> bool:
-    """Whether `short_attention` serves these segments."""
-    return query.device.type == "cpu" and all(
-        s.length <= LONGEST and not s.past and s.task not in prefix for s in segments
-    )
+def _runs(segments: Sequence[Segment], prefix: Prefix, short: int) -> list[_Run]:
+    """Group neighbours that one call can serve, in row order."""
 
-
-def _with_padding(out: Tensor, rows: int) -> Tensor:
-    """Zeros below the rows of segments."""
-    return torch.cat((out, out.new_zeros(rows, *out.shape[1:]))) if rows else out
-
-
-def _runs(segments: Sequence[Segment], prefix: Prefix) -> list[_Run]:
-    """Group neighbours that one batched call can serve, in row order."""
-    runs: list[_Run] = []
-    for segment in segments:
+    def kind(segment: Segment) -> tuple[bool, int, str | None, int]:
         task = segment.task if segment.task in prefix else None
-        last = runs[-1] if runs else None
-        alike = last is not None and (last.length, last.past, last.task) == (segment.length, 0, task)
-        if last is not None and alike and not segment.past:
-            runs[-1] = _Run(last.rows + segment.length, last.count + 1, last.length, 0, task)
-        else:
-            runs.append(_Run(segment.length, 1, segment.length, segment.past, task))
+        if segment.length <= short and task is None and not segment.past:
+            return True, 0, None, 0
+        # A past makes a segment unlike any other.
+        return False, segment.length, task, segment.start if segment.past else -1
+
+    runs = []
+    for (is_short, _, task, _), own in groupby(segments, kind):
+        members = tuple(own)
+        runs.append(_Run(tuple(s.length for s in members), members[0].past, task, is_short))
     return runs
 
 
@@ -142,9 +137,13 @@ def _by_runs(
     scale: float,
     window: int | None,
     prefix: Prefix,
+    short: int = 0,
 ) -> Tensor:
-    """One batched call a run. Split and concatenate once, so that autograd copies each gradient once."""
-    runs = _runs(segments, prefix)
+    """One call a run; segments of at most `short` tokens by `short_attention`.
+
+    Split and concatenate once, so that autograd copies each gradient once.
+    """
+    runs = _runs(segments, prefix, short)
     padding = query.shape[0] - sum(run.rows for run in runs)
     sizes = [run.rows for run in runs] + [padding] * (padding > 0)
     pasts = [run.past for run in runs if run.past]
@@ -153,10 +152,12 @@ def _by_runs(
     own = zip(query.split(sizes), keys[len(pasts) :], values[len(pasts) :], strict=True)
     outputs = []
     for run, (q, k, v) in zip(runs, own, strict=False):
-        q, k, v = (x.unflatten(0, (run.count, run.length)) for x in (q, k, v))
-        before = (
-            [tuple(x.expand(run.count, *x.shape) for x in prefix[run.task])] if run.task is not None else []
-        )
+        if run.short:
+            outputs.append(short_attention(q, k, v, run.lengths, scale, window))
+            continue
+        count = len(run.lengths)
+        q, k, v = (x.unflatten(0, (count, run.lengths[0])) for x in (q, k, v))
+        before = [tuple(x.expand(count, *x.shape) for x in prefix[run.task])] if run.task is not None else []
         if run.past:
             before.append(tuple(x.unsqueeze(0) for x in next(past)))
         if before:
@@ -302,4 +303,5 @@ def _by_varlen(
         bounds.longest_key,
         **options,
     )
-    return _with_padding(out, query.shape[0] - rows)
+    padding = query.shape[0] - rows
+    return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out

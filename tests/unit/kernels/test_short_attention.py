@@ -109,3 +109,32 @@ def test_long_segments_go_to_torch() -> None:
     x = torch.randn(LONGEST + 1, 2, SIZE, requires_grad=True)
     out = segment_attention(x, x, x, [Segment("task", 0, LONGEST + 1, 0)], scale=1.0)
     assert out.grad_fn is not None and "ShortAttention" not in out.grad_fn.name()
+
+
+def test_long_and_prefixed_neighbours_change_no_bit() -> None:
+    """How a short segment is computed depends on itself alone."""
+    long, rows = LONGEST + 3, sum(LENGTHS)
+    prefix = {"prefixed": (torch.randn(4, GROUPS, SIZE), torch.randn(4, GROUPS, SIZE))}
+    short = segments()
+    beside = (
+        *short[:3],
+        Segment("long", short[3].start, long, 100),
+        Segment("prefixed", short[3].start + long, 7, 101),
+        *(Segment(s.task, s.start + long + 7, s.length, s.sequence) for s in short[3:]),
+    )
+    at = short[3].start
+    own = torch.cat((torch.arange(at), torch.arange(at, rows) + long + 7))
+    alone = inputs(torch.float32)
+    among = []
+    for x in alone:
+        wider = torch.randn(rows + long + 7, *x.shape[1:])
+        wider[own] = x.detach()
+        among.append(wider.requires_grad_(True))
+    query, key, value = among
+    found = segment_attention(query, key, value, beside, scale=0.3, prefix=prefix)
+    wanted = segment_attention(*alone, short, scale=0.3)
+    assert torch.equal(found[own], wanted)
+    gradients = zip(
+        torch.autograd.grad(found.sum(), among), torch.autograd.grad(wanted.sum(), alone), strict=True
+    )
+    assert all(torch.equal(ours[own], theirs) for ours, theirs in gradients)
