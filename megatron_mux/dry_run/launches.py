@@ -21,27 +21,13 @@ from torch.utils._pytree import tree_iter
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.dry_run.process import in_forks
 from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.updates import DryUpdate
 from megatron_mux.kernels import low_rank
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.fake_gpu.device import replaced
 from megatron_mux.memory.worker import Worker
-
-_WAITS = frozenset(
-    {
-        "_local_scalar_dense",
-        "item",
-        "nonzero",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "unique",
-        "_unique2",
-        "bincount",
-    }
-)
-"""Operators whose result the host needs, or whose result's size."""
 
 _ALLOCATIONS = frozenset(
     {
@@ -130,21 +116,16 @@ class LaunchCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.namespace == "aten":
-            self._see(
-                func, [x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)], kwargs or {}
-            )
+            self._see(func, args, kwargs or {}, made)
         return made
 
-    def _see(self, func: Any, tensors: list[Tensor], named: dict[str, Any]) -> None:
-        kinds = {tensor.device.type for tensor in tensors}
+    def _see(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        tensors = [x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)]
         name = func._schema.name.removeprefix("aten::")
-        if "cuda" not in kinds or name in _ALLOCATIONS or _is_view(func):
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        if not on_gpu or name in _ALLOCATIONS or _is_view(func):
             return
-        across = len(kinds) > 1 and name in ("_to_copy", "copy_")
-        if self._place == "reads":
-            self._here += 1
-            return
-        if name in _WAITS or (across and not named.get("non_blocking", False)):
+        if self._place != "reads" and host_waits(func, args, kwargs):
             self.steps[-1].waits[name] += 1
         self.launch(name)
 

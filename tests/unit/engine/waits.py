@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_mux.dry_run.execute import execute_dry_run, import_all
 from megatron_mux.dry_run.process import Part, in_forks
+from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine import step_runner
 from megatron_mux.memory.fake_gpu.device import DEVICE
 from megatron_mux.pipeline.execute import execute
-
-_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
-"""Operators whose result, or its size, has to be known on the host."""
 
 
 class Waits(TorchDispatchMode):
@@ -29,30 +27,9 @@ class Waits(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.ops.prim.device.default and self._waits(func, args, kwargs):
+        if host_waits(func, args, kwargs or {}):
             self.found.append(str(func))
-        return func(*args, **kwargs)
-
-    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
-        name = func._schema.name.removeprefix("aten::")
-        devices = {_type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        if name in _WAITING:
-            return "cuda" in devices
-        if name == "copy_":
-            return len(devices) > 1 and not (kwargs.get("non_blocking") or args[2:] == (True,))
-        if name == "_to_copy":
-            devices.add(torch.device(kwargs.get("device") or next(iter(devices))).type)
-            return len(devices) > 1 and not kwargs.get("non_blocking")
-        return name == "index" and any(_is_mask(index) for index in args[1])
-
-
-def _type(tensor: torch.Tensor) -> str:
-    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
+        return func(*args, **(kwargs or {}))
 
 
 OFFENDERS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -62,11 +39,17 @@ OFFENDERS: dict[str, Callable[[torch.Tensor], object]] = {
     "to the host": lambda x: x.cpu(),
     "from the host": lambda x: torch.ones(3).to(x.device),
     "copied from the host": lambda x: x.copy_(torch.ones(3)),
+    "nonzero": lambda x: x.nonzero(),
+    "indexed by a mask": lambda x: x[x > 0],
+    "put where a mask is true": lambda x: x.__setitem__(x > 0, torch.ones_like(x)),
+    "repeated as a tensor says": lambda x: x.repeat_interleave(x.long()),
 }
 HARMLESS: dict[str, Callable[[torch.Tensor], object]] = {
     "a copy that does not block": lambda x: torch.ones(3).to(x.device, non_blocking=True),
     "a selection": lambda x: torch.where(x > 0, x, 0.0),
     "a copy on the GPU": lambda x: x.clone().copy_(x),
+    "one value where a mask is true": lambda x: x.__setitem__(x > 0, 1.0),
+    "indexed by numbers": lambda x: x[torch.zeros_like(x).long()],
 }
 
 
@@ -89,7 +72,8 @@ def waits_of(part: Part) -> tuple[list[list[str]], dict[str, bool]]:
 
     def watched(*args: Any, **kwargs: Any) -> None:
         for name, operation in (OFFENDERS | HARMLESS).items() if not noted else ():
-            with Waits() as waits:
+            # The size of some results depends on values, which a fake GPU does not have.
+            with Waits() as waits, suppress(DynamicOutputShapeException):
                 operation(torch.ones(3, device=DEVICE))
             noted[name] = bool(waits.found)
         with Waits() as waits:
