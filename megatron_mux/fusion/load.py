@@ -109,10 +109,8 @@ def engine_memory(
     gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
 ) -> EngineMemory:
     """The memory of these tasks on a backbone divided into stages; the arguments are those of `EngineMemory`."""
-    sequences = sum(len(load.tokens) for load in loads)
-    length = sum(load.total for load in loads) / max(1, sequences)
-    adapters = [load.adapter for load in loads]
-    return EngineMemory(architecture_of(shape), adapters, stages, method, itemsize, length, device, gpu)
+    adapters, lengths = [load.adapter for load in loads], [load.tokens for load in loads]
+    return EngineMemory(architecture_of(shape), adapters, stages, method, itemsize, lengths, device, gpu)
 
 
 def typical(lengths: npt.NDArray[np.int32], count: int) -> list[int]:

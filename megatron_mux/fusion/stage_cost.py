@@ -139,7 +139,8 @@ class StageCosts:
         rows = np.zeros((1, len(self.loads)))
         rows[0, task] = length = self._longest[task] if length is None else length
         virtual = self.loads[task].virtual_tokens
-        found = self.memory.passes(Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)])))
+        alone = Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)]))
+        found = self.memory.passes(alone, length=length)
         return tuple((found.lasting + found.working)[0].tolist())
 
     def _combine(

@@ -145,7 +145,7 @@ def test_what_a_forward_pass_keeps(
     rows, labels, found = passes[0]
     task = TaskAdapters.of(case.task.spec, backbone.shape)
     split = stage_layers(even_split(len(architecture.layers), method.pipeline))
-    memory = EngineMemory(architecture, [task], split, method, 4, LENGTH, "cpu")
+    memory = EngineMemory(architecture, [task], split, method, 4, [(LENGTH,)], "cpu")
     batch = Rows(np.array([[rows]]), np.array([rows]), np.array([labels]), np.zeros(1))
     wanted = float(memory.passes(batch).kept[0, parallel.pp_rank])
     # Autograd does not hold what the batch itself is, what was sent on, nor the loss's gradient.

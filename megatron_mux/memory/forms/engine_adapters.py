@@ -19,6 +19,7 @@ from megatron_mux.adapters.costs import Kept, Row, Where
 from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
 from megatron_mux.kernels.terms import LATENT_MULTIPLE
 from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
+from megatron_mux.memory.forms.layer_bytes import LayerBytes
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 Array = npt.NDArray[np.float64]
@@ -63,22 +64,16 @@ class AdapterTables:
         layer: A layer of the backbone.
         tasks: The adapters.
         stages: The layers of each stage.
-        selective: Whether attention is computed again.
 
     Attributes:
         of_stage: `[L, S]` 1 where a layer is a stage's.
     """
 
-    def __init__(
-        self, layer: EngineLayer, tasks: Sequence[TaskAdapters], stages: Sequence[range], selective: bool
-    ) -> None:
+    def __init__(self, layer: EngineLayer, tasks: Sequence[TaskAdapters], stages: Sequence[range]) -> None:
         self._layer = layer
         layers = len(layer.architecture.layers)
         shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
-        plain = layer.bytes(layer.kept(selective))
-        self._width = {op: layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in BASE_OPS}
-        self._below = np.array([plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS])
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
@@ -128,11 +123,12 @@ class AdapterTables:
         found: Array = self._most(self._scratch.max(axis=0, initial=0.0)[None, :])[0]
         return found
 
-    def at(self, rows: Array, together: bool) -> AdapterBytes:
+    def at(self, rows: Array, plain: LayerBytes, together: bool) -> AdapterBytes:
         """Bytes that the adapters of micro-batches of `[B, K]` rows keep and take.
 
         Args:
             rows: Rows of each task.
+            plain: What a layer keeps of a row.
             together: Whether gradients begin where those of any task do, whichever tasks are in the micro-batch.
         """
         layers, count = len(self.of_stage), len(FIRSTS)
@@ -144,8 +140,8 @@ class AdapterTables:
         trained = (np.arange(layers) >= begins[:, None]).astype(float)
         first = np.arange(layers) == begins[:, None]
         inputs, last = np.zeros_like(trained), np.zeros(len(rows))
-        for op in BASE_OPS:
-            needed = (present @ self._inputs[op] > 0) * self._width[op]
+        for width, op in zip(plain.inputs.T, BASE_OPS, strict=True):
+            needed = (present @ self._inputs[op] > 0) * width[:, None]
             inputs += needed
             if op in _BEHIND_ATTENTION:
                 last += needed[:, -1]
@@ -159,7 +155,7 @@ class AdapterTables:
         behind = behind - everything * self._replaced_inputs(present, "linear_fc2")
         return AdapterBytes(
             trained=trained @ self.of_stage,
-            below_first=(first * self._below[lowest % count][:, None]) @ self.of_stage,
+            below_first=(first * plain.below[np.arange(len(rows)), lowest % count][:, None]) @ self.of_stage,
             inputs=self._most(inputs),
             all_inputs=inputs @ self.of_stage,
             own=self._most(own),

@@ -38,7 +38,7 @@ class EngineLayer:
         gpu: The GPU, on `cuda`.
         tensor: Ranks that share it.
         sequence_parallel: Whether they divide the rows outside the products.
-        prefixed: Whether a task has virtual tokens: a CPU's attention is computed length by length then.
+        prefixed: Whether a sequence has virtual tokens: a CPU computes its attention as that of a long one.
     """
 
     architecture: Architecture

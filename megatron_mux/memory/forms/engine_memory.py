@@ -23,6 +23,7 @@ from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
 from megatron_mux.memory.forms.engine_layer import EngineLayer
+from megatron_mux.memory.forms.layer_bytes import RowBytes
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
@@ -126,7 +127,7 @@ class EngineMemory:
         layers: The layers of each stage.
         method: How the step is divided; its `pipeline` is how many ranks share the stages, its `parts` is not used.
         size: Bytes of a value of the backbone's dtype.
-        length: Mean tokens of a sequence.
+        lengths: Tokens of each task's sequences.
         device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, on `cuda`.
         fragmentation: Whether the allocator's fragmentation is counted.
@@ -136,8 +137,8 @@ class EngineMemory:
     tasks: Sequence[TaskAdapters]
     layers: Sequence[range]
     method: Method
-    size: int = 2
-    length: float = 1024
+    size: int
+    lengths: Sequence[Sequence[float]]
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
     fragmentation: bool = True
@@ -199,31 +200,35 @@ class EngineMemory:
 
     # -- what passes keep and take
 
-    def passes(self, rows: Rows, in_step: float = np.inf) -> Passes:
+    def passes(self, rows: Rows, in_step: float = np.inf, length: float | None = None) -> Passes:
         """Bytes that micro-batches keep and take on every stage.
 
         Args:
             rows: The micro-batches.
             in_step: The most micro-batches of a step.
+            length: Of all sequences in them; None: as each task's are.
         """
         most = rows.most[:, None]
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
         share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
-        tasks = self._tables.at(rows.of_tasks * share[:, None], self._brings_weights)
+        of_tasks = rows.of_tasks * share[:, None]
+        layer = self._row_bytes.at(of_tasks, length)
+        tasks = self._tables.at(of_tasks, layer, self._brings_weights)
+        plain = layer.plain[:, None]
         layer_input = self._layer.input
         trains = tasks.trained > 0
-        one_layer = most * (self._plain + tasks.inputs) + tasks.own
+        one_layer = most * (plain + tasks.inputs) + tasks.own
         if self.method.recompute == "full":
             kept = most * layer_input * tasks.trained
         else:
-            kept = most * (self._plain * tasks.trained + tasks.all_inputs) + tasks.all_own
+            kept = most * (plain * tasks.trained + tasks.all_inputs) + tasks.all_own
             if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
                 kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
         kept = kept + (np.minimum(rows.labels, rows.most) * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._behind_the_layers(
-            rows, tasks.trained[:, -1] > 0, tasks.last_inputs, tasks.last_own
+            rows, tasks.trained[:, -1] > 0, layer.above_attention + tasks.last_inputs, tasks.last_own
         )
         workspace = self._workspace(most, tasks)
         workspace = np.where(trains, workspace, most * layer_input * 2)
@@ -231,8 +236,7 @@ class EngineMemory:
         if self.method.recompute == "full":
             recomputed = np.where(trains, one_layer, 0.0)
         elif self._selective:
-            whole = self._layer.bytes(self._layer.kept())
-            recomputed = np.where(trains, most * max(0.0, whole - self._plain), 0.0)
+            recomputed = np.where(trains, most * np.maximum(0.0, layer.whole[:, None] - plain), 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
         return Passes(
@@ -247,7 +251,8 @@ class EngineMemory:
 
     @cached_property
     def _layer(self) -> EngineLayer:
-        length, method = max(1, round(self.length)), self.method
+        lengths, method = [length for own in self.lengths for length in own], self.method
+        length = max(1, round(sum(lengths) / max(1, len(lengths))))
         return EngineLayer(
             self.architecture,
             self.size,
@@ -256,17 +261,16 @@ class EngineMemory:
             self.gpu,
             method.tensor,
             method.sequence_parallel,
-            any(task.virtual_tokens for task in self.tasks),
         )
 
     @cached_property
     def _tables(self) -> AdapterTables:
-        return AdapterTables(self._layer, self.tasks, self.layers, self._selective)
+        return AdapterTables(self._layer, self.tasks, self.layers)
 
     @cached_property
-    def _plain(self) -> float:
-        """Bytes of a row that a layer keeps whatever the adapters."""
-        return self._layer.bytes(self._layer.kept(self._selective))
+    def _row_bytes(self) -> RowBytes:
+        prefixed = [task.virtual_tokens > 0 for task in self.tasks]
+        return RowBytes(self._layer, self._selective, self.lengths, prefixed)
 
     @property
     def _selective(self) -> bool:
@@ -312,7 +316,7 @@ class EngineMemory:
         Args:
             rows: The micro-batches.
             trains: `[B]` whether the last stage's layers have a gradient.
-            inputs: `[B]` bytes of a row for inputs that adapters need behind the last layer's attention.
+            inputs: `[B]` bytes of a row that the last layer keeps above attention, inputs of adapters included.
             own: `[B]` bytes that adapters keep of their own there.
         """
         labels = np.minimum(rows.labels, rows.most)
@@ -323,8 +327,7 @@ class EngineMemory:
         if self.method.recompute == "full":
             return found
         left_out = rows.most - labels
-        plain = self._layer.bytes(self._layer.kept(first="linear_proj"))
-        spared = left_out * (plain + inputs) + own * left_out / np.maximum(rows.most, 1)
+        spared = left_out * inputs + own * left_out / np.maximum(rows.most, 1)
         return found - spared * trains
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:

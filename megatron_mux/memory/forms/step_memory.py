@@ -48,7 +48,7 @@ class EngineStepMemory(StepMemory):
             [stage.layers for stage in self.stages],
             self.method,
             self.recipe.size,
-            self.recipe.mean_length,
+            [(task.length,) for task in self.recipe.adapters],
             self.device,
             self.gpu,
             fragmentation=False,

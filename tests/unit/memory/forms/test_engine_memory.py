@@ -27,7 +27,9 @@ def memory(
     **method: Any,
 ) -> EngineMemory:
     divided = stage_layers(even_split(LAYERS, stages))
-    return EngineMemory(model, tasks, divided, Method(pipeline=stages, **method), 4, 64, device)
+    return EngineMemory(
+        model, tasks, divided, Method(pipeline=stages, **method), 4, [(64,)] * len(tasks), device
+    )
 
 
 def rows(*of_tasks: list[float]) -> Rows:

@@ -1,0 +1,104 @@
+"""Bytes of a row that a layer keeps, where tasks' sequences differ: a CPU computes attention of short ones otherwise.
+
+Shapes: B micro-batches, K tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
+
+Array = npt.NDArray[np.float64]
+
+_PARTS = (1, 2, 3, 3 + len(BASE_OPS))
+"""Where the fields of a `LayerBytes` begin, but for the first."""
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of a row, on average over a micro-batch's rows.
+
+    Attributes:
+        plain: `[B]` kept whatever the adapters.
+        whole: `[B]` the same without recomputation.
+        above_attention: `[B]` of these, what is kept above attention.
+        inputs: `[B, ops]` kept besides where an adapter needs a BaseOp's input.
+        below: `[B, len(FIRSTS)]` of `plain`, what is not kept if gradients begin at a part of the layer.
+    """
+
+    plain: Array
+    whole: Array
+    above_attention: Array
+    inputs: Array
+    below: Array
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """What rows of each task keep.
+
+    Attributes:
+        layer: A layer of the backbone.
+        selective: Whether attention is recomputed.
+        lengths: Of each task's sequences.
+        prefixed: Whether each task has virtual tokens.
+    """
+
+    layer: EngineLayer
+    selective: bool
+    lengths: Sequence[Sequence[float]]
+    prefixed: Sequence[bool]
+
+    def at(self, rows: Array, length: float | None = None) -> LayerBytes:
+        """What micro-batches keep.
+
+        Args:
+            rows: `[B, K]` rows of each task.
+            length: Of all sequences in them; None: as each task's are.
+        """
+        tasks = self._of_tasks if length is None else self._of([(length,)] * len(self.prefixed))
+        share = rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-9)
+        plain, whole, above, inputs, below = np.split(share @ tasks, _PARTS, axis=1)
+        return LayerBytes(plain[:, 0], whole[:, 0], above[:, 0], inputs, below)
+
+    @cached_property
+    def _of_tasks(self) -> Array:
+        return self._of(self.lengths)
+
+    def _of(self, lengths: Sequence[Sequence[float]]) -> Array:
+        """`[K, ...]` the numbers of a `LayerBytes`, on average over a task's rows."""
+        found = []
+        for own, prefixed in zip(lengths, self.prefixed, strict=True):
+            sizes, counts = np.unique(np.maximum(1, np.round(own)), return_counts=True)
+            kept = np.array([self._alone(size, prefixed) for size in sizes.tolist()])
+            found.append(np.average(kept, axis=0, weights=sizes * counts))
+        return np.array(found).reshape(len(found), _PARTS[-1] + len(FIRSTS))
+
+    def _alone(self, length: float, prefixed: bool) -> Array:
+        """The numbers of a `LayerBytes`, of sequences of one length."""
+        on_cpu = self.layer.device == "cpu"
+        # Longer ones are computed alike, and so are all on a GPU.
+        alike = min(int(length), LONGEST + 1) if on_cpu else self.layer.length
+        return _kept(replace(self.layer, length=alike, prefixed=on_cpu and prefixed), self.selective)
+
+
+@lru_cache(maxsize=4096)
+def _kept(layer: EngineLayer, selective: bool) -> Array:
+    plain = layer.bytes(layer.kept(selective))
+    return np.array(
+        [
+            plain,
+            layer.bytes(layer.kept()),
+            layer.bytes(layer.kept(first="linear_proj")),
+            *(layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in BASE_OPS),
+            *(plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS),
+        ]
+    )
