@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_one_at_a_time = threading.Lock()
+"""Held while a tokenizer works: all data sets share one, which must not be called by two threads at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,18 +118,22 @@ class Tokeniser:
         """Tokens with the special ones that begin a sequence, without those that would end it."""
         if not texts:
             return []
-        ids: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        ids: list[list[int]] = self._call(texts)["input_ids"]
         return [i[: len(i) - self._trailing] for i in ids] if self._trailing else ids
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[list[int]] = self._call(texts, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _call(self, texts: list[str], **options: bool) -> Any:
+        with _one_at_a_time:
+            return self.tokenizer(texts, verbose=False, **options)
 
     def _trailing_specials(self) -> int:
         """How many special tokens the tokenizer puts after a text by itself."""
-        bare, full = self._plain(["a"])[0], self.tokenizer(["a"], verbose=False)["input_ids"][0]
+        bare, full = self._plain(["a"])[0], self._call(["a"])["input_ids"][0]
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return len(full) - start - len(bare)
@@ -140,7 +148,7 @@ class Tokeniser:
             raise UserError(
                 "messages need a fast tokenizer (tokenizer.json), which tells the place of each token"
             )
-        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
     def _chat_example(self, chat: _Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:

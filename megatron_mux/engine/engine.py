@@ -122,9 +122,9 @@ class Engine:
         Raises:
             KeyError: No task of that name is registered.
         """
+        self._runner.read_ahead.forget()  # it knows the task, whose memory is to be free
         del self._tasks[name]
         self.adapters.remove(name)
-        self._runner.read_ahead.forget()  # it knows the task, whose memory is to be free
         self._reserve_gradient_buffer()
         for task in self._tasks.values():
             task.parked = False

@@ -2,11 +2,12 @@
 
 What is prepared is a pure function of the plan, of the tasks' data, and of the steps' numbers. So it does not matter
 whether a step was prepared ahead: what a step computes, and what goes wrong with its data, is the same. The thread
-works with NumPy alone: it never touches the device.
+reads records, tokenises those of a file that was written to since, and works with NumPy: it never touches the device.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,9 +92,14 @@ def prepare_step(
     return PreparedStep(grid, batches, {name: sum(own.tokens) for name, own in lengths.items()}, problems)
 
 
-@lru_cache(maxsize=8)
 def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:
     """The template of steps of these sizes, checked unless another template of the plan was."""
+    with _making:  # a thread that needs what another one makes waits for it
+        return _checked_template(plan, sizes)
+
+
+@lru_cache(maxsize=8)
+def _checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:
     template = step_template(plan, sizes)
     if plan not in _checked:  # later templates are made by the same rules
         check(template, sizes, plan.stages, len(plan.buckets), plan.virtual)
@@ -101,6 +107,7 @@ def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template
     return template
 
 
+_making = threading.Lock()
 _checked: deque[Plan] = deque(maxlen=8)
 
 
@@ -122,6 +129,7 @@ class ReadAhead:
     sharded: bool
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read-ahead"))
     _coming: deque[Future[PreparedStep]] = field(default_factory=deque)
+    _template: Future[None] | None = None
     _plan: Plan | None = None
     _tasks: Mapping[str, TaskState] = field(default_factory=dict)
     _next: Mapping[str, int] = field(default_factory=dict)
@@ -150,7 +158,7 @@ class ReadAhead:
         self._plan, self._tasks, self._next = plan, tasks, _after(steps, count)
         return found
 
-    def go_on(self, count: int) -> None:
+    def prepare_next(self, count: int) -> None:
         """Prepare so many steps after those that were taken last, and their template, while those run."""
         plan, tasks = self._plan, self._tasks
         if plan is None:
@@ -160,14 +168,20 @@ class ReadAhead:
             steps = _after(self._next, later)
             self._coming.append(self._thread.submit(self._prepare, plan, tasks, steps))
         if self._coming:
-            self._thread.submit(_make_template, plan, tuple(self._coming))
+            self._template = self._thread.submit(_make_template, plan, tuple(self._coming))
 
     def forget(self) -> None:
-        """Drop what is prepared, and the tasks it is for."""
-        for future in self._coming:
+        """Drop what is prepared, and the tasks it is for: once this returns, nothing here knows or reads them."""
+        self._plan, self._tasks = None, {}
+        if self._template is None:
+            return
+        for future in (*self._coming, self._template):
             future.cancel()
         self._coming.clear()
-        self._plan, self._tasks = None, {}
+        self._template = None
+        self._thread.submit(
+            lambda: None
+        ).result()  # what could not be cancelled has ended, and its tasks are dropped
 
     def close(self) -> None:
         """End the thread; nothing is prepared ahead any more."""

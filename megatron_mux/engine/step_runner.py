@@ -126,7 +126,7 @@ class StepRunner:
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
                 return [failures] if failures else []
-        self.read_ahead.go_on(len(steps))
+        self.read_ahead.prepare_next(len(steps))
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)

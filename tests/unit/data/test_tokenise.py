@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -164,3 +166,31 @@ def test_what_is_learned_is_the_assistants_turns(pairs: list[tuple[str, str]]) -
     # A line break that a turn begins with may share its token with the frame's.
     if all("\n" not in say for _, say in pairs):
         assert learned(tokenizer, example) == "".join(say + "<|im_end|>" for _, say in pairs)
+
+
+class Busy:
+    """A tokenizer that notes whether two threads call it at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.is_called = self.overlapped = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        self.overlapped |= self.is_called
+        self.is_called = True
+        time.sleep(0.02)
+        self.is_called = False
+        return self.tokenizer(texts, **options)
+
+
+def test_threads_take_turns_with_a_tokenizer(llama_like: PreTrainedTokenizerFast) -> None:
+    busy: Any = Busy(llama_like)
+    tokenisers = [Tokeniser(busy, length) for length in (64, 3)]  # as of two data sets
+    record = PromptCompletion("hello wor", "ld, yes")
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda tokeniser: tokeniser.encode(record), tokenisers))
+    assert not busy.overlapped
+    assert found[1].tokens.tolist() == found[0].tokens.tolist()[:3]

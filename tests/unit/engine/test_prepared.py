@@ -42,6 +42,28 @@ class Spoilt:
         return self.records[index]
 
 
+class Held:
+    """Records that no other thread than the main one gets before `go` is set."""
+
+    def __init__(self, records: Any) -> None:
+        self.records = records
+        self.entered, self.go, self.reading = threading.Event(), threading.Event(), False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.records, name)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            self.reading = True
+            self.entered.set()
+            assert self.go.wait(60)
+            self.reading = False
+        return self.records[index]
+
+
 def cases_of() -> list[Case]:
     training = {"per_device_train_batch_size": 3, "max_steps": STEPS, "learning_rate": 1e-2}
     adapter = lora(FAMILIES["llama"].query_value, r=4, lora_dropout=0.2)
@@ -83,7 +105,7 @@ def test_the_next_burst_is_prepared_while_one_runs(
     found = []
     for ahead in (True, False):
         if not ahead:
-            monkeypatch.setattr(engine._runner.read_ahead, "go_on", lambda count: None)
+            monkeypatch.setattr(engine._runner.read_ahead, "prepare_next", lambda count: None)
         engine.register_tasks([case.task for case in cases_of()])
         prepared.clear()
         found.append(results_of(engine, (1, 1, 2, 2)))
@@ -118,15 +140,25 @@ def test_what_else_goes_wrong_shows_when_its_step_is_due(engine: Engine) -> None
         engine.step()
 
 
-def test_a_task_that_has_left_is_forgotten(engine: Engine) -> None:
-    engine.register_tasks([case.task for case in cases_of()])
-    engine.steps(2)
-    task = weakref.ref(engine._tasks["a"])
+def test_a_task_that_leaves_while_its_next_step_is_prepared_is_forgotten(engine: Engine) -> None:
+    """Its memory is free at once, nobody reads its data any more, and the other one takes its own steps."""
+    first, second = (case.task for case in cases_of())
+    held = first.data = Held(first.data)  # type: ignore[assignment]
+    engine.register_tasks([first, second])
+    engine.step()
+    assert held.entered.wait(60)
+    gone = [weakref.ref(engine._tasks["a"]), weakref.ref(engine.adapters.tasks["a"].arena.values)]
+    threading.Timer(0.2, held.go.set).start()
     engine.remove_task("a")
-    engine._runner.read_ahead._thread.submit(lambda: None).result()  # what was being prepared is done
+    assert not held.reading
     gc.collect()
-    assert task() is None
-    assert engine.steps(2)[0]["b"].step == 3
+    assert [one() for one in gone] == [None, None]
+    alone = cases_of()[1]
+    steps = results_of(engine, (1, 1))
+    assert [step["b"].step for step in steps] == [2, 3]
+    engine.remove_task("b")
+    engine.register_tasks([alone.task])
+    assert [step["b"].loss for step in results_of(engine, (1, 2))[1:]] == [step["b"].loss for step in steps]
 
 
 def test_a_task_of_the_same_name_gets_its_own_steps(engine: Engine, prepared: Prepared) -> None:
