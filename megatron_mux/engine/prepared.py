@@ -179,9 +179,8 @@ class ReadAhead:
             future.cancel()
         self._coming.clear()
         self._template = None
-        self._thread.submit(
-            lambda: None
-        ).result()  # what could not be cancelled has ended, and its tasks are dropped
+        # Once the thread gets to this, what could not be cancelled has ended and is dropped.
+        self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """End the thread; nothing is prepared ahead any more."""

@@ -193,15 +193,16 @@ class Loop:
 
     def _tell_what_is_kept(self, name: str) -> None:
         entry = self.registry.entries[name]
-        if self.arguments.save is None:
+        if self._saver is None:
             return
+        self._saver.wait()  # only what is complete is named
         if entry.checkpoint == entry.good:
             what = "its last good adapter is kept"
         elif entry.health.good:  # its data could not be read, which says nothing against its adapter
             what = "its last adapter is kept"
         else:
             what = "its adapter before the failing step is kept (no earlier save is known to be good)"
-        self.reporter.say(f"{name}: {what}: {self.arguments.save / entry.checkpoint}")
+        self.reporter.say(f"{name}: {what}: {self._saver.directory / entry.checkpoint}")
 
     def _evaluate(self, name: str) -> None:
         self.parallel.heartbeat.at(f"evaluating {name}")

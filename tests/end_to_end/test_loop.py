@@ -162,11 +162,24 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path, serv
 
 
 DIVERGING = """
-import math, sys
+import math, pathlib, sys, time
+from megatron_mux import checkpoint
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
+from megatron_mux.report import Reporter
 import pretrain_mux
 
 real, steps = BucketFinalizer.norm, 0
+save, say = checkpoint.save, Reporter.say
+
+def slowly(*args, **named):
+    time.sleep(0.3)
+    return save(*args, **named)
+
+def say_what_is_there(self, text, **style):
+    assert " kept" not in text or pathlib.Path(text.rpartition(": ")[2]).is_dir(), text
+    say(self, text, **style)
+
+checkpoint.save, Reporter.say = slowly, say_what_is_there
 
 def norm(self, action, losses, others):
     global steps
