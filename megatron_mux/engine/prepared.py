@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from megatron_mux import layout
 from megatron_mux.engine.task_state import TaskState
@@ -175,8 +176,9 @@ class ReadAhead:
         self._plan, self._tasks = None, {}
         if self._template is None:
             return
-        for future in (*self._coming, self._template):
-            future.cancel()
+        jobs: list[Future[Any]] = [*self._coming, self._template]
+        for job in jobs:
+            job.cancel()
         self._coming.clear()
         self._template = None
         # Once the thread gets to this, what could not be cancelled has ended and is dropped.

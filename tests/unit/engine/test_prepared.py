@@ -147,7 +147,10 @@ def test_a_task_that_leaves_while_its_next_step_is_prepared_is_forgotten(engine:
     engine.register_tasks([first, second])
     engine.step()
     assert held.entered.wait(60)
-    gone = [weakref.ref(engine._tasks["a"]), weakref.ref(engine.adapters.tasks["a"].arena.values)]
+    gone: list[weakref.ref[Any]] = [
+        weakref.ref(engine._tasks["a"]),
+        weakref.ref(engine.adapters.tasks["a"].arena.values),
+    ]
     threading.Timer(0.2, held.go.set).start()
     engine.remove_task("a")
     assert not held.reading
