@@ -321,9 +321,8 @@ def to_device(
             which may wait for the GPU where it has to allocate it.
     """
     staging = pinned(host.numel(), device) if staging is None else staging
-    if staging is None:
-        return host.to(device, non_blocking=True)
-    return staging.copy_(host).to(device, non_blocking=True)
+    source = host if staging is None else staging.copy_(host)
+    return source.to(device, non_blocking=True)
 
 
 Pair = tuple[int, int]
@@ -358,13 +357,20 @@ def pair_groups(
     return found
 
 
+def new_group(ranks: list[int], device: torch.device, backend: str, options: Any = None) -> dist.ProcessGroup:
+    """Make a process group with the world's time limit, where torch would give it its own. Every rank calls it."""
+    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    if options is not None:
+        options._timeout = limit  # torch warns where it is another one
+    return dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options)  # type: ignore[no-any-return]
+
+
 def _pair_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     if _is_dry_run():
-        group: dist.ProcessGroup = dist.new_group(ranks)
-        return group
+        return dist.new_group(ranks)  # type: ignore[no-any-return]
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _TRANSFER_CTAS
-    group = dist.new_group(ranks, backend="nccl", pg_options=options)
+    group = new_group(ranks, device, "nccl", options)
     # Connected now: else NCCL would connect at the first transfer, which makes the host wait for the other rank.
     flag = torch.zeros(1, device=device)
     if dist.get_rank() == ranks[0]:

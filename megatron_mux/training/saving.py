@@ -17,7 +17,7 @@ from megatron_mux.engine.snapshot import HostMemory, LocalState
 from megatron_mux.errors import UserError
 from megatron_mux.files import Pace
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.runtime import Parallel
+from megatron_mux.runtime import Parallel, new_group
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Saver:
         if self.parallel.tp_size * self.parallel.pp_size > 1:
             # A group of its own: its exchanges run beside those of the steps.
             ranks = from_first(dist.get_process_group_ranks(self.parallel.model_group), self.parallel)
-            self._group = dist.new_group(ranks, backend="gloo")
+            self._group = new_group(ranks, self.parallel.device, "gloo")
 
     def begin(
         self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None
