@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from megatron_mux.arguments import parse_args
 from megatron_mux.errors import UserError, tell, told_elsewhere
+from megatron_mux.gpus import set_allocator_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as cleanup:
         try:
             arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+            set_allocator_options()
             from megatron_mux.runtime import shutdown  # imports torch: seconds
             from megatron_mux.training.run import run
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_mux.errors import UserError
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that may hold the options of torch's allocator; the second name is the older one."""
+ALLOCATOR_OPTIONS = "expandable_segments:True"
+"""Options of a run whose user has set none: lengths vary from step to step, which fragments segments of fixed size."""
+
+
+def set_allocator_options() -> None:
+    """Have torch's allocator on GPUs use our options, unless the user has set some. Call it before importing torch."""
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_OPTIONS
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_mux import megatron_core
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.attention import has_varlen
 from megatron_mux.liveness import Heartbeat
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -283,8 +284,23 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
             f"This process wants GPU {device.index}, but the machine has {torch.cuda.device_count()}: "
             "start one process per GPU."
         )
+    if not has_varlen():
+        raise UserError(
+            f"torch {torch.__version__} has no variable-length attention that takes windows and scales: on a GPU, "
+            "install torch 2.11 or newer."
+        )
     torch.cuda.set_device(device)
     return device
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 by itself, attention included."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def use_tf32() -> None:
+    """Compute fp32 products of this process in TF32, on GPUs."""
+    torch.backends.cuda.matmul.allow_tf32 = True
 
 
 def device_memory(device: torch.device) -> int | None:

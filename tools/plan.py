@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.arguments.model import in_bf16
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, auto_or_none, path, size
 from megatron_mux.errors import UserError, exit_status
@@ -54,7 +55,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
         help="where frozen weights are kept between uses, as in the run",
     )  # fmt: skip
-    add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
+    add(
+        "--bf16",
+        action="store_const",
+        const=True,
+        help="the backbone in bfloat16 (default: as a run on the device)",
+    )
+    add(
+        "--fp32",
+        action="store_false",
+        dest="bf16",
+        default=None,
+        help="the backbone in fp32, as with --mux-fp32",
+    )
     add("--recompute-granularity", choices=("full", "selective"), help="recomputation, as in the run")
     add(
         "--micro-batches",
@@ -146,18 +159,23 @@ def _plans(
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
     import torch
 
+    from megatron_mux.backbone.registry import stored_dtype
     from megatron_mux.fusion.balance import balanced_split
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
     from megatron_mux.fusion.profile_store import find_profile
     from megatron_mux.gpus import known
+    from megatron_mux.runtime import has_bf16
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no GPU: name one, such as H100")
-    if kind not in ("cpu", "cuda"):
-        known(kind, "cpu", "cuda")
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    if kind in ("cpu", "cuda"):
+        fast = kind == "cuda" and has_bf16(torch.device(kind))
+    else:
+        fast = known(kind, "cpu", "cuda").gpu.capability >= (8, 0)
+    bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
+    dtype = torch.bfloat16 if bf16 else torch.float32
     found: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
     ranks = meshes[0].ranks
@@ -222,8 +240,8 @@ def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
         f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone",
         f"{quote(str(arguments.backbone))} --mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR",
     ]
-    if arguments.bf16:
-        words.append("--bf16")
+    if arguments.bf16 is not None:
+        words.append("--bf16" if arguments.bf16 else "--mux-fp32")
     if arguments.recompute_granularity:
         words.append(f"--recompute-granularity {arguments.recompute_granularity}")
     if arguments.backbone_weights != "resident":

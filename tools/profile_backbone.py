@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.arguments.model import in_bf16
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, tell
@@ -39,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks that share each layer (1)",
     )
-    add("--bf16", action="store_true", help="in bfloat16 (default: fp32)")
+    add("--bf16", action="store_const", const=True, help="in bfloat16 (default: as a run on this device)")
+    add("--fp32", action="store_false", dest="bf16", default=None, help="in fp32, as with --mux-fp32")
     add(
         "--most-tokens",
         type=at_least(32),
@@ -73,15 +75,17 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     from megatron_mux.backbone.model import Backbone
-    from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
     from megatron_mux.fusion.measure import measure
     from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
-    from megatron_mux.runtime import initialize
+    from megatron_mux.runtime import has_bf16, initialize
 
     info = read_backbone_info(arguments.backbone)
     info.check_parallel(arguments.tensor_model_parallel_size, 1)
     parallel = initialize(arguments.tensor_model_parallel_size)
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    fast = parallel.device.type == "cuda" and has_bf16(parallel.device)
+    bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
+    dtype = torch.bfloat16 if bf16 else torch.float32
     about = about_run(info.shape, parallel.device.type, dtype, parallel.tp_size)
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)

@@ -36,7 +36,7 @@ if [ "$dtype" = auto ]; then
     dtype=$("$python" examples/quickstart/fastest_dtype.py)
     echo "The backbone runs in $dtype: measured to be the faster one here (QUICKSTART_DTYPE=fp32 or bf16 decides otherwise)."
 fi
-[ "$dtype" = bf16 ] && set -- --bf16 "$@"
+if [ "$dtype" = bf16 ]; then set -- --bf16 "$@"; else set -- --mux-fp32 "$@"; fi
 
 start=$SECONDS
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$stages" \

@@ -46,6 +46,8 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
         problems.append(f"--mux-tasks {arguments.mux_tasks}: {_no_file(arguments.mux_tasks)}")
+    if arguments.bf16 and arguments.mux_fp32:
+        problems.append("--mux-fp32: contradicts --bf16: remove one of them")
     problems += _stages(arguments)
     problems += _planning(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):

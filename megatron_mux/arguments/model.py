@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +51,8 @@ class MuxArguments:
     )
     bf16: bool = _flag(
         "backbone",
-        "run the backbone in bfloat16 (default: fp32); adapters stay fp32",
+        "run the backbone in bfloat16 (default: fp32 on a CPU; on a GPU bfloat16 if the checkpoint is in bfloat16); "
+        "adapters stay fp32",
         False,
         action="store_true",
     )
@@ -190,12 +191,21 @@ class MuxArguments:
         True,
         action=argparse.BooleanOptionalAction,
     )
+    mux_fp32: bool = _flag(
+        "mux", "run the backbone in fp32 whatever the checkpoint's dtype", False, action="store_true"
+    )
+    mux_tf32: bool = _flag(
+        "mux",
+        "compute the products of an fp32 backbone in TF32, on a GPU",
+        False,
+        action="store_true",
+    )
     mux_no_progress: bool = _flag("mux", "no live display", False, action="store_true")
     shape: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the backbone computes."""
+        """The dtype in which the backbone computes; before `on_device` has chosen one, that of a CPU."""
         import torch
 
         return torch.bfloat16 if self.bf16 else torch.float32
@@ -216,6 +226,36 @@ class MuxArguments:
         if problems:
             raise UserError(*problems)
 
+    def on_device(self, kind: str, stored: str | None, has_bf16: bool) -> tuple[MuxArguments, str]:
+        """Check the flags against the device, and choose the backbone's dtype.
+
+        Args:
+            kind: Of the device: `cpu` or `cuda`.
+            stored: The checkpoint's dtype, by its config.json.
+            has_bf16: Whether the device computes in bfloat16.
+
+        Returns:
+            The arguments with `bf16` chosen, and what a user should know of the choice; empty if nothing.
+
+        Raises:
+            UserError: The device does not support a flag.
+        """
+        self.check_device(kind)
+        if self.bf16 and not has_bf16:
+            raise UserError("--bf16: this GPU does not compute in bfloat16: use --mux-fp32")
+        is_given = self.bf16 or self.mux_fp32
+        bf16 = in_bf16(self.bf16 if is_given else None, stored, kind != "cpu" and has_bf16)
+        if self.mux_tf32 and kind == "cpu":
+            raise UserError("--mux-tf32: a CPU has no TF32: remove it")
+        if self.mux_tf32 and bf16:
+            raise UserError("--mux-tf32: the backbone computes in bfloat16: remove it, or add --mux-fp32")
+        said = ""
+        if kind == "cuda" and not is_given and not bf16:
+            why = f"its config.json says {stored or 'no dtype'}" if has_bf16 else "this GPU has no bfloat16"
+            faster = "--bf16 or --mux-tf32" if has_bf16 else "a GPU of compute capability 8.0 or more"
+            said = f"the backbone computes in fp32, since {why}: {faster} would be faster"
+        return replace(self, bf16=bf16), said
+
     def check_device(self, kind: str) -> None:
         """Check `--distributed-backend` against the kind of device, `cpu` or `cuda`.
 
@@ -227,6 +267,17 @@ class MuxArguments:
             where = "GPUs" if kind == "cuda" else "CPUs"
             flag = f"--distributed-backend {self.distributed_backend}"
             raise UserError(f"{flag}: processes on {where} communicate over {backend}: remove it")
+
+
+def in_bf16(given: bool | None, stored: str | None, gpu_has_bf16: bool) -> bool:
+    """Whether a backbone computes in bfloat16: as a flag says, else as its checkpoint is stored if a GPU can.
+
+    Args:
+        given: What the flags say; None: nothing.
+        stored: The checkpoint's dtype, by its config.json.
+        gpu_has_bf16: Whether the device is a GPU that computes in bfloat16.
+    """
+    return given if given is not None else gpu_has_bf16 and stored == "bfloat16"
 
 
 def changed_flags(arguments: MuxArguments, section: str) -> list[str]:

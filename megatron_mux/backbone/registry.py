@@ -82,6 +82,20 @@ def read_shape(path: str | Path) -> BackboneShape:
     return _read_file(path) if path.is_file() else _read_config(path)
 
 
+def stored_dtype(path: str | Path) -> str | None:
+    """The dtype of a backbone's weights, as config.json names it; None if it does not.
+
+    Args:
+        path: A backbone's directory.
+
+    Raises:
+        UserError: The config is missing or unreadable.
+    """
+    config = read_json(Path(path) / "config.json")
+    found = config.get("dtype") or config.get("torch_dtype")  # the latter before transformers 5
+    return found.removeprefix("torch.") if isinstance(found, str) else None
+
+
 def read_backbone_info(path: str | Path) -> BackboneInfo:
     """Read config.json and the headers of the safetensors: milliseconds, whatever the size.
 

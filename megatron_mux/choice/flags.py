@@ -70,8 +70,7 @@ def flags(method: Method, recipe: Recipe) -> list[str]:
     if method.pipeline > 1:
         # As predicted: the fewest in flight, layers evenly divided.
         words += ["--mux-schedule", "1f1b", "--mux-layer-split", "even"]
-    if recipe.precision == "bf16":
-        words.append("--bf16")
+    words.append("--bf16" if recipe.precision == "bf16" else "--mux-fp32")
     if method.recompute != "none":
         words += ["--recompute-granularity", method.recompute]
     residence = "-".join(

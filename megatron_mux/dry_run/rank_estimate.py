@@ -65,7 +65,7 @@ def estimate_rank(recording: Recording, run: RunSpec, rank: int, memory: int) ->
         rank: Global rank.
         memory: GPU memory in bytes.
     """
-    found = predict(recording.stream, run.gpu, Settings.of_environment(), recording.communicators)
+    found = predict(recording.stream, run.gpu, Settings.of_run(), recording.communicators)
     stage = rank // (run.world // run.plan.ranks)
     return RankEstimate(rank, stage, found.fits(memory), found, recording.at(found.recorded_at))
 

@@ -158,8 +158,7 @@ def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) ->
 def _flags(arguments: Namespace, plan: Plan) -> list[str]:
     """Flags of a run that follows a plan, besides the plan's own."""
     words = plan.mesh.flags
-    if arguments.precision == "bf16":
-        words.append("--bf16")
+    words.append("--bf16" if arguments.precision == "bf16" else "--mux-fp32")
     if arguments.recompute != "none":
         words += ["--recompute-granularity", arguments.recompute]
     if arguments.backbone_weights != "resident":

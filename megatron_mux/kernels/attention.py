@@ -112,6 +112,11 @@ def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and is_half and _varlen_kernel() is not None
 
 
+def has_varlen() -> bool:
+    """Whether this torch has the variable-length kernel."""
+    return _varlen_kernel() is not None
+
+
 def _runs(segments: Sequence[Segment], prefix: Prefix, short: int) -> list[_Run]:
     """Group neighbours that one call can serve, in row order."""
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.files import cache_directory, write_atomically
-from megatron_mux.memory.caching.settings import NAMES
+from megatron_mux.gpus import ALLOCATOR_VARIABLES
 
 _LIBRARIES = ("torch", "transformers", "peft", "megatron-core")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", *NAMES)
+_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", *ALLOCATOR_VARIABLES)
 _READ = ("config.json", "adapter_config.json", "tokenizer*", "vocab*", "merges*")
 """Files of a directory that an answer may depend on; a user may well write the answer to another one in it."""
 _LARGE = 1 << 20

@@ -12,7 +12,7 @@ from types import FrameType
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import Backbone, load_stages
-from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
@@ -20,7 +20,7 @@ from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
-from megatron_mux.runtime import Parallel, initialize
+from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
@@ -69,7 +69,13 @@ def run(arguments: MuxArguments) -> None:
             arguments.seed,
             timeout_minutes=arguments.distributed_timeout_minutes,
         )
-        arguments.check_device(parallel.device.type)
+        arguments, said = arguments.on_device(
+            parallel.device.type, stored_dtype(arguments.backbone), has_bf16(parallel.device)
+        )
+        if said:
+            reporter.say(said)
+        if arguments.mux_tf32:
+            use_tf32()
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)

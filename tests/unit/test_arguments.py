@@ -63,6 +63,8 @@ def test_defaults() -> None:
         distributed_backend=None,
         distributed_timeout_minutes=10,
         bf16=False,
+        mux_fp32=False,
+        mux_tf32=False,
         recompute_granularity=None,
         seed=1234,
         save=None,
@@ -129,6 +131,7 @@ def test_everything_given() -> None:
         ),
         ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
         ("--fp16", "--fp16: fp16 is not supported: use --bf16"),
+        ("--bf16 --mux-fp32", "--mux-fp32: contradicts --bf16: remove one of them"),
         (
             "--use-torch-fsdp2",
             "--use-torch-fsdp2: adapters are small, only frozen weights are sharded: use --mux-backbone-weights",
@@ -280,6 +283,53 @@ def test_a_backend_must_go_with_the_device() -> None:
         parse("--distributed-backend", "nccl").check_device("cpu")
     with pytest.raises(UserError, match="processes on GPUs communicate over nccl"):
         parse("--distributed-backend", "gloo").check_device("cuda")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("words", "kind", "stored", "has_bf16", "wanted", "said"),
+    [
+        ("", "cuda", "bfloat16", True, "bfloat16", ""),
+        (
+            "",
+            "cuda",
+            "float32",
+            True,
+            "float32",
+            "in fp32, since its config.json says float32: --bf16 or --mux-tf32",
+        ),
+        ("", "cuda", "float16", True, "float32", "says float16: --bf16"),
+        ("", "cuda", None, True, "float32", "says no dtype: --bf16"),
+        ("", "cuda", "bfloat16", False, "float32", "this GPU has no bfloat16"),
+        ("--mux-fp32", "cuda", "bfloat16", True, "float32", ""),
+        ("--mux-fp32 --mux-tf32", "cuda", "bfloat16", True, "float32", ""),
+        ("--bf16", "cuda", "float32", True, "bfloat16", ""),
+        ("", "cpu", "bfloat16", True, "float32", ""),
+        ("--bf16", "cpu", "float32", True, "bfloat16", ""),
+    ],
+)
+def test_the_dtype_is_the_checkpoints_on_a_gpu(
+    words: str, kind: str, stored: str | None, has_bf16: bool, wanted: str, said: str
+) -> None:
+    chosen, found = parse(*words.split()).on_device(kind, stored, has_bf16)
+    assert str(chosen.dtype) == f"torch.{wanted}"
+    assert said in found and bool(said) == bool(found)
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("words", "kind", "stored", "has_bf16", "said"),
+    [
+        ("--bf16", "cuda", "float32", False, "--bf16: this GPU does not compute in bfloat16: use --mux-fp32"),
+        ("--mux-tf32", "cpu", "float32", True, "--mux-tf32: a CPU has no TF32"),
+        ("--mux-tf32", "cuda", "bfloat16", True, "--mux-tf32: the backbone computes in bfloat16"),
+    ],
+)
+def test_a_dtype_must_go_with_the_device(
+    words: str, kind: str, stored: str, has_bf16: bool, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        parse(*words.split()).on_device(kind, stored, has_bf16)
 
 
 # -- the parser itself

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import device_of
-from megatron_mux.gpus import GPUS, Gpu, find, known
+from megatron_mux.gpus import ALLOCATOR_OPTIONS, ALLOCATOR_VARIABLES, GPUS, Gpu, find, known
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,28 @@ def test_speeds_are_of_the_right_order() -> None:
     for name, one in GPUS.items():
         assert 1.5 < one.half / one.single < 40, name
         assert 30 < one.half / one.bandwidth < 450, f"{name}: operations a byte"
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}]
+)
+def test_a_run_sets_the_allocator_before_torch_unless_the_user_has(given: dict[str, str]) -> None:
+    code = (
+        "import os, sys, pretrain_mux\n"
+        f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
+        "sys.modules['megatron_mux.runtime'] = None  # stands where torch would be imported\n"
+        "try: pretrain_mux.main(['--backbone', '.', '--mux-tasks', 'setup.py'])\n"
+        "except ImportError: pass\n"
+        f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "PYTHONPATH": ".", **given},
+        capture_output=True,
+        check=True,
+    )
+    before, after = done.stdout.decode().splitlines()
+    assert before == str([given.get(name) for name in ALLOCATOR_VARIABLES])
+    assert after == (before if given else str([ALLOCATOR_OPTIONS, None]))

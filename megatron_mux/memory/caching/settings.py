@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 
 from megatron_mux.errors import UserError
+from megatron_mux.gpus import ALLOCATOR_OPTIONS, ALLOCATOR_VARIABLES
 from megatron_mux.memory.sizes import MIB
 
 SMALLEST = 512
@@ -16,8 +17,6 @@ SMALL_SEGMENT = 2 * MIB
 MIDDLE_LIMIT = 10 * MIB
 """Requests from this size on get segments of their own, in multiples of `LARGE_STEP`."""
 LARGE_STEP = 2 * MIB
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that may hold the options; the second name is the older one."""
 _IN_MIB = ("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")
 _KEYS = (*_IN_MIB, "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
 
@@ -97,6 +96,17 @@ class Settings:
         return cls(**found)  # type: ignore[arg-type]
 
     @classmethod
+    def of_run(cls) -> Settings:
+        """The options of a run of `pretrain_mux.py` that is started from this environment.
+
+        Raises:
+            UserError: As `of_environment`.
+        """
+        if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            return cls.of_environment()
+        return replace(cls.parse(ALLOCATOR_OPTIONS), source=f"{ALLOCATOR_OPTIONS}, the default of a run")
+
+    @classmethod
     def of_environment(cls) -> Settings:
         """The options that torch takes from this process's environment.
 
@@ -104,9 +114,9 @@ class Settings:
             UserError: torch would refuse them, they are not supported here, or both variables are set and differ: torch
                 takes some options from one, some from the other.
         """
-        found = [(name, text) for name in NAMES if (text := os.environ.get(name))]
+        found = [(name, text) for name in ALLOCATOR_VARIABLES if (text := os.environ.get(name))]
         if len({text for _, text in found}) > 1:
-            raise UserError(f"{NAMES[0]} and {NAMES[1]} say different things: set one of them")
+            raise UserError(f"{' and '.join(ALLOCATOR_VARIABLES)} say different things: set one of them")
         if not found:
             return cls()
         name, text = found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from megatron_mux.backbone import weights
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.registry import FAMILIES, read_backbone_info
+from megatron_mux.backbone.registry import FAMILIES, read_backbone_info, stored_dtype
 
 Made = Callable[..., Path]
 
@@ -55,3 +56,18 @@ def test_a_part_of_a_matrix_is_that_part(checkpoints: Made) -> None:
             (slice(4, 4), slice(0, 9)),
         ):
             assert torch.equal(source.read(name, rows, columns), whole[rows, columns])
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"dtype": None}, None),
+    ],
+)
+def test_the_dtype_is_what_the_config_names(
+    fields: dict[str, str | None], dtype: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert stored_dtype(tmp_path) == dtype

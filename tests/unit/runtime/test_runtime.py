@@ -10,6 +10,7 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.attention import _varlen_kernel
 
 pytestmark = pytest.mark.versions
 
@@ -50,6 +51,24 @@ def test_sizes_that_cannot_be(arguments: dict[str, int], said: str) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(UserError, match="CPU only"):
         runtime.initialize(device="cuda")
+
+
+def test_a_torch_without_variable_length_attention_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert runtime._choose_device(None) == torch.device("cuda", 0) and chosen
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    _varlen_kernel.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"torch .* has no variable-length .* torch 2.11 or newer"):
+            runtime._choose_device(None)
+        assert runtime._choose_device("cpu") == torch.device("cpu")
+    finally:
+        _varlen_kernel.cache_clear()
 
 
 def alone(code: str, **environment: str) -> str:

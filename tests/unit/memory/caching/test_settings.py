@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.caching.settings import NAMES, Settings
+from megatron_mux.gpus import ALLOCATOR_VARIABLES
+from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.sizes import MIB
 
 
@@ -68,16 +69,18 @@ def test_what_cannot_be_set(text: str, said: str) -> None:
 
 
 def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert Settings.of_environment() == Settings()
+    assert Settings.of_run() == Settings(expandable_segments=True)
+    assert "the default of a run" in Settings.of_run().describe()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert Settings.of_environment() == Settings(expandable_segments=True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     with pytest.raises(UserError, match="say different things"):
         Settings.of_environment()
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    assert Settings.of_environment() == Settings(max_split_size=64 * MIB)
+    assert Settings.of_environment() == Settings.of_run() == Settings(max_split_size=64 * MIB)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:many")
     with pytest.raises(UserError, match=r"PYTORCH_ALLOC_CONF=.*: max_split_size_mb is a number, not 'many'"):
         Settings.of_environment()
