@@ -173,7 +173,7 @@ def rows_become(backbone: Backbone, module: str, name: str, value: float) -> Ite
         rows = layout.active().task_rows.get(name)
         if rows is None:
             return hidden
-        keep = torch.ones(hidden.shape[0], dtype=torch.bool)
+        keep = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
         keep[rows[0] : rows[1]] = False
         return torch.where(keep[:, None, None], hidden, torch.full_like(hidden, value))
 
