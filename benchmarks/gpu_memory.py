@@ -1,7 +1,10 @@
 """Predicted against measured GPU memory, of training with `transformers` + `peft` and with our engine.
 
-python benchmarks/gpu_memory.py predict --output predicted.json                  # no GPU needed: minutes
-python benchmarks/gpu_memory.py measure --predicted predicted.json --output measured.json  # on a GPU: ten minutes
+python benchmarks/gpu_memory.py predict --output predicted.json            # no GPU needed: a quarter of an hour
+python benchmarks/gpu_memory.py measure --predicted predicted.json --output measured.json            # on a GPU
+
+Both keep each result at once (in `OUTPUT.partial.json`), and go on from there when they are called again; `--minutes`
+bounds the time of a call.
 
 `predict` writes the predictions before anything is measured: steps of `transformers.Trainer` are traced, steps of our
 engine are dry runs. `measure` runs each case in a process of its own. It compares the peak of the memory that the
@@ -14,23 +17,29 @@ exactly, and predictions of full fine-tuning are better than those of LLMem, DNN
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from script import command_line, publish, table
+from gpu_memory_tables import measured_tables, predicted_table
+from script import command_line, publish
+from sitting import Kept, Sitting, tell_left
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
 
 GIB = 1 << 30
-GOALS = {"median": 0.01, "worst": 0.03}
+CASE_SECONDS = 150
+"""A measured case is stopped when it takes longer; it begins only if there is as much time."""
+PREDICTION_SECONDS = 90
+"""A prediction begins only if there is as much time."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="for predict: read both from this machine's GPU, which is not used otherwise",
     )
+    add("--minutes", type=float, metavar="M", help="of this call (no limit)")
     add(
         "--output",
         type=Path,
@@ -77,22 +87,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict, or measure and compare."""
     arguments = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    kept_in, sitting = arguments.output.with_suffix(".partial.json"), Sitting(arguments.minutes)
     if arguments.command == "predict":
-        publish(result := predictions(arguments), predicted_table(result), arguments.output)
+        publish(result := predictions(arguments, kept_in, sitting), predicted_table(result), arguments.output)
         return 0
     predicted = json.loads(arguments.predicted.read_text())
-    found = measurements(predicted, arguments.only, arguments.output.with_suffix(".partial.json"))
+    found = measurements(predicted, arguments.only, kept_in, sitting)
     # Last: it creates a CUDA context, whose memory the measured processes would lack.
     result = {**predicted, **found, "machine": machine_info()}
     publish(result, measured_tables(result), arguments.output)
     return 0
 
 
+Job = tuple[int, float, Callable[[], bool], Callable[[], None]]
+"""When it is done, its seconds at most, whether it is kept already, and what adds its result to those kept."""
+
+
+def run_jobs(jobs: Sequence[Job], kept: Kept, sitting: Sitting) -> None:
+    """Do the jobs that are not kept, in their turns, as far as time allows; each result is kept at once."""
+    left = [job for job in sorted(jobs, key=lambda job: job[0]) if not job[2]()]
+    while left and sitting.has_time(left[0][1]):
+        left.pop(0)[3]()
+        kept.keep()
+    tell_left(len(left), len(jobs))
+
+
 # -- predictions
 
 
-def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Predict the memory of every case, and the largest batch within each limit."""
+def predictions(arguments: argparse.Namespace, kept_in: Path, sitting: Sitting) -> dict[str, Any]:
+    """Predict the memory of every case, and the largest batch within each limit; `kept_in` is updated after each."""
     from gpu_memory_cases import LIMITS, cases, run_specs
 
     from megatron_mux.gpus import Gpu
@@ -101,26 +125,39 @@ def predictions(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.memory.trace.tracer import Tracer
 
     gpu = this_gpu() if arguments.this_gpu else Gpu(arguments.capability, arguments.cudnn_attention)
-    chosen = {name: found for name, found in cases(gpu).items() if is_selected(name, arguments.only)}
-    with Tracer() as tracer:
-        found = {name: predict_case(name, case, tracer) for name, (_, case) in chosen.items()}
-        for name, (_, run_spec) in run_specs(gpu).items():
-            if is_selected(name, arguments.only):
-                found[name] = predict_tasks(name, run_spec)
-        limits = []
-        for gib, names in LIMITS.items():
-            for name in filter(chosen.__contains__, names):
-                print(f"largest batch of {name} in {gib} GiB", file=sys.stderr)
-                case = chosen[name][1]
-                largest = Batches(case, tracer).largest(gib * GIB)
-                limits.append({"case": name, "limit": gib * GIB, "largest": largest, "about": asdict(case)})
     predicted_for = {"capability": list(gpu.capability), "prefers_cudnn": gpu.prefers_cudnn}
+    about = {"predicted_with": dict(versions()), "predicted_for": predicted_for}
+    kept = Kept(kept_in, about, {"cases": {}, "limits": []})
+    found, limits = kept.found["cases"], kept.found["limits"]
+    chosen = {name: case for name, (_, case) in cases(gpu).items() if is_selected(name, arguments.only)}
+    ours = {name: run for name, (_, run) in run_specs(gpu).items() if is_selected(name, arguments.only)}
+    with Tracer() as tracer:
+
+        def add_limit(name: str, limit: int) -> None:
+            print(f"largest batch of {name} in {limit // GIB} GiB", file=sys.stderr)
+            largest = Batches(chosen[name], tracer).largest(limit)
+            limits.append({"case": name, "limit": limit, "largest": largest, "about": asdict(chosen[name])})
+
+        def job(name: str, predict: Callable[[], dict[str, Any]]) -> Job:
+            return 0, PREDICTION_SECONDS, lambda: name in found, lambda: found.update({name: predict()})
+
+        jobs = [job(name, partial(predict_case, name, case, tracer)) for name, case in chosen.items()]
+        jobs += [job(name, partial(predict_tasks, name, run)) for name, run in ours.items()]
+        for limit, name in [(gib * GIB, name) for gib, names in LIMITS.items() for name in names]:
+            if name in chosen:
+                known = partial(is_limit_kept, limits, name, limit)
+                jobs.append((1, PREDICTION_SECONDS, known, partial(add_limit, name, limit)))
+        run_jobs(jobs, kept, sitting)
     return {
-        "predicted_with": dict(versions()),
-        "predicted_for": predicted_for,
-        "cases": found,
+        **about,
+        "cases": {name: found[name] for name in (*chosen, *ours) if name in found},
         "limits": limits,
     }
+
+
+def is_limit_kept(limits: Sequence[Mapping[str, Any]], name: str, limit: int) -> bool:
+    """Whether a limit of a case is among those kept."""
+    return any((one["case"], one["limit"]) == (name, limit) for one in limits)
 
 
 def this_gpu() -> Any:
@@ -154,7 +191,7 @@ def predict_tasks(name: str, run_spec: Any) -> dict[str, Any]:
 
     print(name, file=sys.stderr)
     (recording,) = dry_runs([(run_spec, 0)])
-    prediction = predict(recording.stream, run_spec.gpu, Settings.of_environment(), recording.communicators)
+    prediction = predict(recording.stream, run_spec.gpu, Settings.of_run(), recording.communicators)
     return {"asked": {"run_spec": asdict(run_spec)}, **prediction_to_json(prediction), "others": {}}
 
 
@@ -172,43 +209,73 @@ def prediction_to_json(prediction: Any) -> dict[str, Any]:
 # -- measurements
 
 
-def measurements(predicted: Mapping[str, Any], only: Sequence[str] | None, partial: Path) -> dict[str, Any]:
-    """Measure every case and limit, each run in a process of its own; `partial` is updated after each."""
-    found: dict[str, Any] = {"cases": {}, "limits": []}
+def measurements(
+    predicted: Mapping[str, Any], only: Sequence[str] | None, kept_in: Path, sitting: Sitting
+) -> dict[str, Any]:
+    """Measure every case and limit, each run in a process of its own; `kept_in` is updated after each."""
+    from gpu_memory_cases import turn_of
 
-    def save() -> None:
-        partial.write_text(json.dumps(found, indent=1) + "\n")
+    digest = hashlib.sha256(json.dumps(predicted, sort_keys=True).encode()).hexdigest()
+    kept = Kept(kept_in, {"predictions": digest}, {"cases": {}, "limits": []})
+    found, limits = kept.found["cases"], kept.found["limits"]
 
-    for name, about in predicted["cases"].items():
-        if is_selected(name, only):
-            measured = run({**about["asked"], "limit": None, "history": True}, name)
-            found["cases"][name] = {**about, "measured": measured}
-            save()
+    def add_case(name: str) -> None:
+        about = predicted["cases"][name]
+        measured = run({**about["asked"], "limit": None, "history": True}, name)
+        found[name] = {**about, "measured": measured}
+
+    def add_limit(about: Mapping[str, Any]) -> None:
+        limits.append(
+            {**about, "measured": {str(batch): run_limited(about, batch) for batch in batches(about)}}
+        )
+
+    jobs: list[Job] = [
+        (turn_of(name), CASE_SECONDS, partial(found.__contains__, name), partial(add_case, name))
+        for name in predicted["cases"]
+        if is_selected(name, only)
+    ]
     for about in predicted["limits"]:
-        if not is_selected(about["case"], only):
-            continue
-        ran = {}
-        for more in (0, 1):
-            case = {**about["about"], "batch": about["largest"] + more}
-            name = f"{about['case']}, {case['batch']} sequences in {about['limit'] // GIB} GiB"
-            asked = {"case": case, "limit": about["limit"], "history": False}
-            ran[str(case["batch"])] = run(asked, name) if case["batch"] else {"fits": True}
-        found["limits"].append({**about, "measured": ran})
-        save()
-    return found
+        name, limit = about["case"], about["limit"]
+        if is_selected(name, only):
+            known = partial(is_limit_kept, limits, name, limit)
+            jobs.append((turn_of(name, True), 2 * CASE_SECONDS, known, partial(add_limit, about)))
+    run_jobs(jobs, kept, sitting)
+    return {"cases": found, "limits": limits}
+
+
+def batches(about: Mapping[str, Any]) -> tuple[int, int]:
+    """The largest batch that was predicted to fit, and one more sequence."""
+    return about["largest"], about["largest"] + 1
+
+
+def run_limited(about: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """Run a case with so many sequences as if the GPU were smaller."""
+    if batch == 0:
+        return {"fits": True}
+    name = f"{about['case']}, {batch} sequences in {about['limit'] // GIB} GiB"
+    return run({"case": {**about["about"], "batch": batch}, "limit": about["limit"], "history": False}, name)
 
 
 def run(asked: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Run the worker once; returns what it measured, or the error if it failed other than by running out of memory."""
+    from megatron_mux.gpus import set_allocator_options
+
     print(name, file=sys.stderr)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "gpu_memory_worker.py")],
-        input=json.dumps(asked) + "\n",
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment = dict(os.environ)
+    if "run_spec" in asked:
+        set_allocator_options(environment)  # as `pretrain_mux.py` does
+    try:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "gpu_memory_worker.py")],
+            input=json.dumps(asked) + "\n",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=CASE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {CASE_SECONDS} s"}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no error message"]
         return {"failed": lines[-1]}
@@ -231,102 +298,10 @@ def machine_info() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "cuda": str(torch.version.cuda),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "cudnn": cudnn,
         **packages,
     }
-
-
-# -- tables
-
-
-def predicted_table(result: Mapping[str, Any]) -> str:
-    """Render the predictions."""
-    rows = [
-        (name, f"{one['peak_allocated'] / GIB:.3f}", f"{one['peak_reserved'] / GIB:.3f}", one["moment"])
-        for name, one in result["cases"].items()
-    ]
-    lines = [*table("case | allocated (GiB) | reserved (GiB) | moment of the peak", rows), ""]
-    limits = [(one["case"], one["limit"] // GIB, one["largest"]) for one in result["limits"]]
-    versions = ", ".join(f"{name} {number}" for name, number in result["predicted_with"].items())
-    lines += table("case | limit (GiB) | largest batch", limits)
-    return "\n".join(
-        [f"Predicted with {versions}, for {result['predicted_for']}. Nothing is measured.", "", *lines]
-    )
-
-
-def error(predicted: float, measured: float) -> float:
-    """Relative error with its sign."""
-    return predicted / measured - 1
-
-
-def measured_tables(result: Mapping[str, Any]) -> str:
-    """Render predictions next to measurements, and compare the errors with the goals."""
-    rows, errors = [], []
-    baselines: dict[str, list[float]] = {}
-    our_errors: dict[str, list[float]] = {}
-    exact = 0
-    for name, one in result["cases"].items():
-        measured = one["measured"]
-        if "failed" in measured or not measured["fits"]:
-            rows.append(
-                (
-                    name,
-                    f"{one['peak_reserved'] / GIB:.3f}",
-                    measured.get("failed") or measured["why"],
-                    "",
-                    "",
-                    "",
-                )
-            )
-            continue
-        reserved = measured["peak_reserved"]
-        errors.append(off := error(one["peak_reserved"], reserved))
-        replayed = "replay_failed" not in measured and measured["first_event_replayed_otherwise"] is None
-        exact += replayed
-        process = reserved + measured["outside"]
-        for baseline, estimate in one["others"].items():
-            baselines.setdefault(baseline, []).append(error(estimate, process))
-            our_errors.setdefault(baseline, []).append(error(one["process"], process))
-        rows.append(
-            (
-                name,
-                f"{one['peak_reserved'] / GIB:.3f}",
-                f"{reserved / GIB:.3f}",
-                f"{off:+.2%}",
-                f"{error(one['peak_allocated'], measured['peak_allocated']):+.2%}",
-                "yes"
-                if replayed
-                else measured.get("replay_failed")
-                or f"not event {measured['first_event_replayed_otherwise']}",
-            )
-        )
-    head = ", ".join(f"{name} {number}" for name, number in result["machine"].items())
-    titles = "case | reserved, predicted (GiB) | measured (GiB) | error | error of allocated | history replayed exactly"
-    lines = [f"Measured on: {head}.", "", *table(titles, rows), ""]
-    if errors:
-        sizes = sorted(map(abs, errors))
-        lines.append(
-            f"Error of reserved memory: median {statistics.median(sizes):.2%} (goal {GOALS['median']:.0%}), "
-            f"worst {sizes[-1]:.2%} (goal {GOALS['worst']:.0%}) of {len(sizes)} cases; "
-            f"{exact} histories replayed exactly."
-        )
-    for baseline, found in baselines.items():
-        ours = statistics.median(map(abs, our_errors[baseline]))
-        lines.append(
-            f"Memory of the process in the {len(found)} cases that {baseline} supports: its median error is "
-            f"{statistics.median(map(abs, found)):.1%}, ours {ours:.1%}."
-        )
-    return "\n".join([*lines, "", *limit_table(result["limits"])])
-
-
-def limit_table(limits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Render whether the predicted largest batch runs, and one more sequence."""
-    rows = []
-    for one in limits:
-        least, most = (one["measured"][str(one["largest"] + more)] for more in (0, 1))
-        outcomes = [ran.get("failed") or ("runs" if ran["fits"] else "does not fit") for ran in (least, most)]
-        rows.append((one["case"], one["limit"] // GIB, one["largest"], *outcomes))
-    return table("case | limit (GiB) | predicted largest batch | this batch | one more", rows)
 
 
 if __name__ == "__main__":

@@ -169,6 +169,30 @@ def run_specs(gpu: Gpu) -> dict[str, tuple[str, RunSpec]]:
     return found
 
 
+FIRST = ("llama-1b together: eight LoRA", "llama-1b full")
+"""Measured first: whether the allocator's history of each program is replayed exactly decides about all the others."""
+SMALL = (
+    "llama-1b together: one LoRA",
+    "llama-1b together: all kinds",
+    "qwen2-1.5b LoRA",
+    "llama-1b full, recomputed",
+    "llama-1b together: in four parts",
+    "gpt2-xl LoRA",
+    "opt-1.3b full",
+    "qwen2-1.5b together: biases",
+    "opt-1.3b LoRA, fp32",
+    "llama-1b together: eight LoRA in turn",
+)
+"""Measured next: each family, both programs, most ways to train."""
+
+
+def turn_of(name: str, is_limit: bool = False) -> int:
+    """When a case is measured: histories, small cases, limits of small models, 8B, its limits, all others."""
+    if is_limit:
+        return 4 if "8b" in name else 2
+    return 0 if name in FIRST else 1 if name in SMALL else 3 if "8b" in name else 5
+
+
 LIMITS: Mapping[int, tuple[str, ...]] = {
     16: ("llama-1b full", "qwen2-1.5b LoRA everywhere"),
     24: ("llama-1b full, recomputed", "opt-1.3b LoRA, fp32"),

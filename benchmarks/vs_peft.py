@@ -46,6 +46,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scratch", type=Path, help="directory for the random backbone (default: a temporary directory)"
     )
+    parser.add_argument("--layers", type=int, help="of the random backbone (default: those of its shape)")
+    parser.add_argument("--sequences", type=int, help="in a step of each task (default: those of the mix)")
     add_machine(parser)
     parser.add_argument("--repeats", type=int, default=7, help="turns of each side")
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
@@ -85,6 +87,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(
                     f"{arguments.backbone} does not exist: run `make prepare`, or give --backbone DIR"
                 )
+    if arguments.backbone is not None and arguments.layers is not None:
+        parser.error("--layers needs a random backbone")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     arguments.rivals = ("padded", "packed") if arguments.rival == "all" else (arguments.rival,)
     if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
@@ -101,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         if arguments.backbone is None:
             scratch = arguments.scratch or Path(temporary)
-            arguments.backbone = scratch / arguments.backbone_shape
+            words = (arguments.backbone_shape, arguments.layers, arguments.dtype)
+            arguments.backbone = scratch / "-".join(str(word) for word in words if word is not None)
             _write_backbone(arguments)
         if arguments.part:
             import vs_peft_measure
@@ -125,7 +130,8 @@ def _write_backbone(arguments: argparse.Namespace) -> None:
     import torch
     from workload import write_random_backbone
 
-    write_random_backbone(arguments.backbone_shape, arguments.backbone, getattr(torch, arguments.dtype))
+    dtype = getattr(torch, arguments.dtype)
+    write_random_backbone(arguments.backbone_shape, arguments.backbone, dtype, arguments.layers)
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
@@ -133,7 +139,7 @@ def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
     from workload import mix_of, tasks_per_batch_shape
 
     found = {case: _in_new_process(arguments, case) for case in ("mux:mix", "mux:one", "mux:eight")}
-    kinds = tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device))
+    kinds = tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device, arguments.sequences))
     for rival in arguments.rivals:
         for i, count in kinds.items():
             case = f"{rival}:{i}"
@@ -145,6 +151,9 @@ def _in_new_process(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     command = [sys.executable, str(HERE / "vs_peft.py"), "--part", part, "--device", arguments.device]
     command += ["--threads", str(arguments.threads), "--dtype", arguments.dtype]
     command += ["--targets", *arguments.targets]
+    for flag in ("layers", "sequences"):
+        if getattr(arguments, flag) is not None:
+            command += [f"--{flag}", str(getattr(arguments, flag))]
     if arguments.data is not None:
         command += ["--data", str(arguments.data)]
     if arguments.backbone_shape is not None:

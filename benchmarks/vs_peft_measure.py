@@ -147,7 +147,7 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
         "settings": {
             "device": arguments.device,
             "dtype": arguments.dtype,
-            "backbone": arguments.backbone_shape or arguments.backbone.name,
+            "backbone": backbone_name(arguments),
             "records": "made up" if arguments.data is None else "of --data",
             "lora": {"r": RANK, "targets": arguments.targets},
             "repeats": arguments.repeats,
@@ -155,6 +155,14 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
             "liger": peft_side.uses_liger(torch.device(arguments.device)),
         },
     }
+
+
+def backbone_name(arguments: argparse.Namespace) -> str:
+    """Name the backbone; of a random one the shape, and the number of layers if it is another."""
+    shape = arguments.backbone_shape
+    if shape is None:
+        return str(arguments.backbone.name)
+    return f"{shape} with {arguments.layers} layers" if arguments.layers else str(shape)
 
 
 def _cpu_name() -> str:

@@ -32,7 +32,7 @@ class Setup:
         self.device = torch.device(arguments.device)
         self.dtype = getattr(torch, arguments.dtype)
         self.steps = steps
-        self.mix = mix_of(arguments.backbone_shape, arguments.device)
+        self.mix = mix_of(arguments.backbone_shape, arguments.device, arguments.sequences)
         self.specs = [mux_side.spec(shape, arguments.targets, steps, i) for i, shape in enumerate(self.mix)]
         self.records = [self._records(i, shape) for i, shape in enumerate(self.mix)]
 

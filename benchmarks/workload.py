@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,16 @@ TINY_MIX = (
 )
 
 
-def mix_of(shape: str | None, device: str) -> tuple[TaskShape, ...]:
-    """Choose the tasks by the shape of the random backbone, None for a real backbone, and by the device."""
-    if shape == "tiny":
-        return TINY_MIX
-    return GPU_MIX if device == "cuda" else CPU_MIX
+def mix_of(shape: str | None, device: str, sequences: int | None = None) -> tuple[TaskShape, ...]:
+    """Choose the tasks.
+
+    Args:
+        shape: Of the random backbone; None for a real backbone.
+        device: `cpu` or `cuda`.
+        sequences: In one step of each task; None: those of the mix.
+    """
+    chosen = TINY_MIX if shape == "tiny" else GPU_MIX if device == "cuda" else CPU_MIX
+    return chosen if sequences is None else tuple(replace(task, batch=sequences) for task in chosen)
 
 
 def tasks_per_batch_shape(mix: Sequence[TaskShape]) -> dict[int, int]:
@@ -104,13 +109,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> None:
+def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype, layers: int | None = None) -> None:
     """Write a Hugging Face Llama directory with random weights, layer by layer, so that host memory holds one layer.
 
     Args:
         shape: A name in `SHAPES`.
         directory: Directory to write; unchanged if it is complete already.
         dtype: Data type of the weights.
+        layers: Number of layers; None: that of the shape.
     """
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -119,7 +125,8 @@ def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype) -> No
     if index_path.exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+    fields = {**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})}
+    config = LlamaConfig(**fields, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = dtype
     with torch.device("meta"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,14 @@ ALLOCATOR_OPTIONS = "expandable_segments:True"
 """Options of a run whose user has set none: lengths vary from step to step, which fragments segments of fixed size."""
 
 
-def set_allocator_options() -> None:
-    """Have torch's allocator on GPUs use our options, unless the user has set some. Call it before importing torch."""
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_OPTIONS
+def set_allocator_options(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch's allocator on GPUs use our options, unless the user has set some.
+
+    Args:
+        environment: Of a process that has not imported torch yet.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_OPTIONS
 
 
 @dataclass(frozen=True)
