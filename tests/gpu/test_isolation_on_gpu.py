@@ -62,7 +62,8 @@ def test_attention_of_a_segment_knows_its_own_rows_only(dtype: torch.dtype) -> N
     found = []
     for inputs in (healthy, spoiled):
         leaves = [x.requires_grad_(True) for x in inputs]
-        out = segment_attention(*leaves, segments, scale=0.125)
+        query, key, value = leaves
+        out = segment_attention(query, key, value, segments, scale=0.125)
         out.backward(torch.ones_like(out))
         gradients = [x.grad for x in leaves if x.grad is not None]
         found.append([out.detach(), *gradients])
