@@ -28,6 +28,20 @@ AHEAD = 2
 """Most tensors that a rank has received from a neighbour, or is receiving, before it needs them."""
 
 
+def received_ahead(stages: int, ranks: int, backward: bool) -> int:
+    """Most tensors that a rank has received in one direction before it needs them.
+
+    In 1F1B the next input comes during a backward pass, and gradients are used at once.
+
+    Args:
+        stages, ranks: Of the pipeline.
+        backward: Whether they are gradients.
+    """
+    if stages > ranks:
+        return AHEAD
+    return int(not backward)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A tensor on its way to the neighbouring stage.

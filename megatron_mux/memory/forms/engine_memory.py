@@ -30,7 +30,7 @@ from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.untraced import THREADS, cublas_of
 from megatron_mux.pipeline.communicate import sends_kept
-from megatron_mux.pipeline.transfers import AHEAD
+from megatron_mux.pipeline.transfers import received_ahead
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]
@@ -344,16 +344,20 @@ class EngineMemory:
             in_step: The most micro-batches of a step.
             trained: `[B, S]` layers with a gradient: below all of them none is sent.
         """
-        ranks, ahead = self.method.pipeline, min(AHEAD, in_step - 1)
+        ranks = self.method.pipeline
         share = ranks / len(self.stages)  # a rank's stages share what it keeps
+        inputs, gradients = (
+            min(received_ahead(len(self.stages), ranks, backward), in_step - 1) * share
+            for backward in (False, True)
+        )
         sent = min(sends_kept(ranks), in_step - 1) * share
         returned = np.cumsum(trained, axis=1) > 0  # whether a gradient comes back to a stage
         found = np.zeros_like(trained)
         for i, stage in enumerate(self.stages):
             if not stage.first:
-                found[:, i] += ahead + sent * returned[:, i - 1]
+                found[:, i] += inputs + sent * returned[:, i - 1]
             if not stage.last:  # outputs of what is in flight are there anyway
-                found[:, i] += ahead * returned[:, i] + max(0.0, sent - (len(self.stages) - i))
+                found[:, i] += gradients * returned[:, i] + max(0.0, sent - (len(self.stages) - i))
         if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
             found[:, 0] += 1  # zeros, to send where memory runs out
         return found

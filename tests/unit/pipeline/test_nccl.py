@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import sends_kept
-from megatron_mux.pipeline.template import Template, gpipe, one_f_one_b, plain
-from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order
+from megatron_mux.pipeline.template import Template, gpipe, interleaved, one_f_one_b, plain
+from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead
 from tests.unit.pipeline.nccl import Hang, Queues, World
 from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, play, random_run
@@ -140,6 +141,30 @@ def test_the_order_of_one_rank(template: Template) -> None:
                 assert ahead <= 2 * AHEAD + 1, "both inboxes, and what is being used"
             else:
                 assert place[event.source] < place[event]
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_how_much_is_received_ahead(ranks: int, virtual: int) -> None:
+    """What closed forms of memory count is what ranks do."""
+    stages, sizes = ranks * virtual, plain([3 * ranks, 2 * ranks])
+    template = one_f_one_b(ranks, sizes) if virtual == 1 else interleaved(ranks, virtual, sizes)
+    most = Counter[bool]()
+    for rank in range(ranks):
+        received: set[Action] = set()
+        for event in issue_order(template, rank, stages):
+            if isinstance(event, Transfer):
+                received |= {event.target} if event.target.stage % ranks == rank else set()
+                continue
+            received.discard(event)
+            for backward in (False, True):
+                ahead = sum(action.is_backward == backward for action in received)
+                most[backward] = max(most[backward], ahead)
+    counted = [received_ahead(stages, ranks, backward) for backward in (False, True)]
+    if virtual == 1:
+        assert [most[False], most[True]] == counted
+    else:
+        assert 0 < most[False] <= counted[0] and 0 < most[True] <= counted[1]
 
 
 def test_actions_that_wait_for_each_other_are_refused() -> None:
