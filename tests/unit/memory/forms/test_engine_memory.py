@@ -118,11 +118,11 @@ def test_neighbours_messages_are_there() -> None:
     model = memory([lora(MODEL)], stages=4, tensor=2)
     few, some, many = (model.passes(rows([64.0]), n).messages[0] / (64 * 256 * 4) for n in (1, 3, 100))
     assert few.tolist() == [0, 0, 0, 0], "of one micro-batch, nothing beside what it keeps"
-    assert some.tolist() == [2, 6, 6, 4]
-    assert many.tolist() == [2 + 6, 12 + 9, 12 + 10, 12]
+    assert some.tolist() == [0, 3, 3, 3]
+    assert many.tolist() == [6, 11 + 7, 11 + 8, 11]
     task = lora(MODEL)
     upper = replace(task, ops=tuple(op for op in task.ops if op.layer >= 4))
     above = memory([upper], stages=4, tensor=2).passes(rows([64.0]), 100).messages[0] / (64 * 256 * 4)
-    assert above.tolist() == [6, 2 + 7, 2 + 10, 12], (
+    assert above.tolist() == [6, 1 + 7, 1 + 8, 11], (
         "the first two stages get no gradient, the third sends none"
     )
