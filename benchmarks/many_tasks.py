@@ -72,7 +72,7 @@ def base_op_turn(directory: Path, parallel: Parallel, tasks: int, repeats: int) 
         adapters.add(task(name, TARGETS["q and v"], 1, 1), 1)
     tokens, labels = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool)
     sequences = [(name, 0, tokens, labels, 1.0) for name in names or ["frozen"]]
-    batch = layout.pack(sequences, tuple(names) or ("frozen",), dict.fromkeys(names or ["frozen"], 0))
+    batch = layout.pack(sequences, tuple(names) or ("frozen",), dict.fromkeys(names or ["frozen"], 0)).to()
     (module,) = (info.module for info in backbone.base_ops() if (info.layer, info.name) == (0, "linear_qkv"))
     x = torch.randn(512, 1, 64, requires_grad=True)  # as many rows whatever the number of tasks
 

@@ -85,7 +85,7 @@ class Ceiling:
             ("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
         ]
-        batch = layout.pack(sequences, ("backbone",), {"backbone": 0}, device=self.device)
+        batch = layout.pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
         with layout.activate(batch):
             loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
             loss.backward()

@@ -1,6 +1,6 @@
 """The layout of a micro-batch: sequences of several tasks, packed end to end on the token axis.
 
-`prepare` lays a micro-batch out in host memory, which needs no device and may be done ahead by another thread;
+`pack` lays a micro-batch out in host memory, which needs no device and may be done ahead by another thread;
 `HostBatch.to` takes all of it to the device in one copy that the host does not wait for.
 
 Shapes: T tokens in the micro-batch, N labelled tokens, H hidden, P prefix length, D head size, S segments.
@@ -26,15 +26,15 @@ from megatron_mux.packing import (
     PackedSequence,
     Ranges,
     Span,
-    filled,
     joined,
+    padded,
     ranges_of,
+    rows_of,
     segments_of,
     tables_of,
-    tokens_of,
 )
 
-__all__ = ["HostBatch", "MicroBatch", "PackedSequence", "Span", "activate", "active", "pack", "prepare"]
+__all__ = ["HostBatch", "MicroBatch", "PackedSequence", "Span", "activate", "active", "pack"]
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 
@@ -170,22 +170,22 @@ class HostBatch:
         return self.wide[2]
 
     def to(
-        self, device: torch.device | str, carry: Carry | None = None, staging: Tensor | None = None
+        self, device: torch.device | str = "cpu", carry: Carry | None = None, staging: Tensor | None = None
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.
 
         Args:
             device: Of the tensors. On a CPU they are views of `buffer`.
-            carry: See `MicroBatch.carry`.
+            carry: See `MicroBatch.carry`; needed if spans leave tokens out.
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
         """
         whole = torch.from_numpy(self.buffer)
         if torch.device(device).type == "cuda":
             whole = runtime.to_device(whole, device, staging)
-        words = 8 * sum(filled(self.wide, 8))
-        wide = whole[:words].view(torch.int64).split(filled(self.wide, 8))[::2]
-        narrow = whole[words:].view(torch.int32).split(filled(self.narrow, 4))[::2]
+        words = 8 * sum(padded(self.wide, 8))
+        wide = whole[:words].view(torch.int64).split(padded(self.wide, 8))[::2]
+        narrow = whole[words:].view(torch.int32).split(padded(self.narrow, 4))[::2]
         tokens, positions, label_rows, labels, label_tasks, few_tokens, few_positions, few_rows, gather = wide
         weights, *rest = narrow
         queries, keys = rest[8:]
@@ -243,36 +243,10 @@ def pack(
     position_offset: Mapping[str, int] | None = None,
     multiple: int = 1,
     training: bool = True,
-    device: torch.device | str = "cpu",
-    spans: Sequence[Span] | None = None,
-    carry: Carry | None = None,
-    slots: Mapping[str, int] | None = None,
-) -> MicroBatch:
-    """Pack sequences, or the parts of them that a chunk holds, end to end.
-
-    Args:
-        sequences, task_names, task_steps, position_offset, multiple, training, spans, slots: See `prepare`.
-        device: Of the tensors.
-        carry: See `MicroBatch.carry`; needed if spans leave tokens out.
-
-    Returns:
-        The micro-batch.
-    """
-    host = prepare(sequences, task_names, task_steps, position_offset, multiple, training, spans, slots)
-    return host.to(device, carry)
-
-
-def prepare(
-    sequences: Sequence[PackedSequence],
-    task_names: tuple[str, ...],
-    task_steps: Mapping[str, int],
-    position_offset: Mapping[str, int] | None = None,
-    multiple: int = 1,
-    training: bool = True,
     spans: Sequence[Span] | None = None,
     slots: Mapping[str, int] | None = None,
 ) -> HostBatch:
-    """Lay a micro-batch out in host memory.
+    """Pack sequences, or the parts of them that a chunk holds, end to end in host memory.
 
     Args:
         sequences: `(task, sequence id, tokens [L] int64, labelled [L] bool, weight)`: `labelled[i]` says that token
@@ -284,9 +258,6 @@ def prepare(
         training: See `MicroBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
         slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`.
-
-    Returns:
-        The micro-batch.
     """
     order = {name: i for i, name in enumerate(task_names)}
     slots = order if slots is None else slots
@@ -295,28 +266,13 @@ def prepare(
     names = [s[0] for s, _ in parts]
     prefixes = [(position_offset or {}).get(name, 0) for name in names]
     segments = segments_of(parts, prefixes)
-    lengths, first, shift, of_sequence, of_task = (
-        np.array(column, np.int64)
-        for column in (
-            [segment.length for segment in segments],
-            [segment.past for segment in segments],
-            prefixes,
-            [segment.sequence for segment in segments],
-            [order[name] for name in names],
-        )
-    )
-    tokens, label_rows, labels, label_part = tokens_of(parts, lengths)
-    part = np.repeat(np.arange(len(parts)), lengths)  # of each row
-    index = np.arange(len(part)) - (np.cumsum(lengths) - lengths - first)[part]
-    rows = [tokens, index + shift[part], index, of_sequence[part]]
-    few = [row[label_rows] for row in rows]
-    padding = np.zeros(-len(part) % multiple, np.int64)
-    rows = [np.concatenate([row, padding]) for row in rows] if len(padding) else rows
-    weights = np.array([s[4] for s, _ in parts], np.float32)[label_part]
-    task_rows = ranges_of(names, lengths)
-    label_task_rows = ranges_of(names, np.bincount(label_part, minlength=len(parts)))
+    rows, few, labels = rows_of(parts, segments, prefixes, multiple)
+    weights = np.array([s[4] for s, _ in parts], np.float32)[labels.part]
+    of_task = np.array([order[name] for name in names], np.int64)[labels.part]
+    task_rows = ranges_of(names, [segment.length for segment in segments])
+    label_task_rows = ranges_of(names, np.bincount(labels.part, minlength=len(parts)).tolist())
     queries, keys, gather = bounds_of(segments, prefixes)
-    wide = [*rows[:2], label_rows, labels, of_task[label_part], *few[:2], np.arange(len(labels)), gather]
+    wide = [*rows[:2], labels.rows, labels.tokens, of_task, *few[:2], np.arange(len(labels.rows)), gather]
     narrow = [weights.view(np.int32), *rows[2:], *tables_of(task_rows, task_steps, slots)]
     narrow += [*few[2:], *tables_of(label_task_rows, task_steps, slots), queries, keys]
     return HostBatch(

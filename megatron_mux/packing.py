@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,49 @@ def segments_of(parts: Sequence[tuple[PackedSequence, Span]], prefixes: Sequence
     )
 
 
-def tokens_of(
-    parts: Sequence[tuple[PackedSequence, Span]], lengths: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Tokens `[rows]`; and `[N]` each the rows before labels, the labels, and the part that each belongs to.
+class Labels(NamedTuple):
+    """The labels of rows.
+
+    Attributes:
+        tokens: `[N]`.
+        rows: `[N]`, of the token before each.
+        part: `[N]`, which part of a sequence each belongs to.
+    """
+
+    tokens: Array
+    rows: Array
+    part: Array
+
+
+def rows_of(
+    parts: Sequence[tuple[PackedSequence, Span]],
+    segments: Sequence[Segment],
+    prefixes: Sequence[int],
+    multiple: int,
+) -> tuple[list[Array], list[Array], Labels]:
+    """Tokens, positions, indices of tokens and numbers of sequences: `[T]` of all rows, padded to a multiple, and `[N]`
+    of those before a label; and the labels.
+    """
+    lengths, first, shift, of_sequence = (
+        np.array(column, np.int64)
+        for column in (
+            [segment.length for segment in segments],
+            [segment.past for segment in segments],
+            prefixes,
+            [segment.sequence for segment in segments],
+        )
+    )
+    tokens, labels = _tokens_of(parts, lengths)
+    part = np.repeat(np.arange(len(parts)), lengths)  # of each row
+    index = np.arange(len(part)) - (np.cumsum(lengths) - lengths - first)[part]
+    rows = [tokens, index + shift[part], index, of_sequence[part]]
+    few = [row[labels.rows] for row in rows]
+    padding = np.zeros(-len(part) % multiple, np.int64)
+    return [np.concatenate([row, padding]) for row in rows] if len(padding) else rows, few, labels
+
+
+def _tokens_of(parts: Sequence[tuple[PackedSequence, Span]], lengths: Array) -> tuple[Array, Labels]:
+    """Tokens `[rows]`, and labels.
 
     A row's label is the next token, even if that is in the next chunk: so one token more is taken of each part that
     is not its sequence's last.
@@ -58,8 +97,8 @@ def tokens_of(
     labelled[ends - (lengths + more)] = False  # what a part begins with is not its own to predict
     at = np.flatnonzero(labelled)
     part = np.searchsorted(ends, at, side="right")
-    labels, rows = tokens[at], at - 1 - (np.cumsum(more) - more)[part]
-    return (np.delete(tokens, ends[more > 0] - 1) if more.any() else tokens), rows, labels, part
+    labels = Labels(tokens[at], at - 1 - (np.cumsum(more) - more)[part], part)
+    return (np.delete(tokens, ends[more > 0] - 1) if more.any() else tokens), labels
 
 
 def tables_of(ranges: Ranges, steps: Mapping[str, int], slots: Mapping[str, int]) -> tuple[Array, Array]:
@@ -69,15 +108,15 @@ def tables_of(ranges: Ranges, steps: Mapping[str, int], slots: Mapping[str, int]
     return np.array(present, np.int32).reshape(-1), np.array(tiles, np.int32).reshape(-1)
 
 
-def filled(lengths: Sequence[int], size: int) -> list[int]:
-    """Each length, and after it how many items of `size` bytes are missing to `_ALIGNMENT`."""
+def padded(lengths: Sequence[int], size: int) -> list[int]:
+    """Items of `size` bytes: of each array, and of the padding after it."""
     return [items for length in lengths for items in (length, -length % (_ALIGNMENT // size))]
 
 
 def joined(wide: Sequence[Array], narrow: Sequence[Array]) -> Array:
     """`[n]` uint8 of int64 arrays and arrays of 32 bits, each aligned to `_ALIGNMENT`."""
-    sizes = [8 * size for size in filled([len(array) for array in wide], 8)]
-    sizes += [4 * size for size in filled([len(array) for array in narrow], 4)]
+    sizes = [8 * size for size in padded([len(array) for array in wide], 8)]
+    sizes += [4 * size for size in padded([len(array) for array in narrow], 4)]
     buffer = np.empty(sum(sizes), np.uint8)
     starts = accumulate(sizes, initial=0)
     for array, dtype in [*((a, np.int64) for a in wide), *((a, np.int32) for a in narrow)]:
@@ -87,11 +126,11 @@ def joined(wide: Sequence[Array], narrow: Sequence[Array]) -> Array:
     return buffer
 
 
-def ranges_of(names: Sequence[str], lengths: Array) -> dict[str, tuple[int, int]]:
+def ranges_of(names: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[int, int]]:
     """The rows of each task when sequences of these lengths, ordered by task, are packed end to end."""
     found: dict[str, tuple[int, int]] = {}
     at = 0
-    for task, length in zip(names, lengths.tolist(), strict=True):
+    for task, length in zip(names, lengths, strict=True):
         found[task] = (found.get(task, (at, at))[0], at + length)
         at += length
     return found

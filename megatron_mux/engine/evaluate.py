@@ -231,5 +231,5 @@ class Evaluator:
         steps, offsets = {name: self.task.step}, {name: self.task.position_offset}
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         slots = {name: self.task.slot}
-        host = layout.prepare(sequences, (name,), steps, offsets, multiple, training=False, slots=slots)
+        host = layout.pack(sequences, (name,), steps, offsets, multiple, training=False, slots=slots)
         return host.to(self.parallel.device)

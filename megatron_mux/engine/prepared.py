@@ -79,7 +79,7 @@ def prepare_step(
     batches: dict[Unit, tuple[HostBatch, ...]] = {}
     for unit, chunks in grid.chunks.items() if not problems else ():
         batches[unit] = tuple(
-            layout.prepare(
+            layout.pack(
                 [sequences[piece.task][piece.sequence] for piece in chunk],
                 tuple(tasks),
                 steps,

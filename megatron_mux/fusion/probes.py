@@ -124,7 +124,7 @@ class Probes:
                 sequences.append((f"probe-{task}", len(sequences), tokens, labelled, 1.0))
                 left -= length
         names = tuple(f"probe-{task}" for task in range(tasks))
-        return layout.pack(sequences, names, dict.fromkeys(names, 0), device=self.device)
+        return layout.pack(sequences, names, dict.fromkeys(names, 0)).to(self.device)
 
     def _input(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(0.1).requires_grad_()

@@ -77,7 +77,7 @@ def batch_of(backbone: Backbone, parallel: Parallel) -> MicroBatch:
         ("first", "second"),
         {"first": 0, "second": 0},
         multiple=parallel.tp_size if parallel.sequence_parallel else 1,
-    )
+    ).to()
 
 
 @cache

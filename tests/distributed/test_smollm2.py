@@ -36,7 +36,7 @@ def test_smollm2_agrees_with_transformers(
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(20, backbone.shape.vocab, (n,), generator=generator) for n in (40, 9, 9)]
     sequences = [("task", i, t, torch.ones(len(t), dtype=torch.bool), 1.0) for i, t in enumerate(tokens)]
-    batch = layout.pack(sequences, ("task",), {"task": 0})
+    batch = layout.pack(sequences, ("task",), {"task": 0}).to()
     with torch.no_grad():
         hidden = stages(backbone, batch).forward()
         if parallel.is_last_stage:

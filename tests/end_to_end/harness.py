@@ -168,7 +168,7 @@ def engine_logits(engine: Engine, case: Case, pairs: Sequence[Pair], virtual_tok
         {case.name: virtual_tokens},
         training=False,
         slots={case.name: attached.slot if attached else 0},
-    )
+    ).to()
     with layout.activate(batch):
         rows = all_logits(engine.backbone, batch)
     rows = rows.reshape(batch.rows, -1)

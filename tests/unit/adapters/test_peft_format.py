@@ -92,7 +92,7 @@ def logits(backbone: Backbone, tokens: Tensor, virtual: int) -> Tensor:
         {"t": 0},
         {"t": virtual},
         training=False,
-    )
+    ).to()
     with torch.no_grad(), layout.activate(batch):
         return all_logits(backbone, batch)
 

@@ -402,4 +402,4 @@ def make_batch(
     ]
     return layout.pack(
         sequences, names, {n: 3 + i for i, n in enumerate(names, first)}, multiple=multiple, training=training
-    )
+    ).to()

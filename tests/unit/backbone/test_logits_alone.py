@@ -31,7 +31,7 @@ def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1
         ("first" if i < 2 else "second", i, t, torch.ones(len(t), dtype=torch.bool), 1 / 64)
         for i, t in enumerate(tokens)
     ]
-    return layout.pack(sequences, ("first", "second"), {"first": 0, "second": 0}, offset, multiple)
+    return layout.pack(sequences, ("first", "second"), {"first": 0, "second": 0}, offset, multiple).to()
 
 
 def reference(path: Path, dtype: torch.dtype) -> Any:
