@@ -84,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.allowed != "any":
             place, window = Path(directory) / "engine", arguments.window
             result["engine's core"] = measure(arguments, place, data, cores[0], [cores[0]], window)
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-        if arguments.output is None:
-            return 0
-    publish(result, markdown(result), arguments.output)
+    publish(result, markdown(result), arguments.output, arguments.json)
     return 0
 
 

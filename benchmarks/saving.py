@@ -13,7 +13,6 @@ steps of the other rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -53,11 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     with tempfile.TemporaryDirectory() as directory:
         result = measure(arguments, Path(directory))
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-        if arguments.output is None:
-            return 0
-    publish(result, markdown(result), arguments.output)
+    publish(result, markdown(result), arguments.output, arguments.json)
     return 0
 
 

@@ -29,9 +29,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="write the JSON here, and the table beside it as .md")
 
 
-def publish(result: Mapping[str, Any], markdown: str, output: Path | None) -> None:
-    """Print the tables; with `output`, also write the result there as JSON, and the tables as .md beside it."""
-    print(markdown)
+def publish(result: Mapping[str, Any], markdown: str, output: Path | None, as_json: bool = False) -> None:
+    """Print the tables or the JSON; with `output`, also write the JSON there and the tables as .md beside it."""
+    print(json.dumps(result, indent=1) if as_json else markdown)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
         output.with_suffix(".md").write_text(markdown + "\n")
