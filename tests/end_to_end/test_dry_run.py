@@ -10,28 +10,17 @@ import pytest
 from megatron_mux.dry_run.depth import deepened, shallow
 from megatron_mux.dry_run.heaviest_batch import STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.dry_run.run_spec import Recording, RunSpec, TaskRecords
+from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.worker import WorkerError
-from tests.unit.dry_run.recordings import begins, held, last_step_peak
+from tests.unit.dry_run.recordings import KINDS, begins, held, last_step_peak, task_of
 from tests.unit.memory.stream.peak import peak_of
 from tests.unit.memory.traced import LLAMA
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 TRAINING = {"per_device_train_batch_size": 2, "max_steps": STEPS_THAT_PRUNE}
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
-    "scales": {
-        "peft_type": "IA3",
-        "target_modules": ["k_proj", "down_proj"],
-        "feedforward_modules": ["down_proj"],
-    },
-    "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 4, "target_modules": ["down_proj"]},
-    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
-    "sparse": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "l0_weight": 0.1, "target_modules": ["q_proj"]},
-}
 ALIKE = ("lora", "scales", "bottle")
 """Kinds that act on each layer by itself: few layers tell. The others take all layers, at any depth."""
 
@@ -40,16 +29,8 @@ def _run(
     layers: int, kinds: tuple[str, ...] = ("lora",), stages: int = 1, data: int = 1, **more: Any
 ) -> RunSpec:
     tasks = [
-        TaskRecords(
-            {
-                "name": name,
-                "adapter": KINDS[name],
-                "data": {"path": "none", "max_length": 64},
-                "training": TRAINING,
-            },
-            [32, 32],
-            [8, 8],
-            *([[32] * 65, [16] * 65] if more.get("rolling") else []),
+        task_of(
+            name, KINDS[name], TRAINING, [32, 32], *([[32] * 65, [16] * 65] if more.get("rolling") else [])
         )
         for name in kinds
     ]

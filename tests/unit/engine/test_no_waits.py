@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.plan import Plan, plan_for
 from megatron_mux.memory.worker import Worker
+from tests.unit.dry_run.recordings import KINDS, task_of
 from tests.unit.engine.waits import HARMLESS, OFFENDERS, waits_of_all
 from tests.unit.memory.traced import LLAMA
 
 STEPS = 6
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": "all-linear"},
-    "scales": {
-        "peft_type": "IA3",
-        "target_modules": ["k_proj", "down_proj"],
-        "feedforward_modules": ["down_proj"],
-    },
-    "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 4, "target_modules": ["down_proj"]},
-    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
-    "sparse": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "l0_weight": 0.1, "target_modules": ["q_proj"]},
+ADAPTERS = KINDS | {
+    "lora": {**KINDS["lora"], "target_modules": "all-linear"},
     "vera": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "v_proj"]},
 }
+TRAINING = {"per_device_train_batch_size": 2, "max_steps": STEPS}
 
 
-def run_of(plan: Plan, dtype: str, **more: Any) -> RunSpec:
-    tasks = [
-        TaskRecords(
-            {
-                "name": name,
-                "adapter": KINDS[name],
-                "data": {"path": "none", "max_length": 64},
-                "training": {"per_device_train_batch_size": 2, "max_steps": STEPS},
-            },
-            [32, 24],
-            [8, 8],
-        )
-        for name in plan.tasks
-    ]
-    return RunSpec({**LLAMA, "num_hidden_layers": 2}, tasks, plan, dtype=dtype, steps=STEPS, **more)  # type: ignore[arg-type]
+def run_of(plan: Plan, dtype: str) -> RunSpec:
+    tasks = [task_of(name, ADAPTERS[name], TRAINING, [32, 24]) for name in plan.tasks]
+    return RunSpec({**LLAMA, "num_hidden_layers": 2}, tasks, plan, dtype=dtype, steps=STEPS)  # type: ignore[arg-type]
 
 
 PLANS: dict[str, tuple[Plan, int]] = {
-    "one stage": (plan_for("spatial", dict.fromkeys(KINDS, 1), 1, 2), 0),
-    "first of two stages": (plan_for("temporal", dict.fromkeys(KINDS, 1), 2, 2), 0),
-    "last of two stages": (plan_for("temporal", dict.fromkeys(KINDS, 1), 2, 2), 1),
+    "one stage": (plan_for("spatial", dict.fromkeys(ADAPTERS, 1), 1, 2), 0),
+    "first of two stages": (plan_for("temporal", dict.fromkeys(ADAPTERS, 1), 2, 2), 0),
+    "last of two stages": (plan_for("temporal", dict.fromkeys(ADAPTERS, 1), 2, 2), 1),
     "chunks": (plan_for("spatial", {"lora": 1, "prefix": 1}, 1, 1, 16), 0),
     "data parallel": (replace(plan_for("spatial", {"lora": 1, "sparse": 1}, 1), data=2), 0),
 }
