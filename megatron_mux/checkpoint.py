@@ -233,7 +233,7 @@ def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda tex
         say: Told of newer saves that are passed over, and why.
 
     Returns:
-        The manifest, or None when there is none.
+        The manifest; None if nothing was saved there.
 
     Raises:
         UserError: The run was made on another backbone, by an unknown format, or none of its saves is complete.

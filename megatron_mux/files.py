@@ -67,16 +67,16 @@ class Pace:
 
     def __init__(self, rate: int | None = None) -> None:
         self.rate = rate
-        self._hurry = threading.Event()
+        self._lifted = threading.Event()
 
-    def hurry(self) -> None:
+    def lift(self) -> None:
         """Lift the limit: somebody waits."""
-        self._hurry.set()
+        self._lifted.set()
 
     def keep(self, size: int, seconds: float) -> None:
         """Wait until `size` bytes, which took so many seconds to write, may be followed by more."""
         if self.rate is not None:
-            self._hurry.wait(max(0.0, size / self.rate - seconds))
+            self._lifted.wait(max(0.0, size / self.rate - seconds))
 
 
 def write(path: Path, *content: bytes | memoryview, pace: Pace | None = None) -> None:

@@ -404,7 +404,7 @@ def _is_dry_run() -> bool:
 def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: float) -> None:
     if dist.is_initialized():
         return
-    # With GPUs, what little travels between hosts' memories (objects, counts) still has a way to go.
+    # With GPUs, gloo carries what little travels between hosts' memories: objects, counts.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # Not bound to the device: NCCL would make each group by splitting the world, in which all ranks must take part.
     arguments: dict[str, Any] = {}

@@ -164,7 +164,7 @@ class TaskAdapter(ABC):
         """
 
     def penalty(self, step: int) -> Tensor | float:
-        """Add the gradients of a regulariser, once per optimizer step, after gradients were summed over ranks.
+        """Add the gradients of a regulariser, once per optimizer step, before gradients are summed over ranks.
 
         Args:
             step: Optimizer steps done so far.

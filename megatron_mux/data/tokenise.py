@@ -51,7 +51,7 @@ class Tokeniser:
       is appended and learned with the completion.
     - Text is tokenised, end-of-sequence appended; every token is learned.
     - Messages go through the tokenizer's chat template; the assistant's turns are learned, their end-of-turn included.
-    - What is longer than `max_length` is cut on the right.
+    - Longer sequences are cut to `max_length` on the right.
 
     Args:
         tokenizer: A Hugging Face tokenizer with an end-of-sequence token.

@@ -40,8 +40,8 @@ def agree(
 class Staging:
     """Pinned memory from which the micro-batches of a burst are copied to a GPU.
 
-    It grows before a burst begins, never during one: getting pinned memory waits for the whole device. What the burst
-    before has put there is copied by then.
+    It grows before a burst begins, never during one: getting pinned memory waits for the whole device. The copies
+    of the burst before are done by then.
 
     Args:
         parallel: Where this rank stands.

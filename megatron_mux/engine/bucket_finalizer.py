@@ -99,7 +99,7 @@ class BucketFinalizer:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
-        # What takes memory comes before the sum over pipelines, which tells all of them who ran out of it.
+        # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
         self.failed.attempt(action, lambda: self._penalise(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
         flags = torch.full((len(names),), float(entry in self.failed), device=device)

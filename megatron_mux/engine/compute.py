@@ -36,7 +36,7 @@ class TrainingCompute:
         stages: This rank's.
         batches: For each unit, a batch for each hybrid task in it: computed one after the other.
         finalizer: Of the buckets' steps.
-        copied: On a GPU, what optimizers have to await before they step: their state is being copied.
+        copied: On a GPU, the end of a copy of optimizers' state, which they await before they step.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TrainingCompute:
         outputs = self._outputs.pop((action.stage, action.unit), [output])
         self.failed.attempt(action, lambda: self._back(action, outputs, gradient))
         if action.bucket in self.failed:
-            # What there is of gradients will not be needed.
+            # The gradients so far are of no use.
             for name in self.finalizer.bucket(action.bucket).tasks:
                 self.finalizer.tasks[name].optimizer.zero()
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated

@@ -1,8 +1,8 @@
 """Prepares steps in host memory, and ahead of their turn in a thread: records, chunk grid, micro-batches, template.
 
-What is prepared is a pure function of the plan, of the tasks' data, and of the steps' numbers. So it does not matter
-whether a step was prepared ahead: what a step computes, and what goes wrong with its data, is the same. The thread
-reads records, tokenises those of a file that was written to since, and works with NumPy: it never touches the device.
+A prepared step is a pure function of the plan, of the tasks' data, and of the steps' numbers. So a step computes the
+same, and fails for the same data, whether it was prepared ahead or not. The thread reads records, tokenises those of a
+file that was written to since, and works with NumPy: it never touches the device.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def prepare_step(
 
 def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:
     """The template of steps of these sizes, checked unless another template of the plan was."""
-    with _making:  # a thread that needs what another one makes waits for it
+    with _making:  # two threads that need the same one make it once
         return _checked_template(plan, sizes)
 
 
@@ -113,7 +113,7 @@ _checked: deque[Plan] = deque(maxlen=8)
 
 
 def sizes_of(steps: Sequence[PreparedStep]) -> tuple[tuple[int, ...], ...]:
-    """What a template is made of: the chunks of each micro-batch, bucket by bucket, step by step."""
+    """The sizes that a template is made for: chunks of each micro-batch, bucket by bucket, step by step."""
     return tuple(bucket for step in steps for bucket in step.grid.sizes)
 
 
@@ -181,7 +181,7 @@ class ReadAhead:
             job.cancel()
         self._coming.clear()
         self._template = None
-        # Once the thread gets to this, what could not be cancelled has ended and is dropped.
+        # Once the thread gets to this, jobs that could not be cancelled have ended and are dropped.
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ step, at which no task steps. Communication is local (`local_collectives`), so a
 nobody waiting. Adapters, optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller
 or a task is parked.
 
-What has fitted is remembered: a plan is tried again only for steps that keep more rows, or have more labels in a pass.
+Plans that have fitted are remembered: one is tried again for steps that keep more rows or have more labels in a pass.
 """
 
 from __future__ import annotations

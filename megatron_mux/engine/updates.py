@@ -40,7 +40,7 @@ class BucketUpdate(ABC):
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: what it owns."""
+        """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: of its own elements."""
 
     @abstractmethod
     def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:

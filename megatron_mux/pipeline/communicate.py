@@ -96,12 +96,12 @@ class Communicator:
         if work is not None:
             pending = self._pending[backward]
             pending.append((work, tensor))
-            # On a GPU what is enqueued from here on waits, not the host: it may use the memory of what was sent.
+            # On a GPU later operations wait, not the host: they may use the memory of the tensor that was sent.
             while len(pending) > self._most:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Wait until every send is complete: on a GPU, what is enqueued from now on waits."""
+        """Wait until every send is complete: on a GPU, later operations wait, not the host."""
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()

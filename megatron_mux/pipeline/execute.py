@@ -171,7 +171,7 @@ class _Run:
             hidden.requires_grad_(True)
         output = self.compute.forward(action, hidden)
         if is_kept:
-            # What needs no gradient need not be kept: below all adapters the backward pass has nothing to do.
+            # An output without a gradient is not kept: below all adapters the backward pass has nothing to do.
             kept = output if output.requires_grad else output.new_empty(0)
             self.alive[action.stage, action.unit] = (hidden if needs_gradient else None, kept)
         return output

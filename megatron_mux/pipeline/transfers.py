@@ -75,7 +75,7 @@ def issue_order(
         stages: Number of stages.
         ends_in_turn: Whether all ranks finish a bucket before any finishes the next one. Pipelines that sum their
             gradients meet where buckets end: if their templates differ, they need one order of these ends.
-        given: Transfers from outside the template, in order: what they carry is there from the beginning.
+        given: Transfers from outside the template, in order: their tensors are there from the beginning.
 
     Raises:
         RuntimeError: Actions wait for each other in a circle.
@@ -99,7 +99,7 @@ class _Sequence:
         self._is_running = [False] * self.ranks
         self._events: list[tuple[float, int, int]] = []  # when a rank's running action ends, in order, rank
         self._begun = 0
-        # By receiving rank and direction: what has been computed but not transferred, transferred but not taken.
+        # By receiving rank and direction: tensors computed but not transferred, transferred but not taken.
         self._outgoing = {
             (r, backward): deque[Transfer]() for r in range(self.ranks) for backward in (False, True)
         }

@@ -32,7 +32,7 @@ class Saver:
         parallel: Where this rank stands.
 
     Attributes:
-        memory: Holds what is being written.
+        memory: Host memory of the save that is being written.
     """
 
     directory: Path
@@ -102,7 +102,7 @@ class Saver:
         self._running = None
 
     def _problem(self) -> str:
-        self._pace.hurry()
+        self._pace.lift()
         try:
             if self._running is not None:
                 self._running.result()
@@ -114,5 +114,5 @@ class Saver:
 
     def close(self) -> None:
         """Let the save that is being written be finished, and end the thread."""
-        self._pace.hurry()
+        self._pace.lift()
         self._thread.shutdown()

@@ -3,7 +3,7 @@
 Every operation of `torch.distributed` is announced to a coordinator before it runs, and waits until all its ranks have
 announced it. The coordinator knows what every rank waits for: if all of them wait and nothing is complete, they hang,
 and each raises an error that says so. A run that ends has shown a sequence of the whole run in which each operation is
-one event of all its ranks; so it would end whatever else waits for operations that were issued before
+one event of all its ranks; so it would also end if everything waited for all operations that were issued before
 (`megatron_mux.pipeline.transfers`).
 """
 

@@ -21,6 +21,6 @@ def test_a_pace_is_kept_until_somebody_waits(tmp_path: Path) -> None:
     write(tmp_path / "file", bytes(3 * files._AT_ONCE), pace=Pace(10 * files._AT_ONCE))
     assert time.perf_counter() - start >= 0.3
     pace = Pace(1)
-    threading.Timer(0.1, pace.hurry).start()
+    threading.Timer(0.1, pace.lift).start()
     write(tmp_path / "file", bytes(3 * files._AT_ONCE), pace=pace)
     assert (tmp_path / "file").stat().st_size == 3 * files._AT_ONCE

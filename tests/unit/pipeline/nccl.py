@@ -2,7 +2,7 @@
 
 Hosts are threads that run one at a time, each until it has to wait. They issue operations to streams. An operation
 starts when its stream gets to it and what it awaits is done. A send, a receive or a collective is done when all its
-ranks have started it; until then it occupies its stream. What happens does not depend on which host runs first, so the
+ranks have started it; until then it occupies its stream. The outcome does not depend on which host runs first, so the
 outcome is that of any timing. A hang is a state in which no host can run and no operation can start.
 """
 
