@@ -26,9 +26,6 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRADIENTS_AT_ONCE = 1 << 22
 """Elements of adapters' gradients that one collective sums over ranks, unless a single gradient has more."""
 
-_TRANSFER_CTAS = 4
-"""Most CTAs that a transfer between stages takes from computation, also while it waits for the other rank."""
-
 _current: Parallel | None = None
 
 
@@ -142,7 +139,7 @@ def initialize(
     torch.manual_seed(seed)
     with megatron_core.quiet():
         from megatron.core import parallel_state as mpu
-    if chosen.type == "cpu" or not _is_dry_run():  # a dry run replaces what it needs to by itself
+    if chosen.type == "cpu" or not is_dry_run():  # a dry run replaces what it needs to by itself
         megatron_core.adapt_to(chosen)
     if _current is not None:
         here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device)
@@ -267,7 +264,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
-    if device.type == "cpu" or _is_dry_run():
+    if device.type == "cpu" or is_dry_run():
         return device
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"The device {str(device)!r} is not there: this machine has a CPU only.")
@@ -312,7 +309,7 @@ def device_memory(device: torch.device) -> int | None:
 
 def is_gpu(device: torch.device) -> bool:
     """Whether a device is a GPU that is there, not one of a dry run."""
-    return device.type == "cuda" and not _is_dry_run()
+    return device.type == "cuda" and not is_dry_run()
 
 
 def pinned(size: int, device: torch.device | str) -> torch.Tensor | None:
@@ -320,7 +317,7 @@ def pinned(size: int, device: torch.device | str) -> torch.Tensor | None:
 
     Getting it may wait for everything on the GPU.
     """
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available() or _is_dry_run():
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available() or is_dry_run():
         return None
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
@@ -341,62 +338,7 @@ def to_device(
     return source.to(device, non_blocking=True)
 
 
-Pair = tuple[int, int]
-"""Two ranks by their places in a ring."""
-
-
-def pair_groups(
-    ring: Sequence[int], pairs: Sequence[Pair], device: torch.device
-) -> dict[tuple[Pair, bool], dist.ProcessGroup]:
-    """Process groups for transfers between GPUs, connected: for each pair one in each direction (backward?).
-
-    Every rank of the world calls it, with the same pairs. torch can make a group by its members alone, but names it by
-    how many groups the calling rank is in: the two ends of a pair may differ in that, and would wait for each other.
-
-    Args:
-        ring: The ranks of this rank's pipeline.
-        pairs: Places of neighbours.
-        device: This rank's GPU.
-
-    Returns:
-        The groups of this ring; those of pairs without this rank are of no use.
-    """
-    rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(rings, list(ring))
-    found = {}
-    for other in sorted({tuple(ranks) for ranks in rings}):
-        for pair in pairs:
-            for backward in (False, True):
-                group = _pair_group([other[place] for place in pair], device)
-                if other == tuple(ring):
-                    found[pair, backward] = group
-    return found
-
-
-def new_group(ranks: list[int], device: torch.device, backend: str, options: Any = None) -> dist.ProcessGroup:
-    """Make a process group with the world's time limit, where torch would give it its own. Every rank calls it."""
-    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
-    if options is not None:
-        options._timeout = limit  # torch warns where it is another one
-    return dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options)  # type: ignore[no-any-return]
-
-
-def _pair_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    if _is_dry_run():
-        return dist.new_group(ranks)  # type: ignore[no-any-return]
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _TRANSFER_CTAS
-    group = new_group(ranks, device, "nccl", options)
-    # Connected now: else NCCL would connect at the first transfer, which makes the host wait for the other rank.
-    flag = torch.zeros(1, device=device)
-    if dist.get_rank() == ranks[0]:
-        dist.send(flag, ranks[1], group=group)
-    elif dist.get_rank() == ranks[1]:
-        dist.recv(flag, ranks[0], group=group)
-    return group
-
-
-def _is_dry_run() -> bool:
+def is_dry_run() -> bool:
     """Whether this is a dry run (simulated world), see `megatron_mux.dry_run`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 

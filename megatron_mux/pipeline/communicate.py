@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.runtime import Parallel, pair_groups
+from megatron_mux.process_groups import pair_groups
+from megatron_mux.runtime import Parallel
 
 
 @dataclass(frozen=True)

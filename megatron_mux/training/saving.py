@@ -17,7 +17,8 @@ from megatron_mux.engine.snapshot import HostMemory, LocalState
 from megatron_mux.errors import UserError
 from megatron_mux.files import Pace
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.runtime import Parallel, new_group
+from megatron_mux.process_groups import new_group
+from megatron_mux.runtime import Parallel
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from megatron_mux.engine import step_runner
 from megatron_mux.pipeline.execute import execute
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
-from tests.unit.engine.test_no_waits import KINDS
+from tests.unit.engine.test_no_waits import ADAPTERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_steady_steps_make_the_host_wait_for_nothing(
     training = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "max_steps": STEPS}
     cases = [
         Case(name, section, training, random_records(2, 90, 24, 24, seed=i))
-        for i, (name, section) in enumerate(KINDS.items())
+        for i, (name, section) in enumerate(ADAPTERS.items())
     ]
     parallel = runtime.initialize(device=DEVICE)
     backbone = Backbone.load(tiny_models.make(tmp_path, "llama"), parallel, dtype)

@@ -313,7 +313,7 @@ class PlayedDistributed:
     def pair_groups(
         self, ring: Sequence[int], pairs: Sequence[tuple[int, int]], device: torch.device
     ) -> dict[tuple[tuple[int, int], bool], Group]:
-        """Stands in for `runtime.pair_groups`; pairs without this rank are left out."""
+        """Stands in for `process_groups.pair_groups`; pairs without this rank are left out."""
         own = list(ring).index(self.world.rank)
         return {
             (pair, backward): self._pair_group([ring[place] for place in pair])

@@ -1,4 +1,4 @@
-"""Processes and groups."""
+"""Process groups beside those of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mux import runtime
+from megatron_mux import process_groups, runtime
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def limit() -> Iterator[timedelta]:
 
 
 def test_a_group_has_the_time_limit_of_the_world(limit: timedelta) -> None:
-    group: Any = runtime.new_group([0], CPU, "gloo")
+    group: Any = process_groups.new_group([0], CPU, "gloo")
     assert group._get_backend(CPU).options._timeout == limit
     dist.destroy_process_group(group)
 
@@ -42,6 +42,6 @@ def test_a_group_of_a_link_has_the_time_limit_of_the_world(
     options = SimpleNamespace(config=SimpleNamespace())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **named: asked.update(named))
-    runtime._pair_group([1, 2], CPU)
+    process_groups._pair_group([1, 2], CPU)
     assert asked["backend"] == "nccl" and asked["pg_options"] is options
     assert asked["timeout"] == options._timeout == limit and options.config.max_ctas == 4

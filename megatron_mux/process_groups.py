@@ -1,0 +1,68 @@
+"""Process groups beside those of Megatron-Core: for transfers between stages, and for saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_mux.runtime import is_dry_run
+
+_TRANSFER_CTAS = 4
+"""Most CTAs that a transfer between stages takes from computation, also while it waits for the other rank."""
+
+Pair = tuple[int, int]
+"""Two ranks by their places in a ring."""
+
+
+def pair_groups(
+    ring: Sequence[int], pairs: Sequence[Pair], device: torch.device
+) -> dict[tuple[Pair, bool], dist.ProcessGroup]:
+    """Process groups for transfers between GPUs, connected: for each pair one in each direction (backward?).
+
+    Every rank of the world calls it, with the same pairs. torch can make a group by its members alone, but names it by
+    how many groups the calling rank is in: the two ends of a pair may differ in that, and would wait for each other.
+
+    Args:
+        ring: The ranks of this rank's pipeline.
+        pairs: Places of neighbours.
+        device: This rank's GPU.
+
+    Returns:
+        The groups of this ring; those of pairs without this rank are of no use.
+    """
+    rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rings, list(ring))
+    found = {}
+    for other in sorted({tuple(ranks) for ranks in rings}):
+        for pair in pairs:
+            for backward in (False, True):
+                group = _pair_group([other[place] for place in pair], device)
+                if other == tuple(ring):
+                    found[pair, backward] = group
+    return found
+
+
+def new_group(ranks: list[int], device: torch.device, backend: str, options: Any = None) -> dist.ProcessGroup:
+    """Make a process group with the world's time limit, where torch would give it its own. Every rank calls it."""
+    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    if options is not None:
+        options._timeout = limit  # torch warns where it is another one
+    return dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options)  # type: ignore[no-any-return]
+
+
+def _pair_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    if is_dry_run():
+        return dist.new_group(ranks)  # type: ignore[no-any-return]
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _TRANSFER_CTAS
+    group = new_group(ranks, device, "nccl", options)
+    # Connected now: else NCCL would connect at the first transfer, which makes the host wait for the other rank.
+    flag = torch.zeros(1, device=device)
+    if dist.get_rank() == ranks[0]:
+        dist.send(flag, ranks[1], group=group)
+    elif dist.get_rank() == ranks[1]:
+        dist.recv(flag, ranks[0], group=group)
+    return group
