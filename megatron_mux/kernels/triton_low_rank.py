@@ -53,17 +53,8 @@ class TritonKernels(LowRankKernels):
         """See `LowRankKernels.up_`."""
         grid = (len(groups.tiles), triton.cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
         _launch(
-            up_kernel,
-            grid,
-            table,
-            y,
-            latent,
-            groups.tiles,
-            groups.table,
-            y.stride(0),
-            latent.stride(0),
-            **EXPAND,
-        )
+            up_kernel, grid, table, y, latent, groups.tiles, groups.table, y.stride(0), latent.stride(0), **EXPAND
+        )  # fmt: skip
 
     @staticmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
@@ -118,6 +109,11 @@ _TYPES: dict[torch.dtype | None, Any] = {
 }
 
 
+def alignment_of(table: TermTable, rows: Tensor) -> int:
+    """`TermTable.alignment`, if 16 bytes at once can be read from the start of every row of `[T, N]`; else 0."""
+    return 0 if rows.data_ptr() % 16 or rows.stride(0) % 8 else table.alignment
+
+
 def _launch(
     kernel: Any, grid: tuple[int, ...], table: TermTable, rows: Tensor, *arguments: Any, **options: Any
 ) -> None:
@@ -133,7 +129,7 @@ def _launch(
         rows,
         *arguments,
         FACTORS=_TYPES[table.factor_dtype],
-        ALIGNED=table.alignment,
+        ALIGNED=alignment_of(table, rows),
         PRECISION="ieee" if exact else "tf32",
         **options,
     )

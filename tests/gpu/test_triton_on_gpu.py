@@ -23,6 +23,7 @@ if torch.cuda.is_available():
         test_neighbours_leave_no_trace,
         test_ragged_groups_with_several_terms,
         test_ranks,
+        test_rows_at_any_address,
     )
     from tests.unit.kernels.interpreted.update import (  # noqa: F401
         test_a_task_that_skips_keeps_what_it_has,

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.kernels.groups import RowGroups, Rows, tiles_of
 from megatron_mux.kernels.terms import Term, TermTable
-from megatron_mux.kernels.triton_low_rank import TritonKernels
+from megatron_mux.kernels.triton_low_rank import TritonKernels, alignment_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
@@ -205,6 +205,20 @@ def test_dropout(training: bool, aligned: bool) -> None:
 def test_alignment(term: Term, alignment: int) -> None:
     assert TermTable([term]).alignment == alignment
     assert TermTable([term, term_of(2, 10)]).alignment == min(alignment, 2)
+
+
+@pytest.mark.parametrize(("first", "width"), [(0, N + 3), (1, N + 8)])
+def test_rows_at_any_address(first: int, width: int) -> None:
+    table, groups = TermTable([term_of(0, 8, INTERLEAVED)]), groups_of([0], [(0, 70)])
+    x, dy = inputs(len(groups.sequence_ids))
+    apart = dy.new_zeros(len(dy), width)[:, first : first + N].copy_(dy)
+    assert alignment_of(table, dy) == 8 and alignment_of(table, apart) == 0
+    latent = TritonKernels.down(x, table, groups)
+    for values in (wanted := dy.clone(), apart):
+        TritonKernels.up_(values, latent, table, groups)
+    torch.testing.assert_close(apart, wanted)
+    found = (TritonKernels.latent_gradient(values, table, groups)[:70, :8] for values in (wanted, apart))
+    torch.testing.assert_close(*found)
 
 
 def test_factors() -> None:
