@@ -325,17 +325,18 @@ def pinned(size: int, device: torch.device | str) -> torch.Tensor | None:
 def to_device(
     host: torch.Tensor, device: torch.device | str, staging: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copy host memory to a GPU, in order with its stream; the host does not wait.
+    """Copy a tensor to a GPU, in order with its stream; the host does not wait.
 
     Args:
-        host: `[n]` uint8.
-        device: The GPU.
-        staging: Pinned memory of that size, to be left alone until the GPU has copied it; None takes some from torch,
-            which may wait for the GPU where it has to allocate it.
+        host: In host memory.
+        device: The GPU. On a CPU it is the tensor itself.
+        staging: Pinned memory of that many bytes, to be left alone until the GPU has copied it; None takes some from
+            torch, which may wait for the GPU where it has to allocate it.
     """
-    staging = pinned(host.numel(), device) if staging is None else staging
-    source = host if staging is None else staging.copy_(host)
-    return source.to(device, non_blocking=True)
+    staging = pinned(host.nbytes, device) if staging is None else staging
+    if staging is not None:
+        host = staging.view(host.dtype).view(host.shape).copy_(host)
+    return host.to(device, non_blocking=True)
 
 
 def is_dry_run() -> bool:

@@ -158,6 +158,12 @@ class AdapterSet:
             self._ops[op].remove(name)
         adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector
 
+    def prepare(self) -> None:
+        """Bring to a GPU what its kernels need of tasks that have come or gone, before any message is outstanding."""
+        if self.host.device.type == "cuda":
+            for op in self._ops:
+                op.table.bring()
+
     @property
     def tasks(self) -> Mapping[str, TaskAdapter]:
         """Attached adapters by task name."""

@@ -47,8 +47,8 @@ class AttachedBaseOp:
         self.parallel = host.parallel
         self._anchor = host.anchor
         # Nothing that a micro-batch does here takes longer for more tasks with low-rank terms: their table is made
-        # when they come or go, and `others` are those that do something else.
-        self.table = TermTable(())
+        # anew after they come or go, and `others` are those that do something else.
+        self._table: TermTable | None = TermTable(())
         self.others: dict[str, Adapter] = {}
         self._low_rank: dict[str, Sequence[Term]] = {}
 
@@ -60,7 +60,7 @@ class AttachedBaseOp:
         """Give the rows of `task`, which has this slot, to `adapter`."""
         if "low_rank" in adapter.stages:
             self._low_rank[task] = adapter.low_rank(slot)
-            self._make_table()
+            self._table = None
         if adapter.stages - {"low_rank"}:
             self.others[task] = adapter
 
@@ -68,13 +68,17 @@ class AttachedBaseOp:
         """Undo `add`. Removing the last adapter restores the module."""
         self.others.pop(task, None)
         if self._low_rank.pop(task, None) is not None:
-            self._make_table()
+            self._table = None
         if not self.others and not self._low_rank:
             # The class's own method shows again: nothing of ours is left in the module's __dict__.
             del self.info.module.forward
 
-    def _make_table(self) -> None:
-        self.table = TermTable([term for terms in self._low_rank.values() for term in terms])
+    @property
+    def table(self) -> TermTable:
+        """The low-rank terms of all tasks."""
+        if self._table is None:
+            self._table = TermTable([term for terms in self._low_rank.values() for term in terms])
+        return self._table
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""

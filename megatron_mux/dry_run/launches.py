@@ -1,4 +1,4 @@
-"""Counts, in a dry run, what a steady step launches on a GPU, and where the host waits for it.
+"""Counts, in a dry run, what a step launches on a GPU, and where the host waits for it.
 
 Every operator with a tensor of the fake GPU counts as one launch, except for views and allocations. Operators that
 Triton kernels compute on a real GPU declare theirs (`LAUNCHES`), which tests hold against what the kernels launch.
@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.dry_run.process import in_forks
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
-from megatron_mux.engine.updates import DryUpdate
-from megatron_mux.kernels import low_rank
+from megatron_mux.engine.step_runner import StepRunner
+from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
+from megatron_mux.kernels import bucket_update, low_rank
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.fake_gpu.device import replaced
 from megatron_mux.memory.worker import Worker
@@ -50,7 +52,9 @@ class StepLaunches:
     Attributes:
         forward, backward: The most launches of one call of a BaseOp with adapters, its frozen product included.
         kept: Bytes that autograd keeps for all BaseOps with adapters.
-        norm, update: The most launches of the end of a bucket's step: norms; clipping and updates.
+        norm, update, options: The most launches of the end of a bucket's step: norms; clipping and updates; and the
+            copy of what the optimizers need, once for all steps that roll together.
+        tables: Launches that bring tables of tasks to the device, after they came or went; none in a steady step.
         others: All other launches, by operator.
         waits: Operators for which the host waits, and how often: blocking copies, and results that it reads.
         reads: Launches at the end of steps that roll together, when the host reads their results: it waits once, there.
@@ -61,6 +65,8 @@ class StepLaunches:
     kept: int = 0
     norm: int = 0
     update: int = 0
+    options: int = 0
+    tables: int = 0
     reads: int = 0
     others: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
@@ -102,7 +108,8 @@ class LaunchCounter(TorchDispatchMode):
                 return function(*args, **named)
             finally:
                 now = self.steps[-1]
-                setattr(now, place, max(getattr(now, place), self._here))
+                before = getattr(now, place)
+                setattr(now, place, before + self._here if place == "tables" else max(before, self._here))
                 self._place = ""
 
         return counted
@@ -136,11 +143,11 @@ def _is_view(func: Any) -> bool:
     return alias is not None and not alias.is_write
 
 
-def count_launches(run: RunSpec, seconds: float = 300.0) -> StepLaunches:
-    """Count the launches of the last of a run's steps, on the first rank.
+def count_launches(run: RunSpec, seconds: float = 300.0) -> list[StepLaunches]:
+    """Count the launches of each of a run's steps, on the first rank.
 
     Args:
-        run: At least two steps, not rolling: in the first one tables are made.
+        run: Not rolling. All tasks join before the first step; the others are steady.
         seconds: Time limit.
 
     Raises:
@@ -150,17 +157,20 @@ def count_launches(run: RunSpec, seconds: float = 300.0) -> StepLaunches:
         return worker.submit(_counted_in_fork, run).result()
 
 
-def _counted_in_fork(run: RunSpec) -> StepLaunches:
+def _counted_in_fork(run: RunSpec) -> list[StepLaunches]:
     return in_forks(_counted, [run], 1)[0]
 
 
-def _counted(run: RunSpec) -> StepLaunches:
+def _counted(run: RunSpec) -> list[StepLaunches]:
     from megatron_mux.dry_run.execute import execute_dry_run
 
     counter = LaunchCounter()
     backward = low_rank._LowRankLinear.backward
     with ExitStack() as stack:
         for owner, name, place in (
+            (AdapterSet, "prepare", "tables"),
+            (StepRunner, "_updates_of", "tables"),
+            (GroupedUpdate, "prepare", "options"),
             (AttachedBaseOp, "forward", "forward"),
             (BucketFinalizer, "norm", "norm"),
             (BucketFinalizer, "update", "update"),
@@ -169,16 +179,13 @@ def _counted(run: RunSpec) -> StepLaunches:
             stack.enter_context(replaced(owner, name, _method(counter.inside(place, getattr(owner, name)))))
         inside = staticmethod(counter.inside("backward", backward))
         stack.enter_context(replaced(low_rank._LowRankLinear, "backward", inside))
-        for kind, launches in ((DryKernels, low_rank.LAUNCHES), (DryUpdate, DryUpdate.LAUNCHES)):
+        for kind, launches in ((DryKernels, low_rank.LAUNCHES), (DryUpdateKernels, bucket_update.LAUNCHES)):
             for name, many in launches.items():
-                function = getattr(kind, name)
-                noted = _noting(counter, name, function, many)
-                stack.enter_context(
-                    replaced(kind, name, staticmethod(noted) if kind is DryKernels else noted)
-                )
+                noted = _noting(counter, name, getattr(kind, name), many)
+                stack.enter_context(replaced(kind, name, staticmethod(noted)))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept))
         execute_dry_run(run, 0, counter.step)
-    return counter.steps[-1]
+    return counter.steps
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,8 +69,8 @@ class BucketFinalizer:
         self._counts = True
         self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         rows = torch.tensor([self._order[name] for bucket in buckets for name in bucket.tasks])
-        on_device = runtime.to_device(rows.view(torch.uint8), parallel.device).view(torch.int64)
-        self._rows = on_device.split([len(bucket.tasks) for bucket in buckets])
+        counts = [len(bucket.tasks) for bucket in buckets]
+        self._rows = runtime.to_device(rows, parallel.device).split(counts)
         arenas = [task.adapter.arena for task in tasks.values()]
         self._updates = updates
         for bucket, update in zip(buckets, updates, strict=True):

@@ -231,6 +231,7 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: This rank ran out of memory where others wait for it: the run cannot go on.
         """
+        self.adapters.prepare()
         while True:
             plan = self.planning.begin(self._loads())
             if results := self._runner.run(plan, self._tasks, max_steps, timer):
@@ -256,6 +257,7 @@ class Engine:
         task = self._tasks[name]
         if task.task.evaluation is None:
             return None
+        self.adapters.prepare()
         evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
         return evaluator.evaluate(task.task.evaluation)
 

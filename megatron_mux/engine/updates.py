@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux import runtime
 from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.kernels.bucket_update import Piece, UpdateTable, options_of
 
 
 class BucketUpdate(ABC):
@@ -75,41 +75,40 @@ class LoopUpdate(BucketUpdate):
             optimizer.step(step + later, skip)
 
 
-class TritonUpdate(BucketUpdate):
-    """All tasks at once, see `kernels.triton_update`."""
+class GroupedUpdate(BucketUpdate):
+    """All tasks at once.
 
-    def __init__(self, optimizers: Sequence[TaskOptimizer]) -> None:
-        from megatron_mux.kernels import triton_update
+    Args:
+        optimizers: As of `BucketUpdate`.
+        kernels: Compute it: `triton_update`, or `DryUpdateKernels`.
+    """
 
+    def __init__(self, optimizers: Sequence[TaskOptimizer], kernels: Any) -> None:
         super().__init__(optimizers)
-        self._kernels = triton_update
+        self._kernels = kernels
         pieces = [
-            triton_update.Piece(row, *tensors, copy, decay, counted)
+            Piece(row, *tensors, copy, decay, counted)
             for row, optimizer in enumerate(self.optimizers)
             for tensors, copy, decay, counted in optimizer.pieces()
         ]
-        self._table = triton_update.UpdateTable(pieces, len(self.optimizers)) if pieces else None
+        self._device = self.optimizers[0].arena.values.device
+        self._table = UpdateTable(pieces, len(self.optimizers)) if pieces else None
         self._options: Tensor | None = None
 
     def prepare(self, first: Sequence[int], count: int) -> None:
         """See `BucketUpdate.prepare`."""
         rows = [
-            o.options(step + later)
+            [options_of(*o.options(step + later)) for o, step in zip(self.optimizers, first, strict=True)]
             for later in range(count)
-            for o, step in zip(self.optimizers, first, strict=True)
         ]
-        options = [self._kernels.options_of(*row) for row in rows]
-        table = torch.from_numpy(np.array(options, np.float64).reshape(count, len(self.optimizers), -1))
-        device = self.optimizers[0].arena.values.device
-        on_device = runtime.to_device(table.view(torch.uint8).flatten(), device)
-        self._options = on_device.view(torch.float64).view(table.shape)
+        self._options = runtime.to_device(torch.tensor(rows, dtype=torch.float64), self._device)
 
     def squared_norms(self) -> Tensor:
         """See `BucketUpdate.squared_norms`."""
         if self._table is None:
-            device = self.optimizers[0].arena.values.device
-            return torch.zeros(len(self.optimizers), dtype=torch.float64, device=device)
-        return self._kernels.squared_norms(self._table)
+            return torch.zeros(len(self.optimizers), dtype=torch.float64, device=self._device)
+        found: Tensor = self._kernels.squared_norms(self._table)
+        return found
 
     def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
         """See `BucketUpdate.update`."""
@@ -118,22 +117,17 @@ class TritonUpdate(BucketUpdate):
             self._kernels.update_(self._table, self._options[later], norms, stopped)
 
 
-class DryUpdate(BucketUpdate):
-    """Allocates on a fake GPU what `TritonUpdate` allocates on a real one; nothing is computed.
+class DryUpdateKernels:
+    """Allocates on a fake GPU what `triton_update` allocates on a real one; nothing is computed."""
 
-    Attributes:
-        LAUNCHES: Device launches of `TritonUpdate`'s operations at most, however many tasks there are.
-    """
+    @staticmethod
+    def squared_norms(table: UpdateTable) -> Tensor:
+        """See `triton_update.squared_norms`."""
+        return torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
 
-    LAUNCHES: ClassVar[Mapping[str, int]] = {"squared_norms": 2, "update": 1}
-
-    def squared_norms(self) -> Tensor:
-        """See `BucketUpdate.squared_norms`."""
-        device = self.optimizers[0].arena.values.device
-        return torch.empty(len(self.optimizers), dtype=torch.float64, device=device)
-
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
-        """See `BucketUpdate.update`."""
+    @staticmethod
+    def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) -> None:
+        """See `triton_update.update_`."""
 
 
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
@@ -142,5 +136,9 @@ def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     if values.device.type != "cuda" or values.dtype == torch.float64:
         return LoopUpdate(optimizers)
     if isinstance(values, FakeTensor):
-        return DryUpdate(optimizers)
-    return TritonUpdate(optimizers) if importlib.util.find_spec("triton") else LoopUpdate(optimizers)
+        return GroupedUpdate(optimizers, DryUpdateKernels)
+    if importlib.util.find_spec("triton") is None:
+        return LoopUpdate(optimizers)
+    from megatron_mux.kernels import triton_update
+
+    return GroupedUpdate(optimizers, triton_update)

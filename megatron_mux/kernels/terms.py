@@ -19,10 +19,12 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.dropout import halves, threshold
 from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.runtime import to_device
 
 LATENT_MULTIPLE = 16
 """Latent columns of a row come in whole 32 bytes, so that rows of the latent tensor are aligned."""
@@ -162,14 +164,19 @@ class TermTable:
     def entries(self) -> Tensor:
         """`[terms, len(ENTRY)]` int64 on the device, by slot; see `ENTRY`."""
         rows = [_entry(term, latent) for own in self.of_slot.values() for term, latent in own]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, len(ENTRY)).to(self.device)
+        return to_device(torch.tensor(rows, dtype=torch.int64).view(-1, len(ENTRY)), self.device)
 
     @cached_property
     def first_entry(self) -> Tensor:
         """`[slots + 1]` int32 on the device: a slot's entries begin here and end where the next one's begin."""
         slots = max(self.of_slot, default=-1) + 1
         counts = [len(self.of_slot.get(slot, ())) for slot in range(slots)]
-        return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+        return to_device(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), self.device)
+
+    def bring(self) -> None:
+        """Copy the table to the device, unless it is there."""
+        if self.of_slot:
+            _ = self.entries, self.first_entry
 
     @cached_property
     def alignment(self) -> int:
@@ -185,7 +192,7 @@ class TermTable:
 def _is_aligned(term: Term) -> bool:
     addressed = (term.down, term.up, term.down_gradient, term.up_gradient)
     uneven = term.up.shape[0] % 8 or term.first_feature % 2
-    if uneven or any(t is not None and t.data_ptr() % 16 for t in addressed):
+    if uneven or any(address(tensor) % 16 for tensor in addressed):
         return False
     place = term.place
     return place.index is None and not (place.start % 8 or place.run % 8 or place.distance % 8)
@@ -230,7 +237,7 @@ def _entry(term: Term, latent: int) -> list[int]:
     assert all(tensor is None or tensor.is_contiguous() for tensor in addressed)
     low, high = halves(term.key)
     return [
-        *(0 if tensor is None else tensor.data_ptr() for tensor in addressed),
+        *map(address, addressed),
         int(term.up.shape[0]),
         term.rank,
         latent,
@@ -238,12 +245,17 @@ def _entry(term: Term, latent: int) -> list[int]:
         low,
         high,
         threshold(term.dropout),
-        _bits(term.scale),
-        _bits(1.0 / (1.0 - term.dropout)),
+        bits(term.scale),
+        bits(1.0 / (1.0 - term.dropout)),
     ]
 
 
-def _bits(value: float) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor lies in memory; 0 if it is None or fake."""
+    return 0 if tensor is None or isinstance(tensor, FakeTensor) else tensor.data_ptr()
+
+
+def bits(value: float) -> int:
     """The bits of an fp64 number as an integer."""
     found: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return found

@@ -19,24 +19,11 @@ import triton.language as tl
 from megatron_mux.kernels.terms import ENTRY
 
 _FIELDS = tl.constexpr(len(ENTRY))
-_DOWN = tl.constexpr(ENTRY.index("down"))
-_UP = tl.constexpr(ENTRY.index("up"))
-_DOWN_GRADIENT = tl.constexpr(ENTRY.index("down_gradient"))
-_UP_GRADIENT = tl.constexpr(ENTRY.index("up_gradient"))
-_DOWN_FACTORS = tl.constexpr(ENTRY.index("down_factors"))
-_UP_FACTORS = tl.constexpr(ENTRY.index("up_factors"))
-_DOWN_FACTORS_GRADIENT = tl.constexpr(ENTRY.index("down_factors_gradient"))
-_UP_FACTORS_GRADIENT = tl.constexpr(ENTRY.index("up_factors_gradient"))
-_COLUMNS = tl.constexpr(ENTRY.index("columns"))
-_COLUMN_COUNT = tl.constexpr(ENTRY.index("column_count"))
-_RANK = tl.constexpr(ENTRY.index("rank"))
-_LATENT = tl.constexpr(ENTRY.index("latent"))
-_FIRST_FEATURE = tl.constexpr(ENTRY.index("first_feature"))
-_KEY_LOW = tl.constexpr(ENTRY.index("key_low"))
-_KEY_HIGH = tl.constexpr(ENTRY.index("key_high"))
-_THRESHOLD = tl.constexpr(ENTRY.index("threshold"))
-_SCALE = tl.constexpr(ENTRY.index("scale"))
-_KEEP_SCALE = tl.constexpr(ENTRY.index("keep_scale"))
+(
+    _DOWN, _UP, _DOWN_GRADIENT, _UP_GRADIENT, _DOWN_FACTORS, _UP_FACTORS, _DOWN_FACTORS_GRADIENT,
+    _UP_FACTORS_GRADIENT, _COLUMNS, _COLUMN_COUNT, _RANK, _LATENT, _FIRST_FEATURE, _KEY_LOW, _KEY_HIGH, _THRESHOLD,
+    _SCALE, _KEEP_SCALE,
+) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 
 _BY_TABLE = ["slots", "rank_blocks"]
 _BY_MICRO_BATCH = ["entries", "first_entry", "tiles", "table", "sequence_ids", "token_index"]

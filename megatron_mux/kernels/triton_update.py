@@ -9,122 +9,20 @@ order, and a task that skips its step is left out by selection, so that its NaN 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_mux.kernels.bucket_update import ENTRY, TILE, UpdateTable
 from megatron_mux.kernels.triton_low_rank_device import _multiple, _number, _pointer
 
-TILE = 1024
-"""Elements that a program updates."""
-LAUNCHES = {"squared_norms": 2, "update_": 1}
-"""Device launches of each function at most."""
-
-_ENTRY = ("value", "gradient", "exp_avg", "exp_avg_sq", "copy", "count", "row", "weight_decay", "counted")
-_FIELDS = tl.constexpr(len(_ENTRY))
-_VALUE = tl.constexpr(_ENTRY.index("value"))
-_GRADIENT = tl.constexpr(_ENTRY.index("gradient"))
-_EXP_AVG = tl.constexpr(_ENTRY.index("exp_avg"))
-_EXP_AVG_SQ = tl.constexpr(_ENTRY.index("exp_avg_sq"))
-_COPY = tl.constexpr(_ENTRY.index("copy"))
-_COUNT = tl.constexpr(_ENTRY.index("count"))
-_ROW = tl.constexpr(_ENTRY.index("row"))
-_WEIGHT_DECAY = tl.constexpr(_ENTRY.index("weight_decay"))
-_COUNTED = tl.constexpr(_ENTRY.index("counted"))
-
+_FIELDS = tl.constexpr(len(ENTRY))
+(_VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED) = map(
+    tl.constexpr, range(len(ENTRY))
+)
 _RATE, _BETA1, _BETA2, _EPSILON, _CORRECTION1, _CORRECTION2, _MAX_NORM = map(tl.constexpr, range(7))
 _OPTIONS = tl.constexpr(7)
-
-
-def options_of(
-    learning_rate: float, beta1: float, beta2: float, epsilon: float, max_norm: float, step: int
-) -> list[float]:
-    """A task's row of `update_`'s options.
-
-    Args:
-        learning_rate: Of this step.
-        beta1: Of AdamW, like the next two.
-        beta2: Likewise.
-        epsilon: Likewise.
-        max_norm: Gradients are scaled down to this norm; 0: they are not.
-        step: Optimizer steps done, this one included.
-    """
-    return [learning_rate, beta1, beta2, epsilon, 1 - beta1**step, (1 - beta2**step) ** 0.5, max_norm]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of one task's parameters.
-
-    Attributes:
-        row: Of the task in tables of options and norms.
-        value: `[n]` fp32, contiguous, like the next three.
-        gradient: Likewise.
-        exp_avg, exp_avg_sq: Moments of AdamW; None: SGD without momentum.
-        copy: `[n]` of the values in the dtype of the computation; None: there is none.
-        weight_decay: Decoupled with AdamW, part of the gradient with SGD.
-        counted: Whether this rank counts the gradient in the task's norm: one of those that have a replica does.
-    """
-
-    row: int
-    value: Tensor
-    gradient: Tensor
-    exp_avg: Tensor | None = None
-    exp_avg_sq: Tensor | None = None
-    copy: Tensor | None = None
-    weight_decay: float = 0.0
-    counted: bool = True
-
-
-class UpdateTable:
-    """The pieces of the tasks that step together; made anew when tasks come or go.
-
-    Args:
-        pieces: Those of a task next to each other, tasks by row.
-        rows: Number of tasks.
-
-    Attributes:
-        pieces: As given: kept, since the table has their addresses.
-        rows: As given.
-        entries: `[pieces, fields]` int64 on the device.
-        tiles: `[tiles, 2]` int32 on the device: piece, first element.
-        first_tile: `[rows + 1]` int32 on the device: a task's tiles begin here and end where the next one's begin.
-        copy_type: dtype of the copies.
-        aligned: Whether every piece can be accessed 16 bytes at a time.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], rows: int) -> None:
-        device = pieces[0].value.device
-        assert all(a.row <= b.row for a, b in zip(pieces, pieces[1:], strict=False))
-        tiles = [(i, at) for i, p in enumerate(pieces) for at in range(0, p.value.numel(), TILE)]
-        counts = [0] * (rows + 1)
-        for i, _ in tiles:
-            counts[pieces[i].row + 1] += 1
-        entries = [_entry(piece) for piece in pieces]
-        self.pieces = tuple(pieces)
-        self.rows = rows
-        self.entries = torch.tensor(entries, dtype=torch.int64).to(device)
-        self.tiles = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
-        self.first_tile = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        copies = {piece.copy.dtype for piece in pieces if piece.copy is not None} or {torch.float32}
-        (self.copy_type,) = copies
-        self.aligned = all(a % 16 == 0 for entry in entries for a in entry[: _COUNT.value]) and all(
-            entry[_COUNT.value] % 8 == 0 for entry in entries
-        )
-
-
-def _entry(piece: Piece) -> list[int]:
-    tensors = (piece.value, piece.gradient, piece.exp_avg, piece.exp_avg_sq, piece.copy)
-    assert all(t is None or (t.is_contiguous() and t.numel() == piece.value.numel()) for t in tensors)
-    assert all(t is None or t.dtype == torch.float32 for t in tensors[:-1])
-    (decay,) = struct.unpack("<q", struct.pack("<d", piece.weight_decay))
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    return [*addresses, piece.value.numel(), piece.row, decay, int(piece.counted)]
 
 
 def squared_norms(table: UpdateTable) -> Tensor:

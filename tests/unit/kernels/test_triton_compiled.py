@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import triton_low_rank, triton_update
+from megatron_mux.kernels import bucket_update, triton_low_rank, triton_update
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
@@ -100,10 +100,10 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
     blocks = {"num_warps": 4, "num_stages": 3}
-    constants = {"COPY": triton.language.bfloat16, "TILE": triton_update.TILE}
+    constants = {"COPY": triton.language.bfloat16, "TILE": bucket_update.TILE}
     update = compiled(triton_update._update, arch, blocks, tmp_path, **constants)
     squares = compiled(triton_update._tile_squares, arch, blocks, tmp_path, **constants)
-    wide = triton_update.TILE // (
+    wide = bucket_update.TILE // (
         32 * blocks["num_warps"] * 4
     )  # accesses of 16 bytes a thread, to a tile of fp32
     for found, read, written in ((update, 4, 4), (squares, 1, 0)):

@@ -11,7 +11,8 @@ import torch
 from megatron_mux.adapters import base_op
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import step_runner
-from megatron_mux.engine.updates import TritonUpdate
+from megatron_mux.engine.updates import GroupedUpdate
+from megatron_mux.kernels import triton_update
 from megatron_mux.kernels.triton_low_rank import TritonKernels
 from megatron_mux.runtime import initialize
 from tests import tiny_models
@@ -45,7 +46,7 @@ def test_engine_trains_as_with_the_reference(
     ]
     wanted = train(backbone, parallel, cases, 2)
     monkeypatch.setattr(base_op, "kernels_for", lambda _: TritonKernels)
-    monkeypatch.setattr(step_runner, "update_of", TritonUpdate)
+    monkeypatch.setattr(step_runner, "update_of", lambda own: GroupedUpdate(own, triton_update))
     found = train(backbone, parallel, cases, 2)
     for name in SECTIONS:
         for ours, theirs in zip(found.losses(name), wanted.losses(name), strict=True):

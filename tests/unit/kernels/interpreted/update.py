@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels import triton_update
-from megatron_mux.kernels.triton_update import Piece, UpdateTable, options_of, squared_norms, update_
+from megatron_mux.kernels.bucket_update import LAUNCHES, Piece, UpdateTable, options_of
+from megatron_mux.kernels.triton_update import squared_norms, update_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
@@ -155,7 +155,7 @@ def test_a_task_that_skips_keeps_what_it_has(sizes: tuple[int, ...]) -> None:
 def test_launches_are_as_declared(launches: list[str]) -> None:
     table = UpdateTable(pieces_of(TASKS), len(TASKS))
     norms = squared_norms(table)
-    assert len(launches) == triton_update.LAUNCHES["squared_norms"]
+    assert len(launches) == LAUNCHES["squared_norms"]
     launches.clear()
     update_(table, options(TASKS, 1), norms, torch.zeros(len(TASKS), dtype=torch.bool, device=DEVICE))
-    assert len(launches) == triton_update.LAUNCHES["update_"]
+    assert len(launches) == LAUNCHES["update_"]
