@@ -48,7 +48,7 @@ def counted(tasks: int, targets: str, dropout: float) -> tuple[StepLaunches, Ste
         specs.append(TaskSpec.model_validate(spec))
     records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
     plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
-    first, _, steady = count_launches(RunSpec(CONFIG, records, plan, steps=3))
+    first, steady = count_launches(RunSpec(CONFIG, records, plan, steps=2))
     return first, steady
 
 
