@@ -62,20 +62,7 @@ def run(arguments: MuxArguments) -> None:
             tasks = open_tasks(specs, info, files, reporter.say, resumed)
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
-        parallel = initialize(
-            arguments.tensor_model_parallel_size,
-            arguments.pipeline_model_parallel_size,
-            arguments.sequence_parallel,
-            arguments.seed,
-            timeout_minutes=arguments.distributed_timeout_minutes,
-        )
-        arguments, said = arguments.on_device(
-            parallel.device.type, stored_dtype(arguments.backbone), has_bf16(parallel.device)
-        )
-        if said:
-            reporter.say(said)
-        if arguments.mux_tf32:
-            use_tf32()
+        arguments, parallel = _join_world(arguments, reporter)
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
@@ -88,6 +75,25 @@ def run(arguments: MuxArguments) -> None:
         reporter.close()
     finally:
         reporter.release()
+
+
+def _join_world(arguments: MuxArguments, reporter: Reporter) -> tuple[MuxArguments, Parallel]:
+    """Join the other processes; the arguments, made definite for the device of this one, and its place."""
+    parallel = initialize(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.sequence_parallel,
+        arguments.seed,
+        timeout_minutes=arguments.distributed_timeout_minutes,
+    )
+    arguments, said = arguments.on_device(
+        parallel.device.type, stored_dtype(arguments.backbone), has_bf16(parallel.device)
+    )
+    if said:
+        reporter.say(said)
+    if arguments.mux_tf32:
+        use_tf32()
+    return arguments, parallel
 
 
 def _load_backbone(
