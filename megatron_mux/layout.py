@@ -55,9 +55,7 @@ class MicroBatch:
         label_rows: `[N]` int64 rows whose next token is a label.
         labels: `[N]` int64 the tokens to predict there.
         label_weights: `[N]` fp32, one over the labelled tokens of the task's whole step.
-        label_tasks: `[N]` int64 index into `task_names`.
-        label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
-        task_names: Tasks of the step, in the order that `label_tasks` counts.
+        label_tasks: `[N]` int64 index among the tasks of the step.
         task_steps: Task name to the number of optimizer steps it has done.
         training: False while evaluating: no dropout, deterministic masks.
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
@@ -75,8 +73,6 @@ class MicroBatch:
     labels: Tensor
     label_weights: Tensor
     label_tasks: Tensor
-    label_task_rows: Ranges
-    task_names: tuple[str, ...]
     task_steps: Mapping[str, int]
     training: bool = True
     prefix: PrefixKV = field(default_factory=dict)
@@ -87,16 +83,6 @@ class MicroBatch:
     def rows(self) -> int:
         """T, padding included."""
         return int(self.tokens.shape[0])
-
-    @property
-    def token_index(self) -> Tensor:
-        """`[T]` int32 index of the token in its sequence, from 0, never shifted."""
-        return self.groups.token_index
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """`[T]` int32 `Segment.sequence` of each row."""
-        return self.groups.sequence_ids
 
     @property
     def labelled(self) -> MicroBatch:
@@ -142,7 +128,8 @@ class HostBatch:
     Attributes:
         buffer: `[n]` uint8, everything that the device needs: int64 arrays, then those of 32 bits.
         wide, narrow: The length of each array of 64 and of 32 bits.
-        segments, task_rows, label_task_rows, task_names, task_steps, training: See `MicroBatch`.
+        segments, task_rows, task_steps, training: See `MicroBatch`.
+        label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
         slots: Task name to its slot.
         longest: Queries and keys of the longest segment.
     """
@@ -153,7 +140,6 @@ class HostBatch:
     segments: tuple[Segment, ...]
     task_rows: Ranges
     label_task_rows: Ranges
-    task_names: tuple[str, ...]
     task_steps: Mapping[str, int]
     training: bool
     slots: Mapping[str, int]
@@ -193,8 +179,6 @@ class HostBatch:
             "labels": labels,
             "label_weights": weights.view(torch.float32),
             "label_tasks": label_tasks,
-            "label_task_rows": self.label_task_rows,
-            "task_names": self.task_names,
             "task_steps": self.task_steps,
             "training": self.training,
         }
@@ -282,7 +266,6 @@ def pack(
         segments=segments,
         task_rows=task_rows,
         label_task_rows=label_task_rows,
-        task_names=task_names,
         task_steps=dict(task_steps),
         training=training,
         slots=slots,

@@ -219,7 +219,7 @@ class EvaluationCompute:
         counted = batch.labels != self.end_of_sequence
         columns = (nll, torch.ones_like(nll), (best == batch.labels) & counted, counted)
         rows = torch.stack([column.double() for column in columns], dim=1)
-        self.sums.index_add_(0, batch.labelled.sequence_ids, rows)
+        self.sums.index_add_(0, batch.labelled.groups.sequence_ids, rows)
         return output
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:

@@ -32,19 +32,19 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
         assert torch.equal(batch.tokens[rows], tokens)
         shift = 3 if segment.task == "b" else 0
         assert batch.positions[rows].tolist() == [i + shift for i in range(segment.length)]
-        assert batch.token_index[rows].tolist() == list(range(segment.length))
+        assert batch.groups.token_index[rows].tolist() == list(range(segment.length))
         start, stop = batch.task_rows[segment.task]
         assert start <= segment.start and segment.start + segment.length <= stop
     expected = sum(int(s[3][1:].sum()) for s in sequences)
     assert batch.label_rows.shape == batch.labels.shape == batch.label_weights.shape == (expected,)
     assert torch.equal(batch.tokens[batch.label_rows + 1], batch.labels)
     for task, row in zip(batch.label_tasks, batch.label_rows, strict=True):
-        assert batch.task_names[task] == _task_of(batch, int(row))
+        assert names[task] == _task_of(batch, int(row))
     few = batch.labelled
     assert few.rows == expected < batch.rows
     assert torch.equal(few.tokens[few.label_rows], batch.tokens[batch.label_rows])
-    assert torch.equal(few.token_index, batch.token_index[batch.label_rows])
-    assert torch.equal(few.sequence_ids, batch.sequence_ids[batch.label_rows])
+    assert torch.equal(few.groups.token_index, batch.groups.token_index[batch.label_rows])
+    assert torch.equal(few.groups.sequence_ids, batch.groups.sequence_ids[batch.label_rows])
     assert list(few.task_rows) == list(batch.task_rows)
     for row, before in enumerate(batch.label_rows.tolist()):
         assert _task_of(few, row) == _task_of(batch, before)
@@ -88,16 +88,16 @@ def test_chunks_hold_together_what_the_uncut_batch_holds(
             rows = slice(segment.start, segment.start + segment.length)
             shift = shifts.get(segment.task, 0)
             assert torch.equal(batch.tokens[rows], tokens[start:stop])
-            assert batch.token_index[rows].tolist() == list(range(start, stop))
+            assert batch.groups.token_index[rows].tolist() == list(range(start, stop))
             assert batch.positions[rows].tolist() == list(range(start + shift, stop + shift))
-            assert batch.sequence_ids[rows].tolist() == [segment.sequence] * segment.length
+            assert batch.groups.sequence_ids[rows].tolist() == [segment.sequence] * segment.length
             assert (
                 batch.task_rows[segment.task][0]
                 <= rows.start
                 <= rows.stop
                 <= batch.task_rows[segment.task][1]
             )
-        for name, (start, stop) in batch.label_task_rows.items():
+        for name, (start, stop) in batch.labelled.task_rows.items():
             assert batch.label_tasks[start:stop].tolist() == [names.index(name)] * (stop - start)
         found += _labels(batch)
     assert sorted(found) == sorted(wanted)
@@ -108,8 +108,8 @@ def _labels(batch: layout.MicroBatch) -> list[tuple[object, ...]]:
     rows = batch.label_rows
     return list(
         zip(
-            batch.sequence_ids[rows].tolist(),
-            batch.token_index[rows].tolist(),
+            batch.groups.sequence_ids[rows].tolist(),
+            batch.groups.token_index[rows].tolist(),
             batch.label_tasks.tolist(),
             batch.labels.tolist(),
             batch.label_weights.tolist(),
@@ -132,10 +132,13 @@ def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
     assert (early.label_rows.tolist(), early.labels.tolist()) == ([1, 2], [12, 21])
     assert (late.label_rows.tolist(), late.labels.tolist()) == ([0, 3], [13, 22])
     assert (early.label_weights.tolist(), early.label_tasks.tolist()) == ([0.5, 0.25], [0, 1])
-    assert (early.label_task_rows, late.label_task_rows) == ({"a": (0, 1), "b": (1, 2)},) * 2
+    assert (early.labelled.task_rows, late.labelled.task_rows) == ({"a": (0, 1), "b": (1, 2)},) * 2
     assert (early.task_rows, late.task_rows) == ({"a": (0, 2), "b": (2, 3)}, {"a": (0, 3), "b": (3, 5)})
     assert (early.positions.tolist(), late.positions.tolist()) == ([0, 1, 9], [2, 3, 4, 10, 11])
-    assert (early.token_index.tolist(), late.token_index.tolist()) == ([0, 1, 0], [2, 3, 4, 1, 2])
+    assert (early.groups.token_index.tolist(), late.groups.token_index.tolist()) == (
+        [0, 1, 0],
+        [2, 3, 4, 1, 2],
+    )
 
 
 def test_spans_of_everything_cut_nothing() -> None:

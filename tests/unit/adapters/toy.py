@@ -310,8 +310,8 @@ class Reference:
         mask = keep_mask(
             key_of(self.spec.training.seed, name, path),
             batch.task_steps[self.spec.name],
-            batch.sequence_ids[start:stop],
-            batch.token_index[start:stop],
+            batch.groups.sequence_ids[start:stop],
+            batch.groups.token_index[start:stop],
             (0, width),
             probability,
         )
