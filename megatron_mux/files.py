@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,28 @@ class Pace:
 def write(path: Path, *content: bytes | memoryview, pace: Pace | None = None) -> None:
     """Write pieces one after the other to a file and flush it to disk."""
     with open(path, "wb", buffering=0) as file:
-        for piece in content:
-            for start in range(0, len(piece), _AT_ONCE):
-                began = time.perf_counter()
-                part = memoryview(piece)[start : start + _AT_ONCE]
-                while part:
-                    part = part[file.write(part) :]
-                if pace is not None:
-                    pace.keep(min(_AT_ONCE, len(piece) - start), time.perf_counter() - began)
+        for block in _blocks(content):
+            began = time.perf_counter()
+            part = memoryview(block)
+            while part:
+                part = part[file.write(part) :]
+            if pace is not None:
+                pace.keep(len(block), time.perf_counter() - began)
         os.fsync(file.fileno())
+
+
+def _blocks(content: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """The pieces in blocks of at most `_AT_ONCE` bytes, small ones together: each call interrupts other threads."""
+    held, size = list[memoryview](), 0
+    for piece in content:
+        for start in range(0, len(piece), _AT_ONCE):
+            part = memoryview(piece)[start : start + _AT_ONCE]
+            if size + len(part) > _AT_ONCE:
+                yield b"".join(held)
+                held, size = [], 0
+            held.append(part)
+            size += len(part)
+    yield b"".join(held)
 
 
 def sync_directory(path: Path) -> None:
