@@ -3,10 +3,11 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint docs format bench bench-pipeline gpu-check gpu-bench gpu-memory clean
+.PHONY: help venv venv-latest has-latest prepare quickstart test test-latest lint docs format bench bench-pipeline gpu-check gpu-bench gpu-memory gpu-profile clean
 
 PYTHON ?=
 PYTEST_ARGS ?=
+PREDICTED ?= benchmarks/results/gpu-memory-predicted-h100-h200.json
 BOOTSTRAP := $(shell command -v python3 || command -v python)
 
 ifeq ($(origin PY), undefined)
@@ -54,20 +55,23 @@ format: $(VENV_TARGET)  ## let ruff lay out and mend what it can
 bench: prepare  ## megatron-mux against Hugging Face PEFT, one task at a time, on this machine
 	$(PY) benchmarks/vs_peft.py
 
-gpu-check: $(VENV_TARGET)  ## the tests that need a GPU
-	$(PY) -m pytest tests -m gpu $(PYTEST_ARGS)
+gpu-check: $(VENV_TARGET)  ## the tests that need a GPU (this and the next three: eight minutes at most, repeat to go on)
+	$(PY) benchmarks/gpu_hour.py check
 
 bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Core's 1F1B, policies, batching or interleaving
 	$(PY) benchmarks/pipeline.py
 	$(PY) benchmarks/crossover.py
 	$(PY) benchmarks/policies.py --stages 2
 
-gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: bf16, an 8B-shaped random backbone
-	$(PY) benchmarks/vs_peft.py --device cuda
+gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: both dtypes, random backbones of Llama-3-8B's shape
+	$(PY) benchmarks/gpu_hour.py bench
 
-gpu-memory: $(VENV_TARGET)  ## memory on a GPU: predictions are written down, then measured (half an hour)
-	$(PY) benchmarks/gpu_memory.py predict --this-gpu --output gpu-memory-predicted.json
-	$(PY) benchmarks/gpu_memory.py measure --predicted gpu-memory-predicted.json --output gpu-memory.json
+gpu-memory: $(VENV_TARGET)  ## memory on a GPU, held against PREDICTED
+	@mkdir -p .gpu-hour
+	$(PY) benchmarks/gpu_memory.py measure --minutes 8 --predicted $(PREDICTED) --output .gpu-hour/memory.json
+
+gpu-profile: $(VENV_TARGET)  ## the planner's profile of a GPU, and seconds of steps: predicted and measured
+	$(PY) benchmarks/gpu_hour.py profile
 
 clean:  ## remove environments, caches and the quickstart's folder
 	rm -rf .venv .venv312 .quickstart docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
