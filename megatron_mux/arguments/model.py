@@ -58,7 +58,8 @@ class MuxArguments:
     )
     recompute_granularity: Literal["full", "selective"] | None = _flag(
         "backbone",
-        "recompute in the backward pass: whole layers, or attention only (default: nothing)",
+        "recompute in the backward pass: whole layers, or attention only (default: nothing; on a GPU with --mux-policy "
+        "auto whole layers, if some task does not fit into --mux-memory-limit otherwise)",
         choices=("full", "selective"),
     )
 

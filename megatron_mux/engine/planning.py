@@ -20,6 +20,7 @@ from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.planner import Planner
+from megatron_mux.memory.forms.method import Recompute
 
 _LEAST_SECONDS = 0.5
 _SECONDS_A_TASK_AND_STAGE = 0.004
@@ -77,6 +78,11 @@ class Planning:
             raise ValueError("the policy auto needs a planner or a plan")
         if given is not None:
             self._plan, self._left = given, given.replan_in
+
+    @property
+    def recompute(self) -> Recompute:
+        """What plans assume to be recomputed in the backward pass."""
+        return "none" if self.planner is None else self.planner.context.recompute
 
     def next(self, loads: Mapping[str, TaskLoad]) -> Plan:
         """The plan that the next step would follow: a continued run goes on with it. Changes nothing.

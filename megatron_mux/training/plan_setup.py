@@ -76,7 +76,12 @@ def make_planning(
         tasks=_loads(tasks, manifest, info),
     )
     share = partial(from_first, parallel=parallel)
-    context = split_layers(context, arguments, known, share)
+    context = _with_recompute(
+        context,
+        arguments.recompute_granularity is None and parallel.device.type == "cuda",
+        lambda tried: split_layers(tried, arguments, known, share),
+        say,
+    )
     mesh = context.mesh
     stages: dict[str, Any] = {
         "stages": mesh.stages,
@@ -96,6 +101,34 @@ def make_planning(
     given = _first_plan(arguments, planner, known, manifest is not None, share, say)
     leads = parallel.rank == 0
     return Planning("auto", planner=planner, given=given, leads=leads, share=share, **stages)
+
+
+def _with_recompute(
+    context: PlanningContext,
+    chosen_here: bool,
+    divide: Callable[[PlanningContext], PlanningContext],
+    say: Progress,
+) -> PlanningContext:
+    """The divided context; layers are recomputed if some task does not fit into memory otherwise.
+
+    Attention alone is never chosen: it keeps no scores, and by the closed forms saves nothing.
+
+    Args:
+        context: With the recomputation that the flag asks for.
+        chosen_here: Whether more may be chosen: on a GPU, where no flag says it.
+        divide: Divides its layers into stages.
+        say: Told of the choice.
+    """
+    found = divide(context)
+    try:
+        Planner(found).check(found.tasks)
+    except UserError:
+        if chosen_here:
+            say(
+                "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
+            )
+            return divide(replace(context, recompute="full"))
+    return found
 
 
 def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:

@@ -106,7 +106,7 @@ def _load_backbone(
         arguments.backbone,
         parallel,
         arguments.dtype,
-        arguments.recompute_granularity or "none",
+        arguments.recompute_granularity or planning.recompute,
         planning.split,
         arguments.mux_backbone_weights,
     )

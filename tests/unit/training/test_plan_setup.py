@@ -1,16 +1,28 @@
-"""From flags to plans: the memory limit where no flag gives one."""
+"""From flags to plans: the memory limit and the recomputation where no flag gives one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from megatron_mux.backbone.registry import info_without_weights
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.roofline import roofline
+from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.training import plan_setup
 from megatron_mux.training.plan_setup import memory_limit
+from tests.end_to_end.harness import make_spec
+from tests.unit.memory.traced import LLAMA
 
 GIB = 1 << 30
 
@@ -55,3 +67,44 @@ def test_without_a_planner_or_a_gpu_there_is_none(said: list[str]) -> None:
     assert limit(said, rank("cuda"), policy="spatial") is None
     assert limit(said, rank("cpu")) is None
     assert not said
+
+
+def fits(context: PlanningContext, recompute: Recompute, limit: float) -> bool:
+    """Whether the tasks fit into so many bytes."""
+    try:
+        Planner(replace(context, recompute=recompute, memory_limit=limit)).check(context.tasks)
+    except UserError:
+        return False
+    return True
+
+
+def needed(context: PlanningContext, recompute: Recompute) -> float:
+    """The least bytes into which the tasks fit."""
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(context, recompute, middle) else (middle, high)
+    return high
+
+
+def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_size": 512, "num_hidden_layers": 16}))
+    info = info_without_weights(tmp_path)
+    spec = make_spec("task", {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}, {"max_steps": 2})
+    loads = {"task": TaskLoad.of(spec, torch.tensor([2048]), torch.tensor([8]), info.shape)}
+    profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, 1)
+    context = PlanningContext(profile, info, itemsize=2, tasks=loads)
+    least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
+    assert least["full"] < least["none"] <= least["selective"]
+
+    def chosen(limit: float | None, by_planner: bool = True) -> str:
+        said: list[str] = []
+        limited = replace(context, memory_limit=limit)
+        found = plan_setup._with_recompute(limited, by_planner, lambda tried: tried, said.append)
+        assert found.memory_limit == limit and bool(said) == (found.recompute == "full")
+        return found.recompute
+
+    assert chosen(None) == chosen(least["none"]) == "none"
+    assert chosen(least["none"] - 1) == chosen(least["full"]) == "full"
+    assert chosen(least["full"] - 1) == "full", "the planner then says what does not fit"
+    assert chosen(least["full"], by_planner=False) == "none"
