@@ -60,7 +60,9 @@ def sit(
 
     monkeypatch.setattr(gpu_hour, "run", run)
     cases = [gpu_hour.Case(name, (), 25) for name in names]
-    return gpu_hour.run_cases(cases, Kept(file, {"versions": "1"}, {"cases": {}}), Sitting(1, clock), again)
+    kept = Kept(file, {"versions": "1"}, {"cases": {}})
+    status: int = gpu_hour.run_cases(cases, kept, Sitting(1, clock), again)
+    return status
 
 
 def test_a_call_goes_on_where_the_last_one_stopped(

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,7 +92,7 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_size": 512, "num_hidden_layers": 16}))
     info = info_without_weights(tmp_path)
     spec = make_spec("task", {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}, {"max_steps": 2})
-    loads = {"task": TaskLoad.of(spec, torch.tensor([2048]), torch.tensor([8]), info.shape)}
+    loads = {"task": TaskLoad.of(spec, np.array([2048], np.int32), np.array([8], np.int32), info.shape)}
     profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, 1)
     context = PlanningContext(profile, info, itemsize=2, tasks=loads)
     least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
