@@ -133,12 +133,13 @@ def _round(engine: Any, saver: Any, steps: int, with_save: bool) -> list[float]:
 
 def _save(engine: Any, saver: Any) -> None:
     """Save all tasks, as a run does."""
-    from megatron_mux.checkpoint import SavedTask, TaskToSave
+    from megatron_mux.checkpoint import SavedTask, TaskToSave, checkpoint_of
 
     states = []
     for name in engine.tasks:
-        entry = SavedTask(name, engine.progress(name)[0], "running", "", "", {}, "")
-        states.append(TaskToSave(entry, config=engine.adapter_config(name), copied=True))
+        step = engine.progress(name)[0]
+        entry = SavedTask(name, step, "running", "", checkpoint_of(name, step), {}, "")
+        states.append(TaskToSave(entry, config=engine.adapter_config(name)))
     saver.begin(states, engine.copy_states(engine.tasks, saver.memory), engine.plan)
 
 

@@ -101,13 +101,11 @@ class TaskToSave:
         entry: Its line in the manifest; `checkpoint` is filled in by `save`.
         snapshot: Its state, or None to go on naming the checkpoint that `entry` names.
         config: Content of `adapter_config.json`.
-        copied: Whether its state has been copied and its snapshot will follow.
     """
 
     entry: SavedTask
     snapshot: Snapshot | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    copied: bool = False
 
 
 def checkpoint_of(name: str, step: int) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
-from megatron_mux.checkpoint import Manifest, TaskToSave
+from megatron_mux.checkpoint import Manifest, TaskToSave, checkpoint_of
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, StepResult
 from megatron_mux.engine.agreement import everyones, raise_on_every_rank
@@ -224,6 +224,7 @@ class Loop:
             return
         saver.wait()
         states: list[TaskToSave] = []
+        moved: list[str] = []
         for name, entry in self.registry.entries.items():
             state = TaskToSave(entry)
             if name in self.engine.tasks:
@@ -232,11 +233,12 @@ class Loop:
                 if status == "failed" and not entry.health.good and entry.good:
                     entry.fall_back()  # the updates since then made its loss diverge
                 elif not (entry.checkpoint and entry.step == step):
-                    state.copied, entry.step = True, step
+                    moved.append(name)
+                    entry.step, entry.checkpoint = step, checkpoint_of(name, step)
                     state.config = self.engine.adapter_config(name)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
             states.append(state)
-        copies = self.engine.copy_states([state.entry.name for state in states if state.copied], saver.memory)
+        copies = self.engine.copy_states(moved, saver.memory)
         plan = None
         if self.parallel.rank == 0:
             # The plan a resume starts with; once no task is left, the last one.

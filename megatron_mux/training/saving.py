@@ -60,14 +60,10 @@ class Saver:
         """Write a save while this returns. Every rank calls it, after `wait`.
 
         Args:
-            states: Every task of the run, in the same order on every rank. The entries of those that are copied are
-                made to name their new checkpoints.
-            copies: The tasks whose state is to be written.
+            states: Every task of the run, in the same order on every rank; entries name the coming checkpoints.
+            copies: This rank's part of the states to write.
             plan: The plan in force; only the first rank needs it.
         """
-        for state in states:
-            if state.copied:
-                state.entry.checkpoint = checkpoint.checkpoint_of(state.entry.name, state.entry.step)
         own = [copy.deepcopy(state) for state in states]
         self._pace = Pace(self.rate)
         self._running = self._thread.submit(self._write, own, dict(copies), plan, self._pace)

@@ -24,17 +24,25 @@ from tests.end_to_end.harness import Case, random_records
 STEPS = 6
 
 
-class Spoilt:
-    """Records of which one cannot be read from a certain moment on."""
+class Wrapped:
+    """Records that are read in another way."""
 
-    def __init__(self, records: Any, bad: int, error: Exception) -> None:
-        self.records, self.bad, self.error = records, bad, error
+    def __init__(self, records: Any) -> None:
+        self.records = records
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.records, name)
 
     def __len__(self) -> int:
         return len(self.records)
+
+
+class Spoilt(Wrapped):
+    """Records of which one cannot be read from a certain moment on."""
+
+    def __init__(self, records: Any, bad: int, error: Exception) -> None:
+        super().__init__(records)
+        self.bad, self.error = bad, error
 
     def __getitem__(self, index: int) -> Any:
         if index == self.bad:
@@ -42,18 +50,12 @@ class Spoilt:
         return self.records[index]
 
 
-class Held:
+class Held(Wrapped):
     """Records that no other thread than the main one gets before `go` is set."""
 
     def __init__(self, records: Any) -> None:
-        self.records = records
+        super().__init__(records)
         self.entered, self.go, self.reading = threading.Event(), threading.Event(), False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.records, name)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def __getitem__(self, index: int) -> Any:
         if threading.current_thread() is not threading.main_thread():
