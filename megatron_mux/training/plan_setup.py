@@ -59,25 +59,9 @@ def make_planning(
         UserError: The plan file is not for this run, or a task does not fit into memory.
     """
     known = _known_plan(arguments, manifest, say)
-    context = PlanningContext(
-        _profile(arguments, info, parallel, say),
-        info,
-        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
-        arguments.dtype.itemsize,
-        arguments.recompute_granularity or "none",
-        memory_limit(arguments, parallel, say),
-        arguments.mux_align,
-        arguments.mux_chunk_size,
-        arguments.mux_micro_batches,
-        schedule=arguments.mux_schedule,
-        rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
-        residence=arguments.mux_backbone_weights,
-        sequence_parallel=arguments.sequence_parallel,
-        tasks=_loads(tasks, manifest, info),
-    )
     share = partial(from_first, parallel=parallel)
     context = _with_recompute(
-        context,
+        _context(arguments, info, _loads(tasks, manifest, info), parallel, say),
         arguments.recompute_granularity is None and parallel.device.type == "cuda",
         lambda tried: split_layers(tried, arguments, known, share),
         say,
@@ -101,6 +85,32 @@ def make_planning(
     given = _first_plan(arguments, planner, known, manifest is not None, share, say)
     leads = parallel.rank == 0
     return Planning("auto", planner=planner, given=given, leads=leads, share=share, **stages)
+
+
+def _context(
+    arguments: MuxArguments,
+    info: BackboneInfo,
+    loads: dict[str, TaskLoad],
+    parallel: Parallel,
+    say: Progress,
+) -> PlanningContext:
+    """The context that the flags ask for, before layers are divided into stages."""
+    return PlanningContext(
+        _profile(arguments, info, parallel, say),
+        info,
+        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
+        arguments.dtype.itemsize,
+        arguments.recompute_granularity or "none",
+        memory_limit(arguments, parallel, say),
+        arguments.mux_align,
+        arguments.mux_chunk_size,
+        arguments.mux_micro_batches,
+        schedule=arguments.mux_schedule,
+        rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
+        residence=arguments.mux_backbone_weights,
+        sequence_parallel=arguments.sequence_parallel,
+        tasks=loads,
+    )
 
 
 def _with_recompute(
