@@ -8,7 +8,7 @@ go without moving those of others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,7 @@ class Arena:
     ) -> None:
         ordered = sorted(parameters, key=lambda own: (not own[0].owner, not own[0].partial, not own[0].decay))
         self._place: dict[str, tuple[int, int]] = {}
+        self._ranges: dict[tuple[tuple[str, bool], ...], list[tuple[int, int]]] = {}
         at = 0
         staged = []
         for record, start in ordered:
@@ -96,6 +97,12 @@ class Arena:
 
     def ranges(self, **wanted: bool) -> list[tuple[int, int]]:
         """First and one past the last value of each run of parameters with these attributes, such as `partial=True`."""
+        key = tuple(wanted.items())
+        if key not in self._ranges:  # each step asks for the same ones
+            self._ranges[key] = self._find_ranges(wanted)
+        return self._ranges[key]
+
+    def _find_ranges(self, wanted: Mapping[str, bool]) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         for record in self._records:
             if any(getattr(record, name) != value for name, value in wanted.items()):

@@ -50,7 +50,7 @@ class LoopKernels(LowRankKernels):
             own, out = dy[start:stop], found[start:stop]
             for term, columns in _terms(stacks):
                 scaled = _times(term.place.take(own), term.up_factors)
-                torch.mm(scaled, term.up, out=out[:, columns]).mul_(term.scale)
+                out[:, columns].addmm_(scaled, term.up, beta=0, alpha=term.scale)
         return found
 
     @staticmethod
@@ -86,11 +86,12 @@ class LoopKernels(LowRankKernels):
 
 def _up_gradient(term: Term, latent: Tensor, dy: Tensor) -> None:
     """Add the gradient of B, or of its factors, from `[n, R]` latent and `[n, columns]` output gradient."""
+    # The transpose, `dy^T latent`, takes BLAS several times as long: its result is narrow.
+    outer = (_times(latent, term.down_factors).t() @ dy).t()
     if term.up_gradient is not None:
-        _add_product_(term.up_gradient, dy.t(), latent, term.scale)
-    elif term.up_factors_gradient is not None:
-        outer = (dy.t() @ _times(latent, term.down_factors)).to(term.up_factors_gradient.dtype)
-        term.up_factors_gradient.add_((outer * term.up).sum(dim=1), alpha=term.scale)
+        term.up_gradient.add_(outer, alpha=term.scale)
+    elif (factors := term.up_factors_gradient) is not None:
+        factors.add_((outer.to(factors.dtype) * term.up).sum(dim=1), alpha=term.scale)
 
 
 def _present(table: TermTable, groups: RowGroups) -> Iterator[tuple[int, tuple[int, int], tuple[Stack, ...]]]:
@@ -123,9 +124,9 @@ def _dropped(x: Tensor, term: Term, groups: RowGroups, group: int) -> Tensor:
     return (x * mask).mul_(1.0 / (1.0 - term.dropout))
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """Add `scale * a b` to `out`, which may have a wider dtype."""
+def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a b` to `out`, which may have a wider dtype."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b, alpha=scale)
+        out.addmm_(a, b)
     else:
-        out.add_(a @ b, alpha=scale)
+        out.add_(a @ b)
