@@ -25,51 +25,33 @@ LAUNCHES = {"down": 1, "up_": 1, "latent_gradient": 1, "input_gradient_": 1, "we
 
 
 class LowRankKernels(ABC):
-    """The five operations around a frozen product. See `terms.Term` for what a term computes."""
+    """The five operations around a frozen product. See `terms.Term` for what a term computes.
+
+    All take `x` `[T, K]`, the product's input, `y` `[T, N]` its output, gradients of their shapes, and `[T, W]` latent
+    tensors, in which what belongs to no term is unspecified; the terms, and the rows of each task.
+    """
 
     @staticmethod
     @abstractmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
-        """The latent tensor: `dropout(x) A^T` of each term, in its latent columns, before the factors d.
-
-        Args:
-            x: `[T, K]`.
-            table: The terms.
-            groups: The rows of each task.
-
-        Returns:
-            `[T, W]`; what belongs to no term is unspecified.
-        """
+        """The latent tensor: `dropout(x) A^T` of each term, in its latent columns, before the factors d."""
 
     @staticmethod
     @abstractmethod
     def up_(y: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """Add `scale * b * ((d * latent) B^T)` of each term to its rows and columns of `y` `[T, N]`, in place."""
+        """Add `scale * b * ((d * latent) B^T)` of each term to its rows and columns of `y`, in place."""
 
     @staticmethod
     @abstractmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
-        """The gradient of `d * latent`: `scale * (b * dy) B` of each term.
-
-        Args:
-            dy: `[T, N]` gradient of the output.
-            table: The terms.
-            groups: The rows of each task.
-
-        Returns:
-            `[T, W]`; what belongs to no term is unspecified.
-        """
+        """The gradient of `d * latent`: `scale * (b * dy) B` of each term."""
 
     @staticmethod
     @abstractmethod
     def input_gradient_(dx: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """Add `dropout((d * d_latent) A)` of each term to its rows of `dx` `[T, K]`, in place, with the same mask.
+        """Add `dropout((d * d_latent) A)` of each term to its rows of `dx`, in place, with the same mask.
 
-        Args:
-            dx: The gradient of the input.
-            d_latent: From `latent_gradient`.
-            table: The terms.
-            groups: The rows of each task.
+        `d_latent` is what `latent_gradient` returns.
         """
 
     @staticmethod
@@ -81,14 +63,6 @@ class LowRankKernels(ABC):
 
         `(d * d_latent)^T dropout(x)` and `scale * (b * dy)^T (d * latent)`; of the factors, the sum over rows of
         `d_latent * latent` and of `scale * dy * ((d * latent) B^T)`.
-
-        Args:
-            x: `[T, K]` input of the product.
-            latent: From `down`.
-            dy: `[T, N]` gradient of the output.
-            d_latent: From `latent_gradient`.
-            table: The terms.
-            groups: The rows of each task.
         """
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.groups import TILE_ROWS, RowGroups
-from megatron_mux.kernels.low_rank import LAUNCHES, LowRankKernels
+from megatron_mux.kernels.low_rank import LowRankKernels
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
@@ -36,12 +36,7 @@ class TritonKernels(LowRankKernels):
     """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too.
 
     A task's terms at a BaseOp must not share output columns: each is added by programs of its own.
-
-    Attributes:
-        LAUNCHES: Device launches of each operation at most, however many tasks there are.
     """
-
-    LAUNCHES = LAUNCHES
 
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
