@@ -16,6 +16,9 @@ from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank import LowRankKernels
 from megatron_mux.kernels.terms import Stack, Term, TermTable
 
+_NARROW = 8
+"""Columns of a matrix for which BLAS, whose registers hold more, takes several times as long as for its transpose."""
+
 
 class LoopKernels(LowRankKernels):
     """See the module."""
@@ -86,12 +89,13 @@ class LoopKernels(LowRankKernels):
 
 def _up_gradient(term: Term, latent: Tensor, dy: Tensor) -> None:
     """Add the gradient of B, or of its factors, from `[n, R]` latent and `[n, columns]` output gradient."""
-    # The transpose, `dy^T latent`, takes BLAS several times as long: its result is narrow.
-    outer = (_times(latent, term.down_factors).t() @ dy).t()
-    if term.up_gradient is not None:
-        term.up_gradient.add_(outer, alpha=term.scale)
+    if term.up_gradient is not None and term.rank > _NARROW:
+        _add_product_(term.up_gradient, dy.t(), latent, term.scale)
+    elif term.up_gradient is not None:
+        term.up_gradient.add_((latent.t() @ dy).t(), alpha=term.scale)
     elif (factors := term.up_factors_gradient) is not None:
-        factors.add_((outer.to(factors.dtype) * term.up).sum(dim=1), alpha=term.scale)
+        outer = (dy.t() @ _times(latent, term.down_factors)).to(factors.dtype)
+        factors.add_((outer * term.up).sum(dim=1), alpha=term.scale)
 
 
 def _present(table: TermTable, groups: RowGroups) -> Iterator[tuple[int, tuple[int, int], tuple[Stack, ...]]]:
@@ -124,9 +128,9 @@ def _dropped(x: Tensor, term: Term, groups: RowGroups, group: int) -> Tensor:
     return (x * mask).mul_(1.0 / (1.0 - term.dropout))
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a b` to `out`, which may have a wider dtype."""
+def _add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """Add `scale * a b` to `out`, which may have a wider dtype."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b)
+        out.addmm_(a, b, alpha=scale)
     else:
-        out.add_(a @ b)
+        out.add_(a @ b, alpha=scale)

@@ -58,10 +58,10 @@ def neighbours(*terms: Term) -> list[Term]:
 
 
 def make_terms() -> list[Term]:
-    """Of five slots: no term, one, several next to each other, with dropout, with factors. Slot 5 has none."""
+    """Of five slots: no term, a wide one, several next to each other, with dropout, with factors. Slot 5 has none."""
     torch.manual_seed(0)
     return [
-        term(3, 2, None, 0.5),
+        term(3, 9, None, 0.5),
         *neighbours(term(0, 3, SCATTERED), term(0, 2, SLICE), term(0, 3, [])),
         term(2, 4, RUNS, dropout=0.4, key=77, first_feature=3),
         term(2, 4, None, 7.0, dropout=0.4, key=78),
