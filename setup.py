@@ -56,8 +56,8 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
-        "gpu": [TRITON, "liger-kernel>=0.5"],
-        "te": ["transformer-engine[pytorch]>=2"],
+        "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py
+        "te": ["transformer-engine[pytorch]>=2"],  # for models of users' own in the pipeline plug-in
         "test": TEST,
         "quickstart": QUICKSTART,
         "bench": ["matplotlib>=3.8"],

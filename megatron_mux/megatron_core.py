@@ -5,7 +5,6 @@ Importing this module changes nothing and imports nothing of Megatron-Core.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,10 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-_device: torch.device | None = None
 _of_torch = (torch.cuda.current_device, torch.cuda.synchronize)
 
 
@@ -43,24 +40,10 @@ def adapt_to(device: torch.device | None) -> None:
     Args:
         device: The device this process computes on; a GPU or None restores `torch.cuda`.
     """
-    global _device
-    _device = device
     current, synchronize = _of_torch
     if device is not None and device.type == "cpu":
         current, synchronize = lambda: device, lambda device=None: None  # type: ignore[assignment,return-value]
     torch.cuda.current_device, torch.cuda.synchronize = current, synchronize
-
-
-def fused_norm() -> Any:
-    """Transformer Engine's norm where it is importable and the device is a GPU, else None."""
-    if _device is None or _device.type != "cuda" or dist.get_backend() == "fake":
-        return None
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-        from megatron.core.extensions.transformer_engine import TENorm
-    except ImportError:
-        return None
-    return TENorm
 
 
 def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: bool) -> None:

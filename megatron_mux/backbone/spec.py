@@ -1,7 +1,7 @@
 """Megatron's GPT model from its local layer spec, with our core attention on packed segments, norms and activations.
 
 The BaseOps stay Megatron's `ColumnParallelLinear` and `RowParallelLinear` whatever is importable: Transformer Engine's
-fused norm and linear would hide the input from the adapters. Its norms are used where it is importable, on GPUs.
+fused norm and linear would hide the input from the adapters. Norms are torch's.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class FrozenRMSNorm(nn.Module):
 
 
 class Norm:
-    """Builds a norm: Transformer Engine's where importable on a GPU, else torch's.
+    """Builds a norm, one of torch's.
 
     Megatron's wrapper of torch's norms refuses sequence parallelism, which would have to sum the gradients of their
     weights over ranks; frozen weights have none.
@@ -219,10 +219,6 @@ class Norm:
         cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> nn.Module:
         """Megatron calls the class in a spec and uses what it returns as the module."""
-        fused = megatron_core.fused_norm()
-        if fused is not None:
-            built: nn.Module = fused(config=config, hidden_size=hidden_size, eps=eps)
-            return built
         return (
             FrozenRMSNorm(hidden_size, eps)
             if config.normalization == "RMSNorm"
