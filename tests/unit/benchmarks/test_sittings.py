@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_mux.gpus import Gpu
+from tools import profile_backbone
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -143,7 +144,11 @@ def test_cases_fit_into_a_call_and_nccls_rules_are_checked_first(tmp_path: Path)
         assert len({case.name for case in cases}) == len(cases)
         assert all(case.seconds <= MINUTES * 60 for case in cases)
         for case in cases:
-            assert case.words[0].startswith("-") or (ROOT / case.words[0]).exists()
+            if case.words[0].startswith("benchmarks/"):
+                importlib.import_module(Path(case.words[0]).stem).parse(case.words[1:])
+            elif not case.words[0].startswith("-"):
+                assert case.words[0] == "tools/profile_backbone.py"
+                profile_backbone.build_parser().parse_args(case.words[1:])
     assert CHECKS[0] == "test_gpu_waits"
     assert sorted(CHECKS) == sorted(path.stem for path in (ROOT / "tests/gpu").glob("test_*.py"))
     assert main(["check", "--minutes", "1", "--directory", str(tmp_path)]) == 2
