@@ -215,8 +215,10 @@ def measurements(
     """Measure every case and limit, each run in a process of its own; `kept_in` is updated after each."""
     from gpu_memory_cases import turn_of
 
+    from megatron_mux.memory.store import versions
+
     digest = hashlib.sha256(json.dumps(predicted, sort_keys=True).encode()).hexdigest()
-    kept = Kept(kept_in, {"predictions": digest}, {"cases": {}, "limits": []})
+    kept = Kept(kept_in, {"predictions": digest, "versions": dict(versions())}, {"cases": {}, "limits": []})
     found, limits = kept.found["cases"], kept.found["limits"]
 
     def add_case(name: str) -> None:
