@@ -130,14 +130,15 @@ def _with_recompute(
         say: Told of the choice.
     """
     found = divide(context)
+    if not chosen_here:
+        return found
     try:
         Planner(found).check(found.tasks)
     except UserError:
-        if chosen_here:
-            say(
-                "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
-            )
-            return divide(replace(context, recompute="full"))
+        say(
+            "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
+        )
+        return divide(replace(context, recompute="full"))
     return found
 
 
