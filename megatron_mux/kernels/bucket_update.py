@@ -16,7 +16,7 @@ TILE = 1024
 LAUNCHES: Mapping[str, int] = {"squared_norms": 2, "update_": 1}
 """Device launches of each operation by Triton kernels at most, however many tasks there are."""
 ENTRY = ("value", "gradient", "exp_avg", "exp_avg_sq", "copy", "count", "row", "weight_decay", "counted")
-"""Fields of a row of `UpdateTable.entries`: addresses (0: there is none), sizes, and the bits of an fp64 number."""
+"""Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, and the bits of an fp64 number."""
 
 
 def options_of(
@@ -44,7 +44,7 @@ class Piece:
         value: `[n]` fp32, contiguous, like the next three.
         gradient: Likewise.
         exp_avg, exp_avg_sq: Moments of AdamW; None: SGD without momentum.
-        copy: `[n]` of the values in the dtype of the computation; None: there is none.
+        copy: `[n]` of the values in the dtype of the computation; None: not copied.
         weight_decay: Decoupled with AdamW, part of the gradient with SGD.
         counted: Whether this rank counts the gradient in the task's norm: one of those that have a replica does.
     """

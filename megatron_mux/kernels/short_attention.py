@@ -23,7 +23,7 @@ LONGEST = 512
 """Tokens of the longest segment that is computed here. Beyond it a layer would keep more weights than activations."""
 
 BLOCK = 64
-"""Queries in a block. Smaller blocks multiply fewer pairs in vain, but their products get too thin."""
+"""Queries in a block. Smaller blocks multiply fewer pairs that the mask drops, but their products get too thin."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ ENTRY = (
     "up_factors_gradient", "columns", "column_count", "rank", "latent", "first_feature", "key_low", "key_high",
     "threshold", "scale", "keep_scale",
 )  # fmt: skip
-"""Fields of a row of `TermTable.entries`: addresses (0: there is none), sizes, and the bits of fp64 numbers."""
+"""Fields of a row of `TermTable.entries`: addresses (0: no such tensor), sizes, and the bits of fp64 numbers."""
 
 
 @dataclass(frozen=True)
