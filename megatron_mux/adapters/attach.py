@@ -18,6 +18,7 @@ from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.base_ops import BaseOpInfo, ModuleColumns
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.low_rank_choice import KernelChoice
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape, Module
 
@@ -157,6 +158,12 @@ class AdapterSet:
         for op in adapter.at:
             self._ops[op].remove(name)
         adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector
+
+    def use(self, kernels: KernelChoice) -> None:
+        """Have these kernels compute the low-rank terms."""
+        chosen = dict(kernels)
+        for op in self._ops:
+            op.kernels = chosen.get(op.info.name)
 
     def prepare(self) -> None:
         """Bring to a GPU what its kernels need of tasks that have come or gone, before any message is outstanding."""

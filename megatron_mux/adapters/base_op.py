@@ -23,7 +23,7 @@ from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.kernels.low_rank import low_rank_linear
-from megatron_mux.kernels.low_rank_choice import kernels_for
+from megatron_mux.kernels.low_rank_choice import KernelName, kernels_for
 from megatron_mux.kernels.terms import Term, TermTable
 from megatron_mux.layout import MicroBatch
 
@@ -40,6 +40,9 @@ class AttachedBaseOp:
     Args:
         info: The BaseOp.
         host: The stage that it belongs to.
+
+    Attributes:
+        kernels: Compute low-rank terms; None: the default ones.
     """
 
     def __init__(self, info: BaseOpInfo, host: Host) -> None:
@@ -51,6 +54,7 @@ class AttachedBaseOp:
         self._table: TermTable | None = TermTable(())
         self.others: dict[str, Adapter] = {}
         self._low_rank: dict[str, Sequence[Term]] = {}
+        self.kernels: KernelName | None = None
 
     def attach(self) -> None:
         """Replace the module's `forward`."""
@@ -145,7 +149,8 @@ class AttachedBaseOp:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
         if self.table.any_of(batch.groups):
-            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, kernels_for(x))
+            kernels = kernels_for(x, self.kernels)
+            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, kernels)
         else:
             y = F.linear(x, weight, bias)
         others = {rows: a for rows, a in present.items() if "product" in a.stages}

@@ -57,6 +57,7 @@ class Engine:
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
+        self.adapters.use(self.planning.kernels)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)

@@ -51,15 +51,9 @@ def measure(
         progress: Told how far it is.
     """
     bench = _Bench(backbone, most_tokens, rounds)
+    bench.choose_kernels()
     probes = bench.probes.all()
-    total = len(probes) * (rounds + 1)
-    for turn in range(rounds + 1):  # the first one warms up
-        for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
-            found = bench.time(probe)
-            if turn:
-                probe.rounds.append(found)
-            if progress is not None:
-                progress(turn * len(probes) + i + 1, total)
+    bench.take_turns(probes, progress)
     measured: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         measured.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -76,6 +70,27 @@ class _Bench:
         self.probes = Probes(backbone, most_tokens)
 
     # -- timing
+
+    def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
+        """Time all probes, in several rounds."""
+        for turn in range(self.rounds + 1):  # the first one warms up
+            for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
+                found = self.time(probe)
+                if turn:
+                    probe.rounds.append(found)
+                if progress is not None:
+                    progress(turn * len(probes) + i + 1, len(probes) * (self.rounds + 1))
+
+    def choose_kernels(self) -> None:
+        """Choose the kernels of each BaseOp that take least on the slowest rank; of equal ones the default."""
+        probes = self.probes.kernels()
+        self.take_turns(probes)
+        best: dict[str, tuple[float, str]] = {}
+        taken = self.backbone.parallel.most([sum(probe.seconds) for probe in probes])
+        for probe, seconds in zip(probes, taken, strict=True):
+            op, _, name = probe.name.partition(":")
+            best[op] = min(best.get(op, (math.inf, "")), (seconds, name), key=lambda found: found[0])
+        self.probes.chosen = tuple((op, name) for op, (_, name) in best.items())  # type: ignore[misc]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -155,6 +170,7 @@ class _Bench:
             curves=curves,
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
+            kernels=self.probes.chosen,
             tensor_seconds=tensor,
             element_seconds=element,
             sequence_seconds=self._sequence(),

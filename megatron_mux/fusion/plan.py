@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
 from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.kernels.low_rank_choice import KernelChoice
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
@@ -100,6 +101,7 @@ class Plan:
         backbone: The backbone's fingerprint; empty: for any backbone.
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
+        kernels: Which kernels compute the low-rank terms of each BaseOp; empty: the default ones.
         costs: Where the predictions come from, for people.
         predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
         memory_bytes: Predicted peak of each rank of the pipeline.
@@ -122,6 +124,7 @@ class Plan:
     backbone: str = ""
     alignment: Mode = "dense"
     weights: Weights = field(default_factory=Weights)
+    kernels: KernelChoice = ()
     costs: str = ""
     predicted_latency_s: _Amount | None = None
     memory_bytes: _Amounts = ()

@@ -201,6 +201,7 @@ class Planner:
             data=mesh.data,
             backbone=self.context.info.fingerprint,
             costs=self.context.profile.description,
+            kernels=self.context.profile.kernels,
             memory_limit_bytes=self.memory_limit,
         )
 

@@ -27,6 +27,7 @@ from megatron_mux.base_ops import BASE_OPS, BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
 from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.layout import MicroBatch
 from megatron_mux.tasks import TaskSpec
@@ -81,11 +82,15 @@ class Probes:
     Args:
         backbone: One without adapters.
         most_tokens: Rows of the largest probes.
+
+    Attributes:
+        chosen: Which kernels compute adapters' low-rank terms.
     """
 
     def __init__(self, backbone: Backbone, most_tokens: int) -> None:
         self.backbone = backbone
         self.most_tokens = most_tokens
+        self.chosen: KernelChoice = ()
         self.device, self.dtype = backbone.device, backbone.dtype
         self.layers: Any = backbone.model.decoder.layers
         self.ops = {info.name: info for info in backbone.base_ops() if info.layer == backbone.layers.start}
@@ -241,6 +246,16 @@ class Probes:
         batch = replace(self.batch(2 * labels), labels=targets, label_rows=targets, label_weights=weights)
         return lambda: (self.backbone.loss(norm(x), batch)[0], (x,))
 
+    def kernels(self) -> list[Probe]:
+        """Low-rank terms of several tasks at each BaseOp, by each of several kernels; empty where there is one."""
+        here = alternatives(self.device, self.dtype)
+        sample, found = KINDS["LORA"].samples()[0], list[Probe]()
+        for op in BASE_OPS if len(here) > 1 else ():
+            section = sample.section(op, [path.rpartition(".")[2] for path in self.ops[op].parts])
+            for name in here:
+                found.append(self._adapted_by(section, op, self.coarse[-1], 8, name))
+        return found
+
     def _adapters(self) -> list[Probe]:
         found: list[Probe] = []
         for sample in adapter_samples():
@@ -260,13 +275,16 @@ class Probes:
             return []
         return [self._adapted_by(section, op, count, tasks) for count in rows]
 
-    def _adapted_by(self, section: AdapterSpec, op: BaseOpName, rows: int, tasks: int) -> Probe:
+    def _adapted_by(
+        self, section: AdapterSpec, op: BaseOpName, rows: int, tasks: int, kernels: KernelName | None = None
+    ) -> Probe:
         info = self.ops[op]
         host = Host([info], self.backbone.parallel, self.dtype, self.backbone.shape)
         specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
         adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]
         attached = AttachedBaseOp(info, host)
+        attached.kernels = kernels or dict(self.chosen).get(op)
         for slot, adapter in enumerate(adapters):
             attached.add(adapter.name, adapter.at[0], slot)
 
@@ -279,7 +297,8 @@ class Probes:
 
             return run
 
-        return Probe(_name(section, op, len(info.parts), tasks), rows, make)
+        name = f"{op}:{kernels}" if kernels else _name(section, op, len(info.parts), tasks)
+        return Probe(name, rows, make)
 
     def _collectives(self) -> list[Probe]:
         """All-reduce among tensor ranks; a transfer from the first rank to the second and back, where there are two."""

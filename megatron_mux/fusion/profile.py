@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict
 
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.kernels.low_rank_choice import KernelChoice
 
 FORMAT: Literal[2] = 2
 
@@ -104,6 +105,7 @@ class Profile:
             seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
+        kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.
         tensor_seconds, element_seconds: An optimizer step, for each parameter of an adapter and for each element.
         sequence_seconds: Reading and laying out a sequence.
         step_seconds: Of a step whatever is in it.
@@ -117,6 +119,7 @@ class Profile:
     curves: dict[str, Curve]
     links: bool = False
     attention_in_one_call: bool = False
+    kernels: KernelChoice = ()
     tensor_seconds: float = 0.0
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels
 from megatron_mux.kernels.low_rank import LowRankKernels
 from megatron_mux.kernels.terms import TermTable
+
+KernelName = Literal["loop", "triton"]
+KernelChoice = tuple[tuple[BaseOpName, KernelName], ...]
+"""Which kernels compute the low-rank terms of a BaseOp; where it is not named, the default ones do."""
 
 
 class DryKernels(LowRankKernels):
@@ -43,16 +49,29 @@ class DryKernels(LowRankKernels):
         """See `LowRankKernels.weight_gradients`."""
 
 
-def kernels_for(x: Tensor) -> type[LowRankKernels]:
-    """The kernels for an input `[T, K]`: Triton's on a GPU, except in fp64; else the reference."""
-    if x.device.type != "cuda" or x.dtype == torch.float64:
-        return LoopKernels
-    return DryKernels if isinstance(x, FakeTensor) else _gpu_kernels()
+def kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[LowRankKernels]:
+    """The kernels for an input `[T, K]`.
+
+    Args:
+        x: The input.
+        chosen: Which; None, or one that cannot compute this input: the default.
+    """
+    here = alternatives(x.device, x.dtype)
+    if isinstance(x, FakeTensor) and here != ("loop",):
+        return DryKernels
+    return _kernels(chosen if chosen in here else here[0])
+
+
+def alternatives(device: torch.device, dtype: torch.dtype) -> tuple[KernelName, ...]:
+    """The kernels that compute low-rank terms in a dtype on a device, the default first."""
+    if device.type != "cuda" or dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return ("loop",)
+    return ("triton", "loop")
 
 
 @cache
-def _gpu_kernels() -> type[LowRankKernels]:
-    if importlib.util.find_spec("triton") is None:
+def _kernels(name: KernelName) -> type[LowRankKernels]:
+    if name == "loop":
         return LoopKernels
     from megatron_mux.kernels.triton_low_rank import TritonKernels
 

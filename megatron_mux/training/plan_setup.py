@@ -60,8 +60,11 @@ def make_planning(
     """
     known = _known_plan(arguments, manifest, say)
     share = partial(from_first, parallel=parallel)
+    profile = _profile(arguments, info, parallel, say)
+    if known is not None:  # a continued run computes as before
+        profile = replace(profile, kernels=known.kernels)
     context = _with_recompute(
-        _context(arguments, info, _loads(tasks, manifest, info), parallel, say),
+        _context(arguments, info, profile, _loads(tasks, manifest, info), parallel, say),
         arguments.recompute_granularity is None and parallel.device.type == "cuda",
         lambda tried: split_layers(tried, arguments, known, share),
         say,
@@ -72,6 +75,7 @@ def make_planning(
         "virtual": mesh.virtual,
         "split": mesh.split,
         "schedule": context.schedule,
+        "kernels": profile.kernels,
     }
     if arguments.mux_policy != "auto":
         return Planning(
@@ -90,13 +94,14 @@ def make_planning(
 def _context(
     arguments: MuxArguments,
     info: BackboneInfo,
+    profile: Profile,
     loads: dict[str, TaskLoad],
     parallel: Parallel,
     say: Progress,
 ) -> PlanningContext:
     """The context that the flags ask for, before layers are divided into stages."""
     return PlanningContext(
-        _profile(arguments, info, parallel, say),
+        profile,
         info,
         Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
         arguments.dtype.itemsize,

@@ -127,11 +127,14 @@ def test_a_planned_run_follows_its_plan(
 ) -> None:
     file = tmp_path / "plan.json"
     assert plan("--output", file, "--chunk-size", "8", "--micro-batches", "2")[0] == 0
+    kernels = [["linear_qkv", "loop"]]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "kernels": kernels}))
     run = server.run(workplace.arguments("--mux-plan", file, "--save", tmp_path / "run"))
     assert run.status == 0, run.errors
     assert f"following {file}" in run.output
     kept = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert {(b["micro_batches"], b["chunk"]) for b in kept["buckets"]} == {(2, 8)}
+    assert kept["kernels"] == kernels, "also once the planner has planned for the tasks that are left"
 
 
 def test_the_default_is_planned(workplace: Workplace, server: Server, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,10 @@ from megatron_mux.fusion import probes
 from megatron_mux.fusion.probes import SEGMENT, STACK
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.kernels import low_rank_choice
+from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.loop_low_rank import LoopKernels
+from megatron_mux.kernels.terms import TermTable
 from megatron_mux.memory.forms.method import Method
 from tests.tiny_models import make
 from tests.unit.fusion import backbone
@@ -75,7 +80,7 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     bench: Any = module._Bench.__new__(module._Bench)
     bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
     bench.device, bench.dtype = torch.device("cpu"), torch.float32
-    bench.probes = SimpleNamespace(layers=[None] * LAYERS, most_tokens=2048)
+    bench.probes = SimpleNamespace(layers=[None] * LAYERS, most_tokens=2048, chosen=())
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
     monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
     curves = timed(device)
@@ -107,3 +112,36 @@ def test_samples_of_every_kind_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not found._adapters()
     finally:
         runtime.shutdown()
+
+
+class Slow(LoopKernels):
+    """The reference, with a wait."""
+
+    @staticmethod
+    def down(x: torch.Tensor, table: TermTable, groups: RowGroups) -> torch.Tensor:
+        """See `LowRankKernels.down`."""
+        time.sleep(5e-3)
+        return LoopKernels.down(x, table, groups)
+
+
+def test_kernels_are_chosen_by_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, the fastest at each BaseOp; the profile keeps them, its adapters are timed with them."""
+    used: list[str] = []
+
+    def kernels_of(name: str) -> type[LoopKernels]:
+        used.append(name)
+        return Slow if name == "triton" else LoopKernels
+
+    parallel = runtime.initialize(device="cpu")
+    stage = Backbone.load(make(tmp_path, "llama"), parallel, torch.float32)
+    assert module._Bench(stage, 32, 1).probes.kernels() == [], "on a CPU there is one"
+    for owner in (probes, low_rank_choice):
+        monkeypatch.setattr(owner, "alternatives", lambda device, dtype: ("triton", "loop"))
+    monkeypatch.setattr(low_rank_choice, "_kernels", kernels_of)
+    bench = module._Bench(stage, 32, 1)
+    bench.choose_kernels()
+    assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "loop") and set(used) == {"triton", "loop"}
+    used.clear()
+    adapted = bench.probes._adapted(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
+    bench.take_turns(adapted)
+    assert set(used) == {"loop"}
