@@ -110,13 +110,17 @@ class AdapterSet:
         parallel: Where this rank stands.
         dtype: Of the backbone's computation.
         shape: The backbone's sizes.
+
+    Attributes:
+        host: The stage as adapters see it.
+        ops: Its BaseOps with their adapters.
     """
 
     def __init__(
         self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
     ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
-        self._ops = [AttachedBaseOp(info, self.host) for info in self.host.base_ops]
+        self.ops = [AttachedBaseOp(info, self.host) for info in self.host.base_ops]
         self._tasks: dict[str, TaskAdapter] = {}
 
     def add(self, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None = None) -> TaskAdapter:
@@ -143,8 +147,8 @@ class AdapterSet:
         taken = {other.slot for other in self._tasks.values()}
         adapter.slot = next(slot for slot in count() if slot not in taken)
         for op, at in adapter.at.items():
-            self._ops[op].add(spec.name, at, adapter.slot)
-            self._ops[op].attach()
+            self.ops[op].add(spec.name, at, adapter.slot)
+            self.ops[op].attach()
         self._tasks[spec.name] = adapter
         return adapter
 
@@ -156,20 +160,20 @@ class AdapterSet:
         """
         adapter = self._tasks.pop(name)
         for op in adapter.at:
-            self._ops[op].remove(name)
+            self.ops[op].remove(name)
         adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector
 
     def use(self, kernels: KernelChoice) -> None:
         """Have these kernels compute the low-rank terms."""
         chosen = dict(kernels)
-        for op in self._ops:
+        for op in self.ops:
             op.kernels = chosen.get(op.info.name)
 
     def prepare(self) -> None:
         """Bring to a GPU what its kernels need of tasks that have come or gone, before any message is outstanding."""
         if self.host.device.type == "cuda":
-            for op in self._ops:
-                op.table.bring()
+            for op in self.ops:
+                op.prepare()
 
     @property
     def tasks(self) -> Mapping[str, TaskAdapter]:

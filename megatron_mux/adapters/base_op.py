@@ -84,6 +84,10 @@ class AttachedBaseOp:
             self._table = TermTable([term for terms in self._low_rank.values() for term in terms])
         return self._table
 
+    def prepare(self) -> None:
+        """Bring to a GPU what its kernels need of tasks that have come or gone."""
+        self.table.bring()
+
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
         batch = layout.active()

@@ -123,7 +123,7 @@ def record_steps(
         recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size
         place.enter(JOIN)
         engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
-        watch.follow_adapters(engine.adapters.host)
+        watch.follow_adapters(engine.adapters)
         engine.register_tasks([_task(one) for one in run.tasks])
         watch.label(engine)
         _steps(engine, run, place, watch, around)

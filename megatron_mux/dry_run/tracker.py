@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from megatron_mux.adapters.attach import Host, Site
+from megatron_mux.adapters.attach import AdapterSet, Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.backbone.weights import Reading
@@ -68,8 +68,9 @@ class StepTracker(Heartbeat):
 
             setattr(residence, "layers", layers)  # noqa: B010 (on the instance)
 
-    def follow_adapters(self, host: Host) -> None:
-        """Track the layer on which each adapter is created."""
+    def follow_adapters(self, adapters: AdapterSet) -> None:
+        """Track the layer on which each adapter is created, and tables of adapters are made."""
+        host = adapters.host
         find = host.sites
 
         def sites(modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
@@ -79,6 +80,16 @@ class StepTracker(Heartbeat):
             self._place.layer = None
 
         setattr(host, "sites", sites)  # noqa: B010 (on the instance)
+        for op in adapters.ops:
+            setattr(op, "prepare", self._on_layer(op.info.layer, op.prepare))  # noqa: B010 (likewise)
+
+    def _on_layer(self, layer: int, function: Callable[[], None]) -> Callable[[], None]:
+        def tracked() -> None:
+            self._place.layer = layer
+            function()
+            self._place.layer = None
+
+        return tracked
 
     def label(self, engine: Engine) -> None:
         """Label the tasks' tensors by purpose, now and at the end of each bucket's step."""

@@ -70,8 +70,9 @@ class UpdateTable:
         pieces: As given: kept, since the table has their addresses.
         rows: As given.
         entries: `[pieces, fields]` int64 on the device.
-        tiles: `[tiles, 2]` int32 on the device: piece, first element.
-        first_tile: `[rows + 1]` int32 on the device: a task's tiles begin here and end where the next one's begin.
+        tiles: Number of tiles.
+        of_pieces: `[pieces + 1]` int32 on the device: a piece's tiles begin here and end where the next one's begin.
+        of_rows: `[rows + 1]` int32 on the device, likewise of tasks.
         copy_type: dtype of the copies.
         aligned: Whether every piece can be accessed 16 bytes at a time.
     """
@@ -79,16 +80,19 @@ class UpdateTable:
     def __init__(self, pieces: Sequence[Piece], rows: int) -> None:
         device = pieces[0].value.device
         assert all(a.row <= b.row for a, b in zip(pieces, pieces[1:], strict=False))
-        tiles = [(i, at) for i, p in enumerate(pieces) for at in range(0, p.value.numel(), TILE)]
-        counts = [0] * (rows + 1)
-        for i, _ in tiles:
-            counts[pieces[i].row + 1] += 1
+        tiles = [-(-piece.value.numel() // TILE) for piece in pieces]
+        of_rows = [0] * rows
+        for piece, count in zip(pieces, tiles, strict=True):
+            of_rows[piece.row] += count
         entries = [_entry(piece) for piece in pieces]
         self.pieces = tuple(pieces)
         self.rows = rows
         self.entries = to_device(torch.tensor(entries), device)
-        self.tiles = to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 2), device)
-        self.first_tile = to_device(torch.tensor(counts).cumsum(0, dtype=torch.int32), device)
+        self.tiles = sum(tiles)
+        self.of_pieces, self.of_rows = (
+            to_device(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device)
+            for counts in (tiles, of_rows)
+        )
         copies = {piece.copy.dtype for piece in pieces if piece.copy is not None} or {torch.float32}
         (self.copy_type,) = copies
         self.aligned = all(a % 16 == 0 for entry in entries for a in entry[:5]) and all(

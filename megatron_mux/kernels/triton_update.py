@@ -27,13 +27,14 @@ _OPTIONS = tl.constexpr(7)
 
 def squared_norms(table: UpdateTable) -> Tensor:
     """Each task's squared norm over its gradients that this rank counts: `[rows]` fp64."""
-    squares = torch.empty(max(len(table.tiles), 1), dtype=torch.float64, device=table.entries.device)
+    squares = torch.empty(max(table.tiles, 1), dtype=torch.float64, device=table.entries.device)
     norms = torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
-    if len(table.tiles):
-        _tile_squares[(len(table.tiles),)](
-            squares, table.entries, table.tiles, ALIGNED=table.aligned, TILE=TILE, num_warps=4
-        )
-    _row_sums[(table.rows,)](norms, squares, table.first_tile, WIDTH=128, num_warps=1)
+    if table.tiles:
+        _tile_squares[(table.tiles,)](
+            squares, table.entries, table.of_pieces, len(table.pieces),
+            ALIGNED=table.aligned, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+    _row_sums[(table.rows,)](norms, squares, table.of_rows, WIDTH=128, num_warps=1)
     return norms
 
 
@@ -47,20 +48,34 @@ def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) ->
         skip: `[rows]` bool: where it is true, values, moments and copies stay as they are. The gradient is zeroed all
             the same.
     """
-    if len(table.tiles):
+    if table.tiles:
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-        _update[(len(table.tiles),)](
-            table.entries, table.tiles, options, norms, skip.view(torch.uint8), COPY=copy_type[table.copy_type],
-            ALIGNED=table.aligned, TILE=TILE, num_warps=4,
+        _update[(table.tiles,)](
+            table.entries, table.of_pieces, len(table.pieces), options, norms, skip.view(torch.uint8),
+            COPY=copy_type[table.copy_type], ALIGNED=table.aligned, TILE=TILE, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
-def _tile_squares(squares, entries, tiles, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def _tile(entries, of_pieces, pieces, TILE: tl.constexpr):
+    """The entry of this program's tile, and the places of the tile's elements in the piece: by bisection."""
+    tile = tl.program_id(0)
+    low = tile * 0
+    high = low + pieces
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(of_pieces + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    first = (tile - tl.load(of_pieces + low)) * TILE
+    return entries + low * _FIELDS, tl.multiple_of(first, TILE) + tl.arange(0, TILE)
+
+
+@triton.jit
+def _tile_squares(squares, entries, of_pieces, pieces, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """The sum of squares of each tile's gradient."""
-    tile = tiles + tl.program_id(0) * 2
-    entry = entries + tl.load(tile) * _FIELDS
-    places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
+    entry, places = _tile(entries, of_pieces, pieces, TILE)
     # Not the product with zero: a gradient that is not counted may be infinite.
     count = tl.where(tl.load(entry + _COUNTED) != 0, _multiple(entry, _COUNT, 8 if ALIGNED else 0), 0)
     gradient = tl.load(
@@ -88,18 +103,17 @@ def _option(options, row, field: tl.constexpr):
 
 @triton.jit
 def _update(
-    entries, tiles, options, norms, skip,
+    entries, of_pieces, pieces, options, norms, skip,
     COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile's step; the arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
-    tile = tiles + tl.program_id(0) * 2
-    entry = entries + tl.load(tile) * _FIELDS
-    places = tl.multiple_of(tl.load(tile + 1), TILE) + tl.arange(0, TILE)
+    entry, places = _tile(entries, of_pieces, pieces, TILE)
     mask = places < _multiple(entry, _COUNT, 8 if ALIGNED else 0)
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places
+    gradient = tl.load(gradients, mask=mask, other=0.0)
+    tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
     if tl.load(skip + row) == 0:
-        gradient = tl.load(gradients, mask=mask, other=0.0)
         limit = _option(options, row, _MAX_NORM)
         if limit > 0:
             factor = limit / (tl.load(norms + row) + 1e-6)
@@ -116,7 +130,6 @@ def _update(
         tl.store(values, value, mask=mask)
         if tl.load(entry + _COPY) != 0:
             tl.store(_pointer(entry, _COPY, COPY, ALIGNED) + places, value.to(COPY), mask=mask)
-    tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
 
 
 @triton.jit

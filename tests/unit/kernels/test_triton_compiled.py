@@ -47,7 +47,7 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     constants = {"FACTORS": None, "ALIGNED": 8, "PRECISION": "tf32", "TILE": 64, **blocks, **constants}
     types = {"values": "bf16", "latent": "bf16", "d_latent": "bf16", "output": "bf16", "gradient": "bf16"}
     types |= {"entries": "i64"} | dict.fromkeys(
-        ("first_entry", "tiles", "table", "sequence_ids", "token_index"), "i32"
+        ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
     types |= {"skip": "u8"} | dict.fromkeys(("options", "norms", "squares"), "fp64")
     signature, attributes = {}, {}

@@ -45,7 +45,7 @@ def test_engine_trains_as_with_the_reference(
         for i, (name, section) in enumerate(SECTIONS.items())
     ]
     wanted = train(backbone, parallel, cases, 2)
-    monkeypatch.setattr(base_op, "kernels_for", lambda _: TritonKernels)
+    monkeypatch.setattr(base_op, "kernels_for", lambda *_: TritonKernels)
     monkeypatch.setattr(step_runner, "update_of", lambda own: GroupedUpdate(own, triton_update))
     found = train(backbone, parallel, cases, 2)
     for name in SECTIONS:
