@@ -77,7 +77,7 @@ def base_op_turn(directory: Path, parallel: Parallel, tasks: int, repeats: int) 
     x = torch.randn(512, 1, 64, requires_grad=True)  # as many rows whatever the number of tasks
 
     def turn() -> None:
-        with layout.activate(batch), mock.patch.object(base_op, "kernels_for", lambda _: DryKernels):
+        with layout.activate(batch), mock.patch.object(base_op, "kernels_for", lambda *_: DryKernels):
             for _ in range(repeats):
                 y = module(x)[0]
                 y.backward(torch.ones_like(y))
