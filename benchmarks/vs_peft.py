@@ -29,8 +29,8 @@ QUICKSTART = HERE.parent / ".quickstart"
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's flags."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--backbone", type=Path, help="Hugging Face directory (default on CPU: .quickstart/backbone)"
@@ -72,6 +72,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-memory", action="store_true")
     add_output(parser)
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.backbone is not None and arguments.backbone_shape is not None:
         parser.error("give --backbone DIR or --backbone-shape NAME, not both")

@@ -6,7 +6,6 @@ the other. A task that skips its step is left out by selection, so its values st
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_mux import runtime
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.kernels.bucket_update import Piece, UpdateTable, options_of
+from megatron_mux.kernels.low_rank_choice import has_triton, suits_triton
 
 
 class BucketUpdate(ABC):
@@ -131,13 +131,13 @@ class DryUpdateKernels:
 
 
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
-    """The update of tasks: at once on a GPU, except in fp64."""
+    """The update of tasks: at once where Triton kernels compute it."""
     values = optimizers[0].arena.values
-    if values.device.type != "cuda" or values.dtype == torch.float64:
+    if not suits_triton(values.device, values.dtype):
         return LoopUpdate(optimizers)
     if isinstance(values, FakeTensor):
         return GroupedUpdate(optimizers, DryUpdateKernels)
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return LoopUpdate(optimizers)
     from megatron_mux.kernels import triton_update
 

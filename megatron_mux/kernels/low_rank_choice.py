@@ -1,4 +1,4 @@
-"""Which kernels compute low-rank terms on a device."""
+"""Which kernels compute low-rank terms on a device, and what is computed with Triton."""
 
 from __future__ import annotations
 
@@ -56,17 +56,26 @@ def kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[LowRankKern
         x: The input.
         chosen: Which; None, or one that cannot compute this input: the default.
     """
+    if isinstance(x, FakeTensor):
+        return DryKernels if chosen != "loop" and suits_triton(x.device, x.dtype) else LoopKernels
     here = alternatives(x.device, x.dtype)
-    if isinstance(x, FakeTensor) and here != ("loop",):
-        return DryKernels
     return _kernels(chosen if chosen in here else here[0])
 
 
 def alternatives(device: torch.device, dtype: torch.dtype) -> tuple[KernelName, ...]:
     """The kernels that compute low-rank terms in a dtype on a device, the default first."""
-    if device.type != "cuda" or dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-        return ("loop",)
-    return ("triton", "loop")
+    return ("triton", "loop") if suits_triton(device, dtype) and has_triton() else ("loop",)
+
+
+def suits_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton kernels compute a dtype on a device: on GPUs, but not in fp64."""
+    return device.type == "cuda" and dtype != torch.float64
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed. On a fake GPU nothing depends on it: a dry run predicts a machine that has it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache

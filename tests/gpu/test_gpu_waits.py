@@ -19,13 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.needs_gpu import NEEDS_GPU
+
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
-]
+pytestmark = NEEDS_GPU
 
 PATIENCE = 2.0
 """Seconds after which something is taken to wait for the receive."""

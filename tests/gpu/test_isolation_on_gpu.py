@@ -17,11 +17,9 @@ from tests import tiny_models
 from tests.end_to_end.families import FAMILIES, lora
 from tests.end_to_end.harness import assert_close, train
 from tests.end_to_end.test_isolation import ADAMW, POISONS, kinds, make_cases
+from tests.gpu.needs_gpu import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
-]
+pytestmark = NEEDS_GPU
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DEVICE = "cuda"
 

@@ -18,11 +18,9 @@ from megatron_mux.fusion.profile_store import about_run
 from megatron_mux.kernels.attention import Segment, segment_attention
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
+from tests.gpu.needs_gpu import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("window", [None, 48])

@@ -14,12 +14,10 @@ from megatron_mux.engine import step_runner
 from megatron_mux.pipeline.execute import execute
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
+from tests.gpu.needs_gpu import NEEDS_GPU
 from tests.unit.engine.test_no_waits import ADAPTERS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
-]
+pytestmark = NEEDS_GPU
 DEVICE = "cuda"
 STEPS = 6
 UNSTEADY = 2

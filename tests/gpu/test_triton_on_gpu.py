@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu-check` on one"),
-]
+from tests.gpu.needs_gpu import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
 
 if torch.cuda.is_available():
     from tests.unit.kernels.interpreted.low_rank import (  # noqa: F401

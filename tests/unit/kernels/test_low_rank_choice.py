@@ -1,0 +1,42 @@
+"""Which kernels compute low-rank terms on which device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_mux.kernels import low_rank_choice
+from megatron_mux.kernels.loop_low_rank import LoopKernels
+from megatron_mux.kernels.low_rank_choice import DryKernels, alternatives, kernels_for
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def on_a_fake_gpu(dtype: torch.dtype) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty(4, 8, dtype=dtype, device=GPU)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_dry_run_predicts_a_gpu_that_has_triton_whether_it_is_installed_here_or_not(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: installed)
+    x = on_a_fake_gpu(torch.bfloat16)
+    assert kernels_for(x) is DryKernels and kernels_for(x, "triton") is DryKernels
+    assert kernels_for(x, "loop") is LoopKernels
+    assert kernels_for(on_a_fake_gpu(torch.float64)) is LoopKernels
+
+
+def test_alternatives_are_those_that_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: True)
+    assert alternatives(GPU, torch.bfloat16) == ("triton", "loop")
+    assert alternatives(GPU, torch.float64) == alternatives(CPU, torch.bfloat16) == ("loop",)
+    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: False)
+    assert alternatives(GPU, torch.bfloat16) == ("loop",)
+
+
+def test_a_choice_that_cannot_compute_an_input_gives_way_to_the_default() -> None:
+    assert kernels_for(torch.zeros(4, 8), "triton") is LoopKernels
