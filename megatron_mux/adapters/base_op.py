@@ -57,8 +57,10 @@ class AttachedBaseOp:
         self.kernels: KernelName | None = None
 
     def attach(self) -> None:
-        """Replace the module's `forward`."""
+        """Replace the module's `forward`. A row-parallel one gets `finish`, too."""
         self.info.module.forward = self.forward
+        if not self.info.column_parallel:
+            setattr(self.info.module, "finish", self.finish)  # noqa: B010 (on the instance)
 
     def add(self, task: str, adapter: Adapter, slot: int) -> None:
         """Give the rows of `task`, which has this slot, to `adapter`."""
@@ -76,6 +78,7 @@ class AttachedBaseOp:
         if not self.others and not self._low_rank:
             # The class's own method shows again: nothing of ours is left in the module's __dict__.
             del self.info.module.forward
+            vars(self.info.module).pop("finish", None)
 
     @property
     def table(self) -> TermTable:
@@ -134,8 +137,23 @@ class AttachedBaseOp:
         x = input_.reshape(-1, input_.shape[-1])
         x = _map_rows(x, {rows: a.before for rows, a in present.items() if "before" in a.stages})
         y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
-        y3 = self._reduce(y3)
-        y, bias = y3.view(-1, y3.shape[-1]), module.bias
+        if module.explicit_expert_comm:
+            return y3, None  # the caller sums it, and calls `finish`
+        return self.finish(self._reduce(y3))
+
+    def finish(self, summed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What a row-parallel BaseOp does after its sum over tensor ranks: adapters that act there, and the bias.
+
+        Args:
+            summed: `[T, 1, N]`; with sequence parallelism this rank's rows of it.
+
+        Returns:
+            Likewise, and the bias if the module skips it.
+        """
+        module: Any = self.info.module
+        batch = layout.active()
+        present = self._present(batch) if self.others else {}
+        y, bias = summed.view(-1, summed.shape[-1]), module.bias
         if bias is not None and not module.skip_bias_add:
             y, bias = y + bias, None
         trained = any("after" in adapter.stages for adapter in present.values())
@@ -145,7 +163,7 @@ class AttachedBaseOp:
         if trained and torch.is_grad_enabled() and not y.requires_grad:
             # The rows in question are another rank's; what follows has collectives in its backward, for all ranks.
             y = y.detach().requires_grad_()
-        return y.view(*y3.shape), bias
+        return y.view(*summed.shape), bias
 
     def _product(
         self, x: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter], batch: MicroBatch
@@ -169,7 +187,7 @@ class AttachedBaseOp:
 
     def _spread(self, input_: Tensor) -> Tensor:
         """Copy or gather the input of a column-parallel product; the backward sums its gradient over tensor ranks."""
-        if self.parallel.tp_size == 1:
+        if self.parallel.tp_size == 1 or self.info.module.explicit_expert_comm:
             return input_
         from megatron.core.tensor_parallel import mappings
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
+from megatron_mux.backbone.cut_layer import CutLayer
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
+from megatron_mux.backbone.stage_pass import StagePass
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
@@ -72,6 +74,7 @@ class Backbone:
         self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
         self.residence = Residence(residence, parallel)
         weights.load(self.model, shape, layers, source, info.stored, self.residence)
+        self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._embedding_scale: Tensor | None = None
         if shape.embedding_scale != 1.0:
             # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
@@ -136,13 +139,61 @@ class Backbone:
             adapter lies below: of a task in this batch if the weights are resident, else of any task.
         """
         if hidden is None:
-            hidden = self._embed(batch)
+            hidden = self.embed(batch)
         angles = self.angles(batch)
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
         layers = self.residence.layers(hidden, self._trained_from)
         for i in range(len(self.layers)):
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
         return layers.hidden
+
+    def begin(self, batch: MicroBatch, labelled_only: bool = False) -> StagePass:
+        """Begin to compute this stage on a micro-batch with its messages left to the caller.
+
+        Args:
+            batch: As for `forward`.
+            labelled_only: As for `forward`.
+        """
+        decoder, last = self.model.decoder, len(self.layers) - 1
+        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        angles = self.angles(batch) if batch.rows else []
+        layers = [
+            CutLayer(
+                layer=decoder.layers[i],
+                batch=batch,
+                angles=angles[i],
+                sequence_parallel=self.parallel.sequence_parallel,
+                labelled_only=labelled_only and i == last,
+                recompute=self.recompute == "full",
+                last_norm=decoder.final_layernorm if self.last and i == last else None,
+                anchor=self._anchor,
+            )
+            if batch.rows
+            else None
+            for i in range(len(self.layers))
+        ]
+        messages = 4 if self.parallel.sequence_parallel else 2
+        return StagePass(layers, self.residence, self._trained_from, messages, self.recompute == "full")
+
+    def embed(self, batch: MicroBatch) -> Tensor:
+        """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
+        embedding = self.model.embedding
+        with torch.no_grad(), self.residence.using("embedding", 0):
+            if not batch.rows:
+                return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
+            # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
+            words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
+            if self._embedding_scale is not None:
+                words = words * self._embedding_scale
+            if embedding.reduce_scatter_embeddings:
+                return words  # type: ignore[no-any-return]
+            hidden: Tensor = words.transpose(0, 1)
+            if self.shape.position_limit is not None:
+                places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
+                hidden = hidden + places.unsqueeze(1)
+            if self.parallel.sequence_parallel:
+                hidden = scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
+            return hidden.contiguous()
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
         """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
@@ -216,26 +267,6 @@ class Backbone:
         return found
 
     # ---- details ----------------------------------------------------------------------------------------------------
-
-    def _embed(self, batch: MicroBatch) -> Tensor:
-        """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
-        embedding = self.model.embedding
-        with torch.no_grad(), self.residence.using("embedding", 0):
-            if not batch.rows:
-                return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
-            # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
-            words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
-            if self._embedding_scale is not None:
-                words = words * self._embedding_scale
-            if embedding.reduce_scatter_embeddings:
-                return words  # type: ignore[no-any-return]
-            hidden: Tensor = words.transpose(0, 1)
-            if self.shape.position_limit is not None:
-                places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
-                hidden = hidden + places.unsqueeze(1)
-            if self.parallel.sequence_parallel:
-                hidden = scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
-            return hidden.contiguous()
 
     @property
     def _trained_from(self) -> int:

@@ -82,6 +82,9 @@ class WeightUnit:
         shares: Number of ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps everything.
         offloaded: Whether the share is kept in host memory.
         side: Stream of copies and gathers.
+
+    Attributes:
+        uses: How many passes are using the weights: those that are interleaved share them.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class WeightUnit:
         self._side = side
         self._coming: list[dist.Work] = []
         self._here = False
+        self.uses = 0
         starts = [0]
         for parameter in parameters:
             starts.append(starts[-1] + _aligned(parameter.nbytes))
@@ -133,6 +137,7 @@ class WeightUnit:
 
     def abandon(self) -> None:
         """Drop the weights, fetched or being fetched, after a pass was interrupted."""
+        self.uses = 0
         self._arrive()
         self.drop()
 
@@ -205,12 +210,15 @@ class Residence:
             yield
             return
         unit.wait()
+        unit.uses += 1
         if following in self.units:
             self.units[following].bring()
         try:
             yield
         finally:
-            unit.drop()
+            unit.uses -= 1
+            if not unit.uses:
+                unit.drop()
 
     def abandon(self) -> None:
         """Drop all weights, fetched or being fetched, after a pass was interrupted."""

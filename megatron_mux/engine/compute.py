@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_mux import layout
+from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.batches import StepBatches
 from megatron_mux.engine.bucket_finalizer import COLUMNS, BucketFinalizer
+from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
@@ -55,6 +57,8 @@ class TrainingCompute:
         shape = (len(finalizer.tokens) * len(finalizer.buckets), len(finalizer.tasks))
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
+        self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
+        self._exchange = Exchange(finalizer.parallel)
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
         self._lowest = {name: task.load.adapter.lowest_layer for name, task in finalizer.tasks.items()}
         # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not.
@@ -102,7 +106,14 @@ class TrainingCompute:
             needed = self._trained_below(backbone.layers.start, action.unit)
             split = zip(hidden.split(sizes), needed, strict=True)
             parts = [part if trained else part.detach() for part, trained in split]
-        outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
+        launch = self.finalizer.bucket(action.bucket).launch
+        if launch:
+            passes = InterleavedPasses(backbone, batches, launch[action.stage], self._exchange)
+            self._interleaved[action.stage, action.unit] = passes
+            made = passes.forward(hidden, self._trained_below(backbone.layers.start, action.unit))
+            outputs = [self._finish(action, batch, own) for batch, own in zip(batches, made, strict=True)]
+        else:
+            outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
         self._outputs[action.stage, action.unit] = outputs
         # Each batch is back-propagated by itself, below.
         with torch.no_grad():
@@ -112,8 +123,14 @@ class TrainingCompute:
         backbone = self.stages[action.stage]
         with layout.activate(batch):
             output = backbone.forward(batch, hidden, labelled_only=True)
-            if not backbone.last:
-                return output
+        return self._finish(action, batch, output)
+
+    def _finish(self, action: Action, batch: MicroBatch, output: Tensor) -> Tensor:
+        """What a stage's pass makes: its hidden states, or the loss on the last stage."""
+        backbone = self.stages[action.stage]
+        if not backbone.last:
+            return output
+        with layout.activate(batch):
             loss, nll = backbone.loss(output, batch)
         self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
@@ -136,8 +153,12 @@ class TrainingCompute:
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None and any(trained):
             gradients = [gradient] if len(outputs) == 1 else gradient.split([o.shape[0] for o in outputs])
+        passes = self._interleaved.pop((action.stage, action.unit), None)
+        if passes is not None:
+            own_parts = zip(gradients, trained, strict=True)
+            passes.backward(outputs, [own if is_trained else None for own, is_trained in own_parts])
         for batch, out, own, is_trained in zip(batches, outputs, gradients, trained, strict=True):
-            if is_trained and out.requires_grad:  # not below all adapters
+            if passes is None and is_trained and out.requires_grad:  # not below all adapters
                 with layout.activate(batch):
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:

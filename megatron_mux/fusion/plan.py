@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
+from megatron_mux.fusion.launch_order import LaunchOrder
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
@@ -61,6 +62,7 @@ class Bucket:
         forward, backward: `[S]` predicted seconds of one chunk's passes; empty without the planner.
         memory: `[S]` predicted bytes kept of one chunk between its passes; empty without the planner.
         transfer: `[S - 1]` predicted seconds between stages; empty without the planner.
+        launch: `[S]` in which order the pieces of its hybrid tasks are computed; empty: one hybrid task after another.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -73,6 +75,7 @@ class Bucket:
     backward: _Amounts = ()
     memory: _Amounts = ()
     transfer: _Amounts = ()
+    launch: tuple[LaunchOrder, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:

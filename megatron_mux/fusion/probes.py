@@ -234,7 +234,7 @@ class Probes:
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             self._angles(batch)
-            return self.backbone._embed(batch), ()
+            return self.backbone.embed(batch), ()
 
         return run
 

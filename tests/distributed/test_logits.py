@@ -117,7 +117,7 @@ def test_family_agrees_with_transformers(
     embedded = None
     if parallel.is_first_stage:
         with torch.no_grad():
-            embedded = backbone._embed(batch).clone().requires_grad_(True)
+            embedded = backbone.embed(batch).clone().requires_grad_(True)
     hidden = run.forward(embedded)
     assert hidden.shape == backbone.hidden_shape(batch)
     ours = nll = None
@@ -160,7 +160,7 @@ def test_recomputation_changes_nothing(
         embedded = None
         if parallel.is_first_stage:
             with torch.no_grad():
-                embedded = backbone._embed(batch).clone().requires_grad_(True)
+                embedded = backbone.embed(batch).clone().requires_grad_(True)
         run = stages(backbone, batch)
         hidden = run.forward(embedded)
         loss = backbone.loss(hidden, batch)[0] if parallel.is_last_stage else None

@@ -76,7 +76,7 @@ def test_agrees_with_transformers(
     # GPT-Neo of transformers computes its scores in fp32 always.
     tolerance = 5e-4 if dtype == torch.float32 else 1e-5 if "neo" in name else 1e-9
     with layout.activate(batch):
-        embedded = backbone._embed(batch).clone().requires_grad_(True)
+        embedded = backbone.embed(batch).clone().requires_grad_(True)
         hidden = backbone.forward(batch, embedded)
         loss, nll = backbone.loss(hidden, batch)
         loss.backward()
@@ -182,7 +182,7 @@ def test_recomputing_changes_nothing(recompute: Any, checkpoints: Made, parallel
         backbone = Backbone.load(checkpoints("qwen2"), parallel, dtype=torch.float64, recompute=kind)
         batch = batch_of(backbone.shape.vocab)
         with layout.activate(batch):
-            embedded = backbone._embed(batch).clone().requires_grad_(True)
+            embedded = backbone.embed(batch).clone().requires_grad_(True)
             backbone.loss(backbone.forward(batch, embedded), batch)[0].backward()
         found.append(embedded.grad)
     assert found[0] is not None and found[1] is not None
@@ -211,7 +211,7 @@ def test_low_precision_stays_close(checkpoints: Made, parallel: Parallel) -> Non
     narrow = Backbone.load(path, parallel, dtype=torch.bfloat16)
     batch = batch_of(wide.shape.vocab)
     with layout.activate(batch):
-        embedded = narrow._embed(batch).clone().requires_grad_(True)
+        embedded = narrow.embed(batch).clone().requires_grad_(True)
         hidden = narrow.forward(batch, embedded)
         loss, _ = narrow.loss(hidden, batch)
         loss.backward()
@@ -231,7 +231,7 @@ def test_a_sequence_that_is_not_finite_reaches_no_other(
         batch = batch_of(backbone.shape.vocab)
         rows = batch.segments[0].length
         with layout.activate(batch):
-            embedded = backbone._embed(batch).clone()
+            embedded = backbone.embed(batch).clone()
             if bad:
                 embedded[:rows] = float("nan")
             embedded.requires_grad_(True)

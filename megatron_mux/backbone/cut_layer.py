@@ -1,0 +1,177 @@
+"""A layer under tensor parallelism, cut at its messages, so that other hybrid tasks can be computed meanwhile.
+
+Forward, a message follows attention and another one the MLP; backward, one follows each of them too:
+
+    [norm, attention] message [join, norm, MLP] message [join]
+
+Sequence parallelism adds a message before attention and before the MLP, each way. What acts between a message and the
+residual (biases, adapters after the reduction, norms of a sublayer's output) belongs to the join.
+
+Shapes: T rows of the micro-batch on this rank, N labelled ones, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.pieces import Exchanging, Message, MessageKind, Piece, some, without_collectives
+from megatron_mux.backbone.rotary import Angles
+from megatron_mux.layout import MicroBatch
+
+
+@dataclass
+class CutLayer:
+    """A layer's forward and backward on one micro-batch, as generators; see `pieces.Exchanging`.
+
+    Attributes:
+        layer: Megatron's transformer layer.
+        batch: The active micro-batch.
+        angles: The rotary angles of the tokens; None without rotary embedding.
+        sequence_parallel: Whether tensor ranks divide the rows between attention and MLP.
+        labelled_only: Compute the MLP on labelled rows only.
+        recompute: Keep the input alone, and compute the layer again, messages included, before its backward.
+        last_norm: Applied to the output: the final norm after the last layer, else None.
+        anchor: See `Piece`.
+        trained: Whether the output of `forward` needs a gradient.
+    """
+
+    layer: Any
+    batch: MicroBatch
+    angles: Angles | None
+    sequence_parallel: bool
+    labelled_only: bool
+    recompute: bool
+    last_norm: Callable[[Tensor], Tensor] | None
+    anchor: Tensor
+
+    def __post_init__(self) -> None:
+        self._pieces: _Pieces | None = None
+        self._input: tuple[Tensor, bool] | None = None  # to compute the layer again
+        self.trained = False
+
+    def forward(self, x: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        """Compute the layer.
+
+        Args:
+            x: `[T, 1, H]`, without a gradient of its own.
+            needed: Whether `backward` is to return its gradient.
+
+        Returns:
+            `[T, 1, H]`, or `[N, 1, H]` with `labelled_only`; and whether it needs a gradient.
+        """
+        output, self.trained = yield from self._compute(x, needed)
+        if self.recompute or not self.trained:
+            self._pieces = None
+        if self.recompute and self.trained:
+            self._input = x, needed
+        return output, self.trained
+
+    def backward(self, dx: Tensor) -> Exchanging[Tensor | None]:
+        """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
+        if self._input is not None:
+            again, self._input = self._input, None
+            yield from self._compute(*again)
+        assert self._pieces is not None
+        pieces, self._pieces = self._pieces, None
+        d_sum, d_residual = pieces.end.backward(dx)
+        (d_normed,) = pieces.mlp.backward((yield from self._sum_backward(d_sum)))
+        d_normed = yield from self._spread_backward(d_normed)
+        d_sum, d_residual = pieces.middle.backward(d_residual, d_normed)
+        (d_normed,) = pieces.attention.backward((yield from self._sum_backward(d_sum)))
+        (dx_of_norm,) = pieces.begin.backward((yield from self._spread_backward(d_normed)))
+        if d_residual is None or dx_of_norm is None:
+            return d_residual if dx_of_norm is None else dx_of_norm
+        return d_residual + dx_of_norm
+
+    def _compute(self, x: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        layer, pieces = self.layer, _Pieces(self.anchor)
+        self._pieces = pieces
+        normed, _ = pieces.begin.output(layer.input_layernorm(pieces.begin.input(x, needed)))
+        normed = yield from self._spread(normed)
+        partial, trained = self._attend(pieces.attention, normed, needed)
+        summed = yield from self._sum(partial)
+        x, normed, needed = self._join_and_norm(pieces.middle, (summed, trained), (x, needed))
+        normed = yield from self._spread(normed)
+        partial, trained = self._mlp(pieces.mlp, normed, needed)
+        summed = yield from self._sum(partial)
+        return self._join(pieces.end, (summed, trained), (x, needed))
+
+    def _attend(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
+        attention = self.layer.self_attention
+        with without_collectives(attention.linear_qkv, attention.linear_proj):
+            normed = piece.input(normed, needed)
+            partial, _ = attention(normed, attention_mask=None, attention_bias=self.angles)
+        return piece.output(partial)
+
+    def _join_and_norm(
+        self, piece: Piece, summed: tuple[Tensor, bool], residual: tuple[Tensor, bool]
+    ) -> tuple[Tensor, Tensor, bool]:
+        layer = self.layer
+        output = finished(layer.self_attention.linear_proj, piece.input(*summed))
+        x = layer.self_attn_bda(layer.training, False)(output, piece.input(*residual), 0.0)
+        if self.labelled_only:
+            x = x.index_select(0, self.batch.label_rows)
+        normed = layer.pre_mlp_layernorm(x)
+        x, needed = piece.output(x)
+        return x, piece.output(normed)[0], needed
+
+    def _mlp(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
+        mlp = self.layer.mlp
+        with self._rows(), without_collectives(mlp.linear_fc1, mlp.linear_fc2):
+            partial, _ = mlp(piece.input(normed, needed))
+        return piece.output(partial)
+
+    def _join(
+        self, piece: Piece, summed: tuple[Tensor, bool], residual: tuple[Tensor, bool]
+    ) -> tuple[Tensor, bool]:
+        layer = self.layer
+        with self._rows():
+            output = finished(layer.mlp.linear_fc2, piece.input(*summed))
+        x = layer.mlp_bda(layer.training, False)(output, piece.input(*residual), 0.0)
+        return piece.output(x if self.last_norm is None else self.last_norm(x))
+
+    def _rows(self) -> AbstractContextManager[MicroBatch]:
+        """The rows of the MLP."""
+        batch = self.batch.labelled if self.labelled_only else self.batch
+        return layout.activate(batch)
+
+    # -- messages: of the input of attention or MLP, and of the sum of its outputs, each way
+
+    def _spread(self, normed: Tensor) -> Exchanging[Tensor]:
+        if not self.sequence_parallel:
+            return normed
+        return some((yield Message("all_gather", normed)))
+
+    def _spread_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        return (yield None if gradient is None else Message(self._summing, gradient))
+
+    def _sum(self, partial: Tensor) -> Exchanging[Tensor]:
+        return some((yield Message(self._summing, partial)))
+
+    def _sum_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        if not self.sequence_parallel:
+            return gradient
+        return (yield None if gradient is None else Message("all_gather", gradient.contiguous()))
+
+    @property
+    def _summing(self) -> MessageKind:
+        return "reduce_scatter" if self.sequence_parallel else "all_reduce"
+
+
+class _Pieces:
+    """The pieces of a layer, between its messages."""
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.begin, self.attention, self.middle, self.mlp, self.end = (Piece(anchor) for _ in range(5))
+
+
+def finished(module: Any, summed: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a row-parallel BaseOp returns once its output has been summed: with its adapters, and its skipped bias."""
+    finish = vars(module).get("finish")
+    return (summed, module.bias) if finish is None else finish(summed)

@@ -1,0 +1,123 @@
+"""Messages of tensor ranks, issued without waiting: computations that do not need them go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.pieces import Exchanging, Message
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+
+Made = TypeVar("Made")
+
+
+class Exchange:
+    """Issues the messages of one rank, in the same order on all ranks of its tensor group.
+
+    On a GPU the group's own stream carries a message, after what the current stream has computed so far; waiting for
+    it makes the current stream wait, not the host. On a CPU a thread of the group does.
+
+    Args:
+        parallel: Where this rank stands.
+
+    Attributes:
+        log: Kinds and sizes of the messages issued so far, if somebody wants to know; else None.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._group = parallel.tp_group
+        self._size = parallel.tp_size
+        self.log: list[tuple[str, int]] | None = None
+
+    def issue(self, message: Message) -> Pending:
+        """Begin to exchange a message."""
+        tensor = message.tensor.contiguous()
+        if self.log is not None:
+            self.log.append((message.kind, tensor.numel()))
+        if message.kind == "all_reduce":
+            return Pending(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+        rows, *width = tensor.shape
+        if message.kind == "all_gather":
+            made = tensor.new_empty(rows * self._size, *width)
+            return Pending(
+                made, dist.all_gather_into_tensor(made, tensor, group=self._group, async_op=True), tensor
+            )
+        made = tensor.new_empty(rows // self._size, *width)
+        return Pending(
+            made, dist.reduce_scatter_tensor(made, tensor, group=self._group, async_op=True), tensor
+        )
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A message on its way.
+
+    Attributes:
+        result: What it makes.
+        work: Tells when it is there.
+        sent: Kept until then.
+    """
+
+    result: Tensor
+    work: Any
+    sent: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, for computations that follow."""
+        self.work.wait()
+        return self.result
+
+
+@dataclass
+class Course(Generic[Made]):
+    """A computation with messages that is under way.
+
+    Attributes:
+        steps: The computation.
+        batch: Its micro-batch.
+    """
+
+    steps: Exchanging[Made]
+    batch: MicroBatch
+
+
+def interleave(courses: Sequence[Course[Made]], order: Sequence[int], exchange: Exchange) -> list[Made]:
+    """Run computations piece by piece, in an order in which the pieces of one hide the messages of another.
+
+    Args:
+        courses: The computations.
+        order: For each piece, the index of the computation that it belongs to: as often as that yields, and once more.
+        exchange: Carries their messages.
+
+    Returns:
+        What each has made.
+
+    Raises:
+        RuntimeError: The order ends before some computation does, or goes on after its end.
+    """
+    pending: list[Pending | None] = [None] * len(courses)
+    made: dict[int, Made] = {}
+    for index in order:
+        if index in made:
+            raise RuntimeError(f"the launch order goes on with computation {index}, which has ended")
+        waiting, pending[index] = pending[index], None
+        result = None if waiting is None else waiting.wait()
+        course = courses[index]
+        try:
+            with layout.activate(course.batch):
+                message = course.steps.send(result)
+        except StopIteration as end:
+            made[index] = end.value
+            continue
+        pending[index] = None if message is None else exchange.issue(message)
+    if len(made) < len(courses):
+        raise RuntimeError(
+            f"the launch order ends before computations {set(range(len(courses))) - set(made)}"
+        )
+    return [made[index] for index in range(len(courses))]

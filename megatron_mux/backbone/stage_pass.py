@@ -1,0 +1,86 @@
+"""A micro-batch's way through a stage, forward and backward, with its messages left to the caller.
+
+Shapes: T rows of the micro-batch on this rank, N labelled ones, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_mux.backbone.cut_layer import CutLayer
+from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.backbone.residence import Key, Residence
+
+
+class StagePass:
+    """The layers of a stage on one micro-batch; made by `Backbone.begin`.
+
+    How often `forward` and `backward` yield depends on the number of layers and on `trained_from` alone.
+
+    Args:
+        layers: Of the stage; None where the micro-batch has no rows on this rank.
+        residence: Where their weights live.
+        trained_from: The first layer of the stage with an adapter.
+        messages: How often a layer yields, each way.
+        recompute: Whether layers are computed again before their backward.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CutLayer | None],
+        residence: Residence,
+        trained_from: int,
+        messages: int,
+        recompute: bool,
+    ) -> None:
+        self._layers = layers
+        self._residence = residence
+        self._trained_from = trained_from
+        self._messages = messages
+        self._again = 2 if recompute else 1
+
+    def forward(self, hidden: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        """Compute the layers.
+
+        Args:
+            hidden: `[T, 1, H]`.
+            needed: Whether `backward` is to return its gradient.
+
+        Returns:
+            `[T, 1, H]`, or `[N, 1, H]` where the last layer computes labelled rows only; and whether it needs a
+            gradient.
+        """
+        hidden = hidden.detach()
+        for i, layer in enumerate(self._layers):
+            following: Key = i + 1 if i + 1 < len(self._layers) else "head"
+            with self._residence.using(i, following):
+                if layer is None:
+                    for _ in range(self._messages):
+                        yield None
+                else:
+                    hidden, needed = yield from layer.forward(hidden, needed)
+        self._needed = needed
+        return hidden, needed
+
+    def backward(self, gradient: Tensor | None, to_input: bool) -> Exchanging[Tensor | None]:
+        """Back-propagate to the adapters.
+
+        Args:
+            gradient: Like the output of `forward`; None for zero.
+            to_input: Whether an earlier stage needs the gradient of the input.
+
+        Returns:
+            The gradient of the input, if it is needed.
+        """
+        lowest = 0 if to_input else self._trained_from
+        for i in reversed(range(lowest, len(self._layers))):
+            layer = self._layers[i]
+            with self._residence.using(i, i - 1 if i > lowest else None):
+                if layer is None or gradient is None or not layer.trained:
+                    for _ in range(self._messages * self._again):
+                        yield None
+                else:
+                    gradient = yield from layer.backward(gradient)
+        return gradient

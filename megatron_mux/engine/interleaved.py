@@ -1,0 +1,97 @@
+"""Hybrid tasks of one bucket, computed piece by piece in turns, so that each hides the messages of the others.
+
+MuxTune section 3.4.3. The launch order is part of the plan; here it is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.exchange import Course, Exchange, interleave
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.fusion.launch_order import LaunchOrder, decode
+from megatron_mux.layout import MicroBatch
+
+Made = TypeVar("Made")
+
+
+class InterleavedPasses:
+    """A unit's passes through a stage, one for each of its hybrid tasks.
+
+    Args:
+        backbone: The stage.
+        batches: A micro-batch for each hybrid task.
+        order: Whose piece comes next.
+        exchange: Carries the messages of tensor ranks.
+    """
+
+    def __init__(
+        self, backbone: Backbone, batches: Sequence[MicroBatch], order: LaunchOrder, exchange: Exchange
+    ) -> None:
+        self._backbone = backbone
+        self._batches = batches
+        self._order = order
+        self._exchange = exchange
+        self._passes = [backbone.begin(batch, labelled_only=True) for batch in batches]
+        self._hidden: Tensor | None = None
+
+    def forward(self, hidden: Tensor | None, needed: Sequence[bool]) -> list[Tensor]:
+        """Compute the layers.
+
+        Args:
+            hidden: `[T, 1, H]` of all batches; None on the first stage.
+            needed: For each batch, whether an earlier stage needs the gradient of its part.
+
+        Returns:
+            For each batch its hidden states, after the final norm on the last stage: without a graph.
+        """
+        backbone, batches = self._backbone, self._batches
+        self._hidden, self._needed = hidden, needed
+        if hidden is None:
+            parts = [self._embed(batch) for batch in batches]
+        else:
+            parts = list(hidden.split([backbone.hidden_shape(batch)[0] for batch in batches]))
+        steps = [p.forward(part, own) for p, part, own in zip(self._passes, parts, needed, strict=True)]
+        made = self._run(steps, self._order.forward)
+        self._made = [output.requires_grad_(is_trained and backbone.last) for output, is_trained in made]
+        return self._made
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Back-propagate to the adapters and to the hidden states received.
+
+        Args:
+            outputs: On the last stage each batch's loss, computed from what `forward` returned.
+            gradients: On other stages those of what `forward` returned; None for zero.
+        """
+        if self._backbone.last:
+            gradients = [self._of_loss(*own) for own in zip(outputs, self._made, self._batches, strict=True)]
+        parts = zip(self._passes, gradients, self._needed, strict=True)
+        found = self._run([p.backward(own, to_input) for p, own, to_input in parts], self._order.backward)
+        if self._hidden is None or not any(self._needed):
+            return
+        sizes = [self._backbone.hidden_shape(batch)[0] for batch in self._batches]
+        whole = zip(self._hidden.detach().split(sizes), found, strict=True)
+        self._hidden.grad = torch.cat([torch.zeros_like(h) if own is None else own for h, own in whole])
+
+    @staticmethod
+    def _of_loss(loss: Tensor, hidden: Tensor, batch: MicroBatch) -> Tensor | None:
+        """The gradient of the hidden states that a loss was computed from."""
+        if loss.requires_grad:
+            with layout.activate(batch):
+                torch.autograd.backward((loss,))
+        return hidden.grad
+
+    def _embed(self, batch: MicroBatch) -> Tensor:
+        with layout.activate(batch):
+            return self._backbone.embed(batch)
+
+    def _run(self, steps: Sequence[Exchanging[Made]], order: str) -> list[Made]:
+        courses = [Course(own, batch) for own, batch in zip(steps, self._batches, strict=True)]
+        # A unit may lack the last ones: shorter packs have fewer chunks.
+        return interleave(courses, [i for i in decode(order) if i < len(courses)], self._exchange)
