@@ -45,13 +45,14 @@ def run_in_processes(
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "result.json"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *launch, script, *_flag_words(arguments, flags), "--worker", str(file)]
+        command = [sys.executable, *launch, script, *flag_words(arguments, flags), "--worker", str(file)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=scratch)
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
 
-def _flag_words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def flag_words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Flags as they were given, to call a script again with them."""
     words: list[str] = []
     for flag in flags:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
@@ -59,6 +60,8 @@ def _flag_words(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str
             value = value.resolve()
         if value is True:
             words.append(flag)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return words

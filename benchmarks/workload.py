@@ -96,6 +96,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     },
+    # For two tensor ranks. Its layers are wide beside its vocabulary: messages of layers count, not those of the head.
+    "wide": {
+        "vocab_size": 2048,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+    },
     "llama3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,

@@ -1,0 +1,250 @@
+"""A rank of `overlap.py`: computes the same step in several ways, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_bench import SwitchablePlanning, environment, random_backbone, spec_of
+from namespaces import limit_bandwidth
+from overlap_sides import Profile, figures, in_one_batch, in_order, in_turn, one_after_another
+from processes import pin_to_core
+from tensor_messages import Sent, seconds_by_size, send_alone, timed_pieces, watched
+from workload import RANK, TaskShape, random_records
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Task
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.runtime import initialize
+from megatron_mux.tasks import TaskSpec
+from tests.reference.records import Records
+
+LENGTH = 64
+"""`max_length` of every task."""
+
+_UNLIMITED = 1e11
+"""Bits per second of the link while nothing is measured over it."""
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all cases; returns the result on rank 0 and {} on the other rank."""
+    rank = pin_to_core()
+    parallel = initialize(tensor_parallel=2, device="cpu")
+    backbone = Backbone.load(random_backbone(arguments.backbone_shape, torch.float32, rank), parallel)
+    result = {**environment(backbone, 1), "turns": arguments.turns, "tokens": arguments.tokens}
+    cases = []
+    for count in arguments.tasks:
+        for share in [None] if arguments.no_namespaces else arguments.share:
+            cases.append(_Case(backbone, arguments, count, share).measure())
+            if rank == 0:
+                short = {key: value for key, value in cases[-1].items() if key != "picture"}
+                print(json.dumps(short), file=sys.stderr, flush=True)
+    return {**result, "cases": cases} if rank == 0 else {}
+
+
+class _Case:
+    """Some number of tasks, at one bandwidth.
+
+    Args:
+        backbone: This rank's part of it.
+        arguments: The command line.
+        count: Number of tasks.
+        share: Of messages in a step; None: the link is left as it is.
+    """
+
+    def __init__(
+        self, backbone: Backbone, arguments: argparse.Namespace, count: int, share: float | None
+    ) -> None:
+        self.parallel = backbone.parallel
+        self._turns, self._share = arguments.turns, share
+        self._tasks = _tasks(count, arguments.tokens, backbone.shape.vocab)
+        self._steps = _Steps(backbone, *self._tasks)
+        self._names = list(self._steps.engine.tasks)
+        self._apart = one_after_another(self._names)
+        self._turn = in_turn(self._apart, backbone.shape.layers)
+        self._backbone = backbone
+
+    def measure(self) -> dict[str, Any]:
+        """Profile, predict, compare the sides' adapters, then measure the sides in turns."""
+        profile = Profile()
+        self._profile_compute(profile)
+        rate = None if self._share is None else self._calibrate(profile)
+        self._profile_messages(profile)
+        orders = {"d": profile.orders("kahn"), "e": profile.orders("auto")}
+        plans = {"a": self._apart, "b": in_one_batch(self._names)}
+        predicted = {side: profile.predicted_in_line(side) for side in plans}
+        for side, both in orders.items():
+            plans[side] = in_order(self._apart, *both)
+            predicted[side] = profile.predicted(both)
+        turns = self._measure(plans, profile.sent["a"])
+        with timed_pieces() as passes:
+            self._steps.take(plans["e"])
+        self._steps.close()
+        return {
+            "tasks": len(self._names),
+            "share": self._share,
+            "megabits_per_s": None if rate is None else rate / 1e6,
+            "messages": len(profile.sent["a"]),
+            "megabytes": sum(size * dtype.itemsize for size, dtype in profile.sent["a"]) / 1e6,
+            "cpu_share": profile.share,
+            **turns,
+            **figures(turns["seconds"], turns["cpu_seconds"]),
+            "predicted_s": predicted,
+            "orders": {
+                side: [plan.buckets[0].launch[0].forward, plan.buckets[0].launch[0].backward]
+                for side, plan in plans.items()
+                if plan.buckets[0].launch
+            },
+            **self._compared(plans),
+            "picture": [
+                {
+                    "compute": [(p.chain, p.start, p.end) for p in one.pieces],
+                    "messages": one.messages,
+                }
+                for one in passes
+            ],
+        }
+
+    def _profile_compute(self, profile: Profile) -> None:
+        """Time steps without messages, those in turns piece by piece."""
+        if self._share is not None:
+            limit_bandwidth(_UNLIMITED)
+        plans = {"a": self._apart, "b": in_one_batch(self._names), "turns": self._turn}
+        for name, plan in plans.items():
+            profile.sent[name] = self._steps.take(plan, left_out=True)
+            repeats = []
+            for _ in range(min(5, self._turns)):
+                with timed_pieces() as passes:
+                    repeats.append(self._timed(lambda: self._steps.take(plan, left_out=True))[0])
+                if passes:
+                    profile.passes.append((passes[0], passes[1]))
+            profile.compute[name] = statistics.median(repeats)
+
+    def _calibrate(self, profile: Profile) -> float:
+        """Limit the link so that messages take their share of a step; returns its bits per second."""
+        sent = profile.sent["a"]
+        wanted = profile.compute["a"] * self._share / (1 - self._share)
+        rate = 8 * sum(size * dtype.itemsize for size, dtype in sent) / wanted
+        for _ in range(4):
+            limit_bandwidth(rate)
+            rate *= self._timed(lambda: send_alone(sent, self.parallel.tp_group))[0] / wanted
+            rate = min(rate, _UNLIMITED)
+        limit_bandwidth(rate)
+        return rate
+
+    def _profile_messages(self, profile: Profile) -> None:
+        """Time messages without computing anything."""
+        group = self.parallel.tp_group
+        for name in ("b", "a"):
+            sent = profile.sent[name]
+            rounds: list[list[float]] = []
+            used = [self._timed(lambda: rounds.append(send_alone(sent, group))) for _ in range(3)]
+            of_size = seconds_by_size(sent, rounds)
+            seconds = self.parallel.most(list(of_size.values()))
+            profile.seconds |= dict(zip(of_size, seconds, strict=True))
+            profile.share = statistics.median(cpu / seconds for seconds, cpu in used)
+        (profile.share,) = self.parallel.most([profile.share])
+
+    def _measure(self, plans: Mapping[str, Plan], sent: Sequence[Sent]) -> dict[str, Any]:
+        """Seconds and CPU seconds of all sides, in turns."""
+        runs: dict[str, Callable[[], object]] = {
+            side: (lambda plan=plan: self._steps.take(plan)) for side, plan in plans.items()
+        }
+        runs["f"] = lambda: self._steps.take(self._apart, left_out=True)
+        runs["g"] = lambda: send_alone(sent, self.parallel.tp_group)
+        seconds: dict[str, list[float]] = {side: [] for side in runs}
+        cpu: dict[str, list[list[float]]] = {side: [] for side in runs}
+        for run in runs.values():
+            run()
+        order = list(runs)
+        for turn in range(self._turns):
+            first = turn % len(order)
+            for side in order[first:] + order[:first]:
+                taken, used = self._timed(runs[side])
+                seconds[side].append(taken)
+                cpu[side].append(self._of_all(used))
+        return {"seconds": seconds, "cpu_seconds": cpu}
+
+    def _timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of the slowest rank, and CPU seconds of this one with all its threads."""
+        self.parallel.most([0.0])  # a barrier
+        start, before = time.perf_counter(), time.process_time()
+        run()
+        taken = time.perf_counter() - start, time.process_time() - before
+        return self.parallel.most([taken[0]])[0], taken[1]
+
+    def _of_all(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.parallel.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def _compared(self, plans: Mapping[str, Plan]) -> dict[str, Any]:
+        """Whether the sides train the same adapters to the bit, and all ranks issue the same messages."""
+        adapters, logs = {}, {}
+        for side, plan in plans.items():
+            steps = _Steps(self._backbone, *_with_rate(self._tasks, 1e-3))
+            logs[side] = [sent for _ in range(2) for sent in steps.take(plan)]
+            adapters[side] = [steps.values(name) for name in self._names]
+            steps.close()
+        same = {
+            side: all(map(torch.equal, own, adapters["a"])) for side, own in adapters.items() if side in "de"
+        }
+        others = self._of_all({side: [(n, str(dtype)) for n, dtype in log] for side, log in logs.items()})
+        return {
+            "adapters_equal": all(all(own.values()) for own in self._of_all(same)),
+            "messages_equal": all(own == others[0] for own in others),
+        }
+
+
+class _Steps:
+    """Tasks of an engine that step under one plan or another."""
+
+    def __init__(self, backbone: Backbone, specs: Sequence[TaskSpec], records: Sequence[Records]) -> None:
+        self._group = backbone.parallel.tp_group
+        self._planning = SwitchablePlanning()
+        self.engine = Engine(backbone, backbone.parallel, self._planning)
+        self.engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
+
+    def take(self, plan: Plan, left_out: bool = False) -> list[Sent]:
+        """One step; returns its messages of tensor ranks, which may be left out."""
+        self._planning.plan = plan
+        with watched(self._group, left_out) as log:
+            self.engine.step()
+        return log
+
+    def values(self, name: str) -> torch.Tensor:
+        """A task's adapter on this rank, flat."""
+        return self.engine.adapters.tasks[name].arena.values.clone()
+
+    def close(self) -> None:
+        """Leave the backbone to others."""
+        for name in self.engine.tasks:
+            self.engine.remove_task(name)
+        self.engine.close()
+
+
+def _tasks(count: int, tokens: int, vocab: int) -> tuple[list[TaskSpec], list[Records]]:
+    """Tasks that have about `tokens` tokens in a step together."""
+    adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    batch = max(1, round(tokens / count / (0.625 * LENGTH)))
+    shape = TaskShape("", batch, LENGTH)
+    specs = [spec_of(f"task-{i}", adapter, batch, LENGTH) for i in range(count)]
+    return specs, [Records(random_records(shape, batch, vocab, seed=i)) for i in range(count)]
+
+
+def _with_rate(
+    tasks: tuple[list[TaskSpec], list[Records]], rate: float
+) -> tuple[list[TaskSpec], list[Records]]:
+    """The tasks with a learning rate at which adapters change."""
+    specs, records = tasks
+    trainings = [spec.training.model_copy(update={"learning_rate": rate}) for spec in specs]
+    return [
+        spec.model_copy(update={"training": own}) for spec, own in zip(specs, trainings, strict=True)
+    ], records

@@ -1,0 +1,164 @@
+"""Messages of tensor ranks as a benchmark sees them: logged, left out, sent by themselves, timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.backbone.exchange import Course, Exchange, Pending, interleave
+from megatron_mux.backbone.pieces import Message
+from megatron_mux.engine import interleaved
+
+Sent = tuple[int, torch.dtype]
+"""Elements and data type of a message."""
+
+
+class _Done:
+    """A message that was left out."""
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
+@contextmanager
+def watched(tensor_group: dist.ProcessGroup, left_out: bool = False) -> Iterator[list[Sent]]:
+    """Context that logs all sums over a group, in the order in which this process begins them.
+
+    Args:
+        tensor_group: The group.
+        left_out: Send nothing: what is computed takes as long, but comes out wrong.
+    """
+    log: list[Sent] = []
+    original = dist.all_reduce
+
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if group is tensor_group:
+            log.append((tensor.numel(), tensor.dtype))
+            if left_out:
+                return _Done() if async_op else None
+        return original(tensor, op, group, async_op)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield log
+    finally:
+        dist.all_reduce = original
+
+
+def send_alone(log: Sequence[Sent], group: dist.ProcessGroup) -> list[float]:
+    """Send messages like those of a log one after another; returns the seconds of each."""
+    buffers = {sent: torch.zeros(sent[0], dtype=sent[1]) for sent in log}
+    seconds = []
+    for sent in log:
+        start = time.perf_counter()
+        dist.all_reduce(buffers[sent], group=group)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def seconds_by_size(log: Sequence[Sent], rounds: Sequence[Sequence[float]]) -> dict[Sent, float]:
+    """The median seconds of messages of each size, from several rounds of `send_alone`."""
+    found: dict[Sent, list[float]] = {}
+    for seconds in rounds:
+        for sent, own in zip(log, seconds, strict=True):
+            found.setdefault(sent, []).append(own)
+    return {sent: statistics.median(own) for sent, own in found.items()}
+
+
+@dataclass(frozen=True)
+class TimedPiece:
+    """A piece as it was computed.
+
+    Attributes:
+        chain: Index of its hybrid task.
+        start, end: Of the computation, on the host's clock.
+        message: Elements and data type of the message after it; None: there is none.
+    """
+
+    chain: int
+    start: float
+    end: float
+    message: Sent | None
+
+    @property
+    def seconds(self) -> float:
+        """Of the computation."""
+        return self.end - self.start
+
+
+@dataclass
+class TimedPass:
+    """One forward or backward pass of hybrid tasks in turns.
+
+    Attributes:
+        pieces: In the order in which they were computed.
+        messages: For each message its chain, when it was issued, and when it had arrived; the last is not known before.
+    """
+
+    pieces: list[TimedPiece] = field(default_factory=list)
+    messages: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+@contextmanager
+def timed_pieces() -> Iterator[list[TimedPass]]:
+    """Context that times the pieces of hybrid tasks computed in turns, and their messages."""
+    passes: list[TimedPass] = []
+
+    def timed(courses: Sequence[Course[Any]], order: Sequence[int], exchange: Exchange) -> list[Any]:
+        found = TimedPass()
+        passes.append(found)
+        steps = [Course(_TimedSteps(own, i, found), own.batch) for i, own in enumerate(courses)]
+        return interleave(steps, order, _TimedExchange(exchange, found))  # type: ignore[arg-type]
+
+    original = interleaved.interleave
+    interleaved.interleave = timed
+    try:
+        yield passes
+    finally:
+        interleaved.interleave = original
+
+
+class _TimedSteps:
+    """A course's generator."""
+
+    def __init__(self, course: Course[Any], chain: int, found: TimedPass) -> None:
+        self._steps = course.steps
+        self._chain = chain
+        self._found = found
+
+    def send(self, result: Tensor | None) -> Message | None:
+        """The generator's own."""
+        start, sent = time.perf_counter(), None
+        try:
+            message = self._steps.send(result)
+            sent = None if message is None else (message.tensor.numel(), message.tensor.dtype)
+            return message
+        finally:
+            self._found.pieces.append(TimedPiece(self._chain, start, time.perf_counter(), sent))
+
+
+class _TimedExchange:
+    """An exchange."""
+
+    def __init__(self, exchange: Exchange, found: TimedPass) -> None:
+        self._exchange = exchange
+        self._found = found
+
+    def issue(self, message: Message) -> Pending:
+        """The exchange's own."""
+        chain, start, found = self._found.pieces[-1].chain, time.perf_counter(), self._found
+        pending = self._exchange.issue(message)
+        if hasattr(pending.work, "get_future"):
+            arrived = pending.work.get_future()
+            arrived.then(lambda _: found.messages.append((chain, start, time.perf_counter())))
+        return pending
