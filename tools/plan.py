@@ -84,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--align", choices=("dense", "max-length", "longest"), default="dense", help="padding (dense: none)")
     add(
+        "--interleave",
+        choices=("off", "kahn", "halves", "auto"),
+        default="auto",
+        help="how tensor ranks hide their messages, as --mux-interleave (default: auto)",
+    )
+    add(
         "--device",
         metavar="NAME",
         help="cpu, cuda, or a GPU of another machine such as H100 (default: this machine's)",
@@ -198,6 +204,7 @@ def _plans(
             arguments.micro_batches,
             rolling=ROLLING_STEPS,
             residence=arguments.backbone_weights,
+            interleave=arguments.interleave,
             tasks=loads,
         )
         start = time.perf_counter()

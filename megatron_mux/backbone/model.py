@@ -23,7 +23,7 @@ from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, r
 from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
-from megatron_mux.backbone.stage_pass import StagePass
+from megatron_mux.backbone.stage_pass import Pieces, StagePass
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
@@ -172,8 +172,19 @@ class Backbone:
             else None
             for i in range(len(self.layers))
         ]
-        messages = 4 if self.parallel.sequence_parallel else 2
-        return StagePass(layers, self.residence, self._trained_from, messages, self.recompute == "full")
+        recompute = self.recompute == "full"
+        return StagePass(layers, self.residence, self._trained_from, self._messages_of_layer, recompute)
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of a pass that `begin` begins, whatever the micro-batch."""
+        messages = self._messages_of_layer * len(self.layers)
+        return Pieces(messages + 1, messages * (2 if self.recompute == "full" else 1) + 1)
+
+    @property
+    def _messages_of_layer(self) -> int:
+        """Messages of a layer between tensor ranks, each way."""
+        return 4 if self.parallel.sequence_parallel else 2
 
     def embed(self, batch: MicroBatch) -> Tensor:
         """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""

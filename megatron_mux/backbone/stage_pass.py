@@ -6,12 +6,25 @@ Shapes: T rows of the micro-batch on this rank, N labelled ones, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_mux.backbone.cut_layer import CutLayer
 from megatron_mux.backbone.pieces import Exchanging
 from megatron_mux.backbone.residence import Key, Residence
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of a pass through a stage: one more than it has messages.
+
+    Attributes:
+        forward, backward: Of a forward and of a backward pass.
+    """
+
+    forward: int
+    backward: int
 
 
 class StagePass:

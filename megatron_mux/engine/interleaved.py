@@ -5,7 +5,7 @@ MuxTune section 3.4.3. The launch order is part of the plan; here it is followed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,10 +15,37 @@ from megatron_mux import layout
 from megatron_mux.backbone.exchange import Course, Exchange, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.launch_order import LaunchOrder, decode
+from megatron_mux.fusion.plan import Plan
 from megatron_mux.layout import MicroBatch
 
 Made = TypeVar("Made")
+
+
+def check_launch_orders(plan: Plan, stages: Mapping[int, Backbone]) -> None:
+    """Refuse a plan whose launch orders are for stages with other pieces, before anything is exchanged.
+
+    Args:
+        plan: The plan, the same on every rank.
+        stages: This rank's stages.
+
+    Raises:
+        UserError: Says what differs.
+    """
+    for b, bucket in enumerate(plan.buckets):
+        for number, stage in stages.items() if bucket.launch else ():
+            launch, pieces = bucket.launch[number], stage.pieces
+            for name, order, wanted in (
+                ("forward", launch.forward, pieces.forward),
+                ("backward", launch.backward, pieces.backward),
+            ):
+                if len(order) != wanted * bucket.batches:
+                    raise UserError(
+                        f"buckets[{b}].launch[{number}].{name}: the plan's launch order has {len(order)} pieces for "
+                        f"{bucket.batches} batches, this run's stage {number} has {wanted} for each: sequence "
+                        "parallelism or recomputation are not as planned; plan anew"
+                    )
 
 
 class InterleavedPasses:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
+from megatron_mux.engine.interleaved import check_launch_orders
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.planning import Planning
@@ -78,6 +79,7 @@ class StepRunner:
             See `Engine.steps`; empty if the plan did not fit: another one is to follow.
         """
         plan = self._for_this_mesh(plan)
+        check_launch_orders(plan, self.stages)
         max_steps = max_steps if plan.schedule in ROLLING else 1
         count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
         failures: dict[str, StepResult] = {}

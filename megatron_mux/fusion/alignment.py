@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Literal
+from typing import Literal, TypeVar
 
 Mode = Literal["dense", "max-length", "longest"]
 """Sequences as they are; padded to their task's `max_length`; padded to the longest `max_length` of all tasks."""
@@ -82,6 +82,7 @@ class Slice:
         return self.stop - self.start
 
 
+Shared = TypeVar("Shared")
 Chunk = tuple[Slice, ...]
 """What is computed in one clock: slices of several packs, in the order of their tasks."""
 
@@ -143,7 +144,7 @@ def chunk_grid(
     return tuple(_micro_batch(part, chunk) if part else () for part in parts)
 
 
-def share_out(items: Sequence[Item], costs: Sequence[float], filled: list[float]) -> list[list[Item]]:
+def share_out(items: Sequence[Shared], costs: Sequence[float], filled: list[float]) -> list[list[Shared]]:
     """Split items into parts of nearly equal cost: the dearest first, each to the part that has least so far.
 
     Args:

@@ -129,7 +129,7 @@ class ArrangementEvaluator:
         """Groupings to try, with bounds on their latency below `below`."""
         costs = self.hybrids(partition, micro_batches)
         few = len(partition) <= _FEW_HYBRID_TASKS
-        if not any(cost.communicates for cost in costs):
+        if not any(cost.gains_by_company for cost in costs):
             groupings: Iterable[Grouping] = [tuple((i,) for i in range(len(partition)))]
         elif few:
             groupings = every_grouping(len(partition))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.launch_order import decode
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.fusion.step import step_template
 
 _MOST_UNITS = 100_000
@@ -92,6 +94,16 @@ def _wrong_tasks(plan: Plan, tasks: Sequence[str]) -> Iterator[str]:
         yield f"buckets: {', '.join(map(repr, missing))} of this run {'is' if len(missing) == 1 else 'are'} in none"
 
 
+def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
+    """Launch orders in which not every batch has equally many pieces."""
+    for stage, launch in enumerate(bucket.launch):
+        for name, order in (("forward", launch.forward), ("backward", launch.backward)):
+            counts = Counter(decode(order))
+            if set(counts) != set(range(bucket.batches)) or len(set(counts.values())) > 1:
+                wanted = f"0 to {bucket.batches - 1}, each as often as the others"
+                yield f"{place}.launch[{stage}].{name}: must name {wanted}, got {order[:20]!r}"
+
+
 def _wrong_buckets(plan: Plan) -> Iterator[str]:
     for b, bucket in enumerate(plan.buckets):
         place = f"buckets[{b}]"
@@ -99,6 +111,7 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
             ("forward", bucket.forward, plan.stages),
             ("backward", bucket.backward, plan.stages),
             ("memory", bucket.memory, plan.stages),
+            ("launch", bucket.launch, plan.stages),
             ("transfer", bucket.transfer, plan.stages - 1),
         ):
             if found and len(found) != wanted:
@@ -109,6 +122,9 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
             yield f"{place}.chunks: is for {len(bucket.chunks)} micro-batches, the bucket has {bucket.micro_batches}"
         if bucket.chunk is None and any(count != 1 for count in bucket.chunks):
             yield f"{place}.chunks: its packs are not cut, yet a micro-batch has {max(bucket.chunks)} chunks"
+        if bucket.halves and bucket.chunk is not None:
+            yield f"{place}.halves: its packs are cut into chunks of {bucket.chunk}: halves are for whole packs"
+        yield from _wrong_orders(bucket, place)
     if sum(sum(bucket.chunks) for bucket in plan.buckets) > _MOST_UNITS:
         yield f"buckets: have more than {_MOST_UNITS} chunks together"
     if plan.activation_limit and len(plan.activation_limit) != plan.ranks:

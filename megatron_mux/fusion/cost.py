@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from megatron_mux.fusion.launch_order import Overlap
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import descending
 
@@ -34,15 +36,22 @@ class HybridCost(BucketCost):
         communication_forward: `[S]` seconds of communication in the forward pass that only the computation of other
             hybrid tasks in the same clock can hide; empty: none. (The paper takes all communication as hidden.)
         communication_backward: `[S]` the same in the backward pass.
+        overlap: How it is hidden; None: as well as computation and link allow.
     """
 
     communication_forward: tuple[float, ...] = ()
     communication_backward: tuple[float, ...] = ()
+    overlap: Overlap | None = None
 
     @property
     def communicates(self) -> bool:
         """Whether its passes have any communication."""
         return any(self.communication_forward) or any(self.communication_backward)
+
+    @property
+    def gains_by_company(self) -> bool:
+        """Whether other hybrid tasks in the same bucket can hide its communication."""
+        return self.communicates and (self.overlap is None or self.overlap.interleave != "halves")
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""
@@ -73,28 +82,39 @@ def bucket_cost(costs: Sequence[HybridCost]) -> BucketCost:
     if len(costs) == 1 and not costs[0].communicates:
         return costs[0]
     stages = range(costs[0].stages)
+    clock = partial(_clock, overlap=costs[0].overlap)
     return BucketCost(
         micro_batches=max(cost.micro_batches for cost in costs),
-        forward=tuple(_clock([(c.forward, c.communication_forward) for c in costs], s) for s in stages),
-        backward=tuple(_clock([(c.backward, c.communication_backward) for c in costs], s) for s in stages),
+        forward=tuple(clock([(c.forward, c.communication_forward) for c in costs], s) for s in stages),
+        backward=tuple(clock([(c.backward, c.communication_backward) for c in costs], s) for s in stages),
         memory=tuple(sum(c.memory[s] for c in costs) for s in stages),
-        working=tuple(max(c.working[s] for c in costs) for s in stages),  # computed one after the other
+        working=tuple(_working(costs, s) for s in stages),
         transfer=tuple(sum(c.transfer[s] for c in costs) for s in stages[:-1]),
     )
 
 
-def _clock(passes: Sequence[tuple[Sequence[float], Sequence[float]]], stage: int) -> float:
-    """Seconds of several hybrid tasks' passes in one clock.
+def _clock(
+    passes: Sequence[tuple[Sequence[float], Sequence[float]]], stage: int, overlap: Overlap | None
+) -> float:
+    """Seconds of several hybrid tasks' passes in one clock, as their launch order leads to.
 
-    The stage computes one at a time, the link carries one at a time, and a pass cannot overlap with itself: the longest
-    of these three.
+    Without one: the stage computes one at a time, the link carries one at a time, and a pass cannot overlap with
+    itself; the longest of these three.
     """
     computation = sum(compute[stage] for compute, _ in passes)
     if not any(messages for _, messages in passes):
         return computation
+    if overlap is not None:
+        return overlap.seconds([(compute[stage], messages[stage]) for compute, messages in passes], stage)
     link = sum(messages[stage] for _, messages in passes if messages)
     longest = max(compute[stage] + (messages[stage] if messages else 0.0) for compute, messages in passes)
     return max(computation, link, longest)
+
+
+def _working(costs: Sequence[HybridCost], stage: int) -> float:
+    """Bytes taken while hybrid tasks that share a clock are computed: interleaved ones are in the middle together."""
+    each = [cost.working[stage] for cost in costs]
+    return max(each) if costs[0].overlap is None else sum(each)
 
 
 def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:

@@ -17,13 +17,16 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-Interleave = Literal["off", "kahn", "auto"]
-"""How the launch order of a bucket with several hybrid tasks is chosen: one after another, Algorithm 1, or the fastest
-of these and a list schedule, as simulated."""
+Interleave = Literal["off", "kahn", "halves", "auto"]
+"""How a stage hides messages of tensor ranks: not at all; pieces of the hybrid tasks of a bucket in the order of
+Algorithm 1; each hybrid task split into two halves that hide each other's; or what is predicted to be fastest."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MOST_CHAINS = len(_DIGITS)
 """Hybrid tasks that one bucket may interleave."""
+
+_FEW_MESSAGES = 8
+"""Messages of a pass that are simulated to price it."""
 
 _PERMUTED = 4
 """Chains of which every order of precedence is tried; of more, the longest goes first."""
@@ -169,6 +172,58 @@ def list_schedule(chains: Sequence[Chain], precedence: Sequence[int], share: flo
         done[index] += 1
         order.append(index)
     return order
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How messages are hidden.
+
+    Attributes:
+        interleave: How launch orders are chosen.
+        messages: `[S]` messages in a forward pass through each stage.
+        share: See `simulate`.
+    """
+
+    interleave: Interleave
+    messages: tuple[int, ...]
+    share: float = 0.0
+
+    def chains(self, passes: Sequence[tuple[float, float]], count: int) -> list[list[PieceCost]]:
+        """Chains of passes whose computation and messages are spread evenly.
+
+        Args:
+            passes: Seconds of computation and of messages of each.
+            count: Messages of a pass.
+        """
+        return [
+            [*([PieceCost(compute / count, messages / count)] * count), PieceCost(0.0)]
+            for compute, messages in passes
+        ]
+
+    def seconds(self, passes: Sequence[tuple[float, float]], stage: int) -> float:
+        """Seconds in which a stage computes these passes, which share a clock.
+
+        Args:
+            passes: As in `chains`, of the whole stage.
+            stage: Which.
+        """
+        count = self.messages[stage]
+        if count <= _FEW_MESSAGES:
+            return self._simulated(passes, count)
+        # All layers are alike: what a layer more takes is known after a few.
+        few, less = _FEW_MESSAGES, _FEW_MESSAGES // 2
+        parts = [(compute * few / count, messages * few / count) for compute, messages in passes]
+        halved = [(compute * less / few, messages * less / few) for compute, messages in parts]
+        begun = self._simulated(parts, few)
+        return begun + (count - few) * (begun - self._simulated(halved, less)) / (few - less)
+
+    def order(self, passes: Sequence[tuple[float, float]], count: int) -> str:
+        """The launch order of passes with so many messages each."""
+        return encode(best_order(self.chains(passes, count), self.interleave, self.share))
+
+    def _simulated(self, passes: Sequence[tuple[float, float]], count: int) -> float:
+        chains = self.chains(passes, count)
+        return simulate(chains, best_order(chains, self.interleave, self.share), self.share).seconds
 
 
 def best_order(chains: Sequence[Chain], interleave: Interleave, share: float = 0.0) -> list[int]:

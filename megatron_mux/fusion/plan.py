@@ -62,7 +62,9 @@ class Bucket:
         forward, backward: `[S]` predicted seconds of one chunk's passes; empty without the planner.
         memory: `[S]` predicted bytes kept of one chunk between its passes; empty without the planner.
         transfer: `[S - 1]` predicted seconds between stages; empty without the planner.
-        launch: `[S]` in which order the pieces of its hybrid tasks are computed; empty: one hybrid task after another.
+        halves: Whether each hybrid task is computed in two halves, which hide each other's messages.
+        launch: `[S]` in which order the pieces of its hybrid tasks, or of their halves, are computed; empty: one after
+            another.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -75,6 +77,7 @@ class Bucket:
     backward: _Amounts = ()
     memory: _Amounts = ()
     transfer: _Amounts = ()
+    halves: Annotated[bool, Field(strict=True)] = False
     launch: tuple[LaunchOrder, ...] = ()
 
     @property
@@ -86,6 +89,11 @@ class Bucket:
     def label(self) -> str:
         """The text on its actions in pictures, and on its line in print."""
         return " | ".join("+".join(hybrid.tasks) for hybrid in self.hybrid_tasks)
+
+    @property
+    def batches(self) -> int:
+        """Batches of a micro-batch that are computed side by side."""
+        return len(self.hybrid_tasks) * (2 if self.halves else 1)
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,11 @@ class Plan:
         for i, bucket in enumerate(self.buckets):
             hybrid = " | ".join(" + ".join(h.tasks) for h in bucket.hybrid_tasks)
             cut = f", chunks of {bucket.chunk}" if bucket.chunk else ""
-            lines.append(f"  bucket {i}: {hybrid} in {bucket.micro_batches} micro-batch(es){cut}")
+            turns = ", in turns" if bucket.launch else ""
+            halves = ", in halves" if bucket.halves else ""
+            lines.append(
+                f"  bucket {i}: {hybrid} in {bucket.micro_batches} micro-batch(es){cut}{halves}{turns}"
+            )
         return "\n".join(lines)
 
 
@@ -256,7 +268,9 @@ def keep_tasks(plan: Plan, names: Collection[str]) -> Plan:
             if (kept := tuple(t for t in h.tasks if t in names))
         ]
         if hybrids:
-            buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=()))
+            # Without one of its hybrid tasks a bucket has no launch order until it is planned anew.
+            launch = bucket.launch if len(hybrids) == len(bucket.hybrid_tasks) else ()
+            buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=(), launch=launch))
     return _changed(plan, buckets)
 
 

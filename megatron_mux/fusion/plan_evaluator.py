@@ -12,6 +12,7 @@ from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.arrangement import Arrangement
 from megatron_mux.fusion.cost import (
     BUSY_ENOUGH,
+    HybridCost,
     bucket_cost,
     busiest,
     entry_orders,
@@ -19,6 +20,7 @@ from megatron_mux.fusion.cost import (
     seconds_per_step,
     works_with,
 )
+from megatron_mux.fusion.launch_order import LaunchOrder, Overlap
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.planning_context import PlanningContext
@@ -235,6 +237,34 @@ class PlanEvaluator:
             tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
             fits,
         )
+
+    def with_launch_orders(self, plan: Plan) -> Plan:
+        """The plan with launch orders for buckets that compute several batches side by side."""
+        overlap = self.costs.interleaving
+        if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
+            return plan
+        chunks = step_grid(plan, self.lengths).chunks
+        buckets = []
+        for b, bucket in enumerate(plan.buckets):
+            own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
+            most = max(own, key=len, default=())
+            launch = self._launch(self.costs.chunks(most), overlap) if len(most) == bucket.batches > 1 else ()
+            buckets.append(replace(bucket, launch=launch))
+        return replace(plan, buckets=tuple(buckets))
+
+    def _launch(self, costs: Sequence[HybridCost], overlap: Overlap) -> tuple[LaunchOrder, ...]:
+        again = 2 if self.costs.recomputes else 1
+
+        def order(stage: int, backward: bool) -> str:
+            passes = [
+                (c.backward[stage], c.communication_backward[stage])
+                if backward
+                else (c.forward[stage], c.communication_forward[stage])
+                for c in costs
+            ]
+            return overlap.order(passes, overlap.messages[stage] * (again if backward else 1))
+
+        return tuple(LaunchOrder(order(s, False), order(s, True)) for s in range(len(overlap.messages)))
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""

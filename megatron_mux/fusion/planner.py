@@ -77,8 +77,8 @@ class Planner:
         if not tasks:
             mesh = self.context.mesh
             return self._described(Plan("auto", mesh.stages, (), mesh.virtual, mesh.split))
-        found = self._best(self._evaluator(tasks))
-        return self._with_predictions(found)
+        evaluator = self._evaluator(tasks)
+        return self._with_predictions(evaluator, self._best(evaluator))
 
     def check(self, tasks: Mapping[str, TaskLoad]) -> None:
         """Refuse tasks of which some cannot fit into memory in any plan; quick.
@@ -96,12 +96,12 @@ class Planner:
         """A plan with predictions for these tasks, its buckets in the best entry order tried."""
         context = replace(self.context, alignment=plan.alignment)
         evaluator = PlanEvaluator(context.with_tasks({name: tasks[name] for name in plan.tasks}))
-        return self._with_predictions(evaluator.best_order(plan))
+        return self._with_predictions(evaluator, evaluator.best_order(plan))
 
     def fixed(self, policy: Literal["temporal", "spatial"], tasks: Mapping[str, TaskLoad]) -> Plan:
         """The plan of a plain policy for these tasks, with predictions."""
         evaluator = self._evaluator(tasks)
-        return self._with_predictions(evaluator.best_order(evaluator.of_policy(policy)))
+        return self._with_predictions(evaluator, evaluator.best_order(evaluator.of_policy(policy)))
 
     def compare(self, tasks: Mapping[str, TaskLoad]) -> Comparison:
         """What the plan for these tasks is compared with."""
@@ -128,6 +128,7 @@ class Planner:
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         # As `serial` fills a pipeline with each task, but without a flush between them.
         plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
+        plans += [halved for plan in plans if (halved := self._in_halves(plan)) is not None]
         plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
@@ -175,9 +176,18 @@ class Planner:
             for chunk in self._chunks(evaluator):
                 if spent > _MAX_FORWARDS:
                     return
-                evaluation = evaluator.evaluate(evaluator.of_arrangement(found, count, chunk))
-                spent += evaluation.plan.stages * sum(sum(b.chunks) for b in evaluation.plan.buckets)
-                yield evaluation
+                plan = evaluator.of_arrangement(found, count, chunk)
+                for layout in filter(None, (plan, self._in_halves(plan))):
+                    evaluation = evaluator.evaluate(layout)
+                    spent += evaluation.plan.stages * sum(sum(b.chunks) for b in evaluation.plan.buckets)
+                    yield evaluation
+
+    def _in_halves(self, plan: Plan) -> Plan | None:
+        """The plan with the hybrid tasks of each bucket in two halves; None if tensor ranks would not gain by it."""
+        alone = all(len(bucket.hybrid_tasks) == 1 and bucket.chunk is None for bucket in plan.buckets)
+        if self.context.interleave not in ("halves", "auto") or self.context.mesh.tensor == 1 or not alone:
+            return None
+        return replace(plan, buckets=tuple(replace(bucket, halves=True) for bucket in plan.buckets))
 
     def _chunks(self, evaluator: PlanEvaluator) -> list[int | None]:
         if self.context.chunk != "auto":
@@ -188,9 +198,9 @@ class Planner:
         sizes = {paper_chunk([load.max_length for load in evaluator.loads]), 64, 128, 256, 512, 1024}
         return [None, *sorted(size for size in sizes if size < longest)]
 
-    def _with_predictions(self, found: Evaluation) -> Plan:
+    def _with_predictions(self, evaluator: PlanEvaluator, found: Evaluation) -> Plan:
         plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=found.memory)
-        return self._described(plan)
+        return self._described(evaluator.with_launch_orders(plan))
 
     def _described(self, plan: Plan) -> Plan:
         """Add mesh, backbone, profile and memory limit to a plan."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.backbone.split import Split
 from megatron_mux.fusion.alignment import Mode
+from megatron_mux.fusion.launch_order import Interleave
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
@@ -43,7 +44,7 @@ class PlanningContext:
         rolling: Steps between two flushes of the pipeline, where the schedule can do without one.
         residence: Where the backbone's weights live between uses.
         sequence_parallel: Whether tensor ranks divide the rows between their regions.
-        overlap: See `StageCosts`. The engine does not overlap yet, so plans do not count on it.
+        interleave: How tensor ranks hide their messages; see `Interleave`.
         tasks: The tasks to plan for, by name.
     """
 
@@ -60,7 +61,7 @@ class PlanningContext:
     rolling: int = 1
     residence: Kind = "resident"
     sequence_parallel: bool = False
-    overlap: bool = False
+    interleave: Interleave = "off"
     tasks: Mapping[str, TaskLoad] = field(default_factory=dict)
 
     def with_tasks(self, tasks: Mapping[str, TaskLoad]) -> PlanningContext:
@@ -104,5 +105,6 @@ class PlanningContext:
             self.stages,
             self.method,
             self.itemsize,
-            self.overlap,
+            self.interleave != "off",
+            self.interleave,
         )

@@ -23,6 +23,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import AttentionCosts, Frozen
+from megatron_mux.fusion.launch_order import Interleave, Overlap
 from megatron_mux.fusion.load import TaskLoad, engine_memory
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.gpus import Gpu, find
@@ -31,6 +32,10 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
 
 Array = npt.NDArray[np.float64]
+
+MESSAGE_SHARE = {"cpu": 0.2, "cuda": 0.06}
+"""Share of a device that a message takes while it is on its way: of a core, gloo's thread; of an H100's 132
+multiprocessors, 8 CTAs."""
 
 
 class StageCosts:
@@ -45,6 +50,7 @@ class StageCosts:
         itemsize: Bytes of the backbone's dtype.
         overlap: Whether hybrid tasks of one bucket hide each other's communication, as in the paper. Else all of it is
             part of every pass.
+        interleave: How they do, if so; None: as well as computation and link allow.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class StageCosts:
         method: Method = Method(),  # noqa: B008 (frozen)
         itemsize: int = 4,
         overlap: bool = False,
+        interleave: Interleave | None = None,
     ) -> None:
         self.overlap = overlap
         self.profile = profile
@@ -67,6 +74,11 @@ class StageCosts:
         self.itemsize = itemsize
         self.recomputes = method.recompute == "full"
         kind = profile.about.get("kind", "cpu")
+        self.interleaving: Overlap | None = None
+        if overlap and interleave is not None:
+            each = 4 if method.sequence_parallel else 2
+            messages = tuple(each * len(layers) for layers in self.stages)
+            self.interleaving = Overlap(interleave, messages, MESSAGE_SHARE[kind])
         known = find(str(profile.about.get("device", "")))
         gpu = known.gpu if known is not None else Gpu()
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
@@ -186,9 +198,10 @@ class StageCosts:
         passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
         columns = (*passes, memory.lasting, memory.working, transfer, *messages)
         listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
+        hidden = self.interleaving if messages.shape[2] else None
         return [
-            HybridCost(count, forward, backward, 1, kept, working, sent, (), *communication)
-            for count, forward, backward, kept, working, sent, *communication in listed
+            HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back, hidden)
+            for count, forward, backward, kept, working, sent, ahead, back in listed
         ]
 
     # -- adapters

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from megatron_mux.fusion.alignment import Chunk, Filled, Item, chunk_grid
+from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchGrid, chunk_grid, share_out
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
@@ -66,10 +66,12 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
     filled = Filled(plan.data)
     for b, bucket in enumerate(plan.buckets):
         filled.next_bucket(bucket.micro_batches)
-        grids = [
+        grids: list[Sequence[MicroBatchGrid]] = [
             chunk_grid(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
             for hybrid in bucket.hybrid_tasks
         ]
+        if bucket.halves:
+            grids = [half for grid in grids for half in _halves(plan, grid, lengths)]
         counts: list[int] = []
         for side_by_side in zip(*grids, strict=True):
             if not any(side_by_side):
@@ -80,6 +82,23 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
                 chunks[Unit(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
         sizes.append(tuple(counts))
     return StepGrid(chunks, tuple(sizes))
+
+
+def _halves(
+    plan: Plan, grid: Sequence[MicroBatchGrid], lengths: Mapping[str, Lengths]
+) -> tuple[list[MicroBatchGrid], list[MicroBatchGrid]]:
+    """The micro-batches of a hybrid task, whose packs are not cut, split in two of nearly equal cost."""
+    first: list[MicroBatchGrid] = []
+    second: list[MicroBatchGrid] = []
+    for micro_batch in grid:
+        pieces = [piece for chunk in micro_batch for piece in chunk]
+        costs = [
+            plan.weights.of(piece.tokens, lengths[piece.task].labels[piece.sequence]) for piece in pieces
+        ]
+        one, other = (tuple(half) for half in share_out(pieces, costs, [0.0, 0.0]))
+        first.append((one,) if one else ())
+        second.append((other,) if other else ())
+    return first, second
 
 
 def must_keep_step(plan: Plan) -> bool:

@@ -114,6 +114,7 @@ def _context(
         rolling=ROLLING_STEPS if arguments.mux_rolling else 1,
         residence=arguments.mux_backbone_weights,
         sequence_parallel=arguments.sequence_parallel,
+        interleave=arguments.mux_interleave,
         tasks=loads,
     )
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.plan import Bucket, Plan
@@ -24,19 +26,40 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("interleaved", lambda directory: tiny_models.make(directory, "llama")) / "llama"
 
 
-def in_turns(plan: Plan, layers: int, sequence_parallel: bool, recompute: bool) -> Plan:
+def in_turns(plan: Plan, pieces: Pieces) -> Plan:
     """The plan with Algorithm 1's launch order in each bucket of several hybrid tasks."""
-    messages = (4 if sequence_parallel else 2) * layers
 
     def order(count: int, bucket: Bucket) -> str:
-        chain = [PieceCost(1.0, 1.0)] * count + [PieceCost(1.0)]
-        return encode(kahn([chain] * len(bucket.hybrid_tasks)))
+        return encode(kahn([[PieceCost(1.0, 1.0)] * count] * bucket.batches))
 
     def launch(bucket: Bucket) -> tuple[LaunchOrder, ...]:
-        one = LaunchOrder(order(messages, bucket), order(messages * (1 + recompute), bucket))
-        return (one,) * plan.stages if len(bucket.hybrid_tasks) > 1 else ()
+        one = LaunchOrder(order(pieces.forward, bucket), order(pieces.backward, bucket))
+        return (one,) * plan.stages if bucket.batches > 1 else ()
 
     return replace(plan, buckets=tuple(replace(b, launch=launch(b)) for b in plan.buckets))
+
+
+Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
+
+
+def train(
+    path: Path, parallel: Parallel, layout: Layout, kind: Kind, recompute: Recompute, interleaved: bool
+) -> Trained:
+    """Losses of three steps, and this rank's part of the adapters after them."""
+    cases = cases_of("llama", 96)
+    stages = load_stages(path, parallel, torch.float32, recompute, layout.split or None, kind)
+    planning = planning_of("side by side", stages[0], parallel, cases, layout.split)
+    plan = planning._plan
+    assert plan is not None
+    if interleaved:
+        plan = planning._plan = in_turns(plan, stages[0].pieces)
+    engine = Engine(stages, parallel, planning)
+    engine.register_tasks([case.task for case in cases])
+    steps = [engine.step() for _ in range(3)]
+    assert engine._runner.last_plan is not None
+    assert bool(engine._runner.last_plan.buckets[0].launch) is interleaved
+    losses = [{name: result.loss for name, result in step.items()} for step in steps]
+    return losses, {case.name: engine._tasks[case.name].adapter.arena.values for case in cases}
 
 
 @pytest.mark.parametrize(
@@ -57,25 +80,8 @@ def test_in_turns_as_one_after_another(
     path: Path, joined: Callable[..., Parallel], layout: Layout, kind: Kind, recompute: Recompute
 ) -> None:
     parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-    cases = cases_of("llama", 96)
-    found = []
-    for interleaved in (False, True):
-        stages = load_stages(path, parallel, torch.float32, recompute, layout.split or None, kind)
-        planning = planning_of("side by side", stages[0], parallel, cases, layout.split)
-        layers = stages[0].shape.layers // max(1, planning._plan.stages)
-        if interleaved:
-            planning._plan = in_turns(planning._plan, layers, layout.sequence_parallel, recompute == "full")
-        engine = Engine(stages, parallel, planning)
-        engine.register_tasks([case.task for case in cases])
-        losses = [engine.step() for _ in range(3)]
-        assert bool(engine._runner.last_plan.buckets[0].launch) is interleaved
-        found.append(
-            (
-                [{name: result.loss for name, result in step.items()} for step in losses],
-                {case.name: engine._tasks[case.name].adapter.arena.values.clone() for case in cases},
-            )
-        )
-    (losses, before), (again, after) = found
+    losses, adapters = train(path, parallel, layout, kind, recompute, interleaved=False)
+    again, others = train(path, parallel, layout, kind, recompute, interleaved=True)
     assert losses == again
-    for name in before:
-        assert torch.equal(before[name], after[name]), name
+    for name in adapters:
+        assert torch.equal(adapters[name], others[name]), name

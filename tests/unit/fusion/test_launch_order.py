@@ -1,0 +1,91 @@
+"""Launch orders: whole, in order within each chain, and no slower than promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.fusion.launch_order import (
+    Chain,
+    Overlap,
+    PieceCost,
+    best_order,
+    decode,
+    encode,
+    kahn,
+    list_schedule,
+    one_after_another,
+    simulate,
+)
+
+seconds = st.integers(1, 9).map(float)
+pieces = st.builds(PieceCost, seconds, seconds)
+chain = st.lists(pieces, min_size=1, max_size=6).map(lambda found: [*found, PieceCost(1.0)])
+chains = st.lists(chain, min_size=1, max_size=4)
+
+
+def of(text: str) -> list[PieceCost]:
+    """`3-2 4-1 1`: compute 3 s, message of 2 s, compute 4 s, message of 1 s, compute 1 s."""
+    return [PieceCost(*map(float, word.split("-"))) for word in text.split()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(chains, st.sampled_from([0.0, 0.2]))
+def test_every_order_launches_each_piece_once_and_is_bounded(found: list[Chain], share: float) -> None:
+    lengths = Counter({i: len(own) for i, own in enumerate(found)})
+    compute = sum(piece.compute for own in found for piece in own)
+    link = sum(piece.message for own in found for piece in own)
+    alone = max(sum(piece.compute + piece.message for piece in own) for own in found)
+    serial = simulate(found, one_after_another(found), share).seconds
+    for order in (kahn(found), list_schedule(found, range(len(found))), one_after_another(found)):
+        assert Counter(order) == lengths and decode(encode(order)) == order
+        timeline = simulate(found, order, share)
+        assert timeline.seconds >= max(compute, link, alone) - 1e-9
+        for own in (timeline.compute, timeline.messages):
+            assert all(a.end <= b.start + 1e-9 for a, b in zip(own, own[1:], strict=False)), "one at a time"
+        ends = {(span.chain, span.piece): span.end for span in timeline.messages}
+        for span in timeline.compute:
+            assert span.start >= ends.get((span.chain, span.piece - 1), 0.0), "its message has arrived"
+    best = simulate(found, best_order(found, "auto", share), share).seconds
+    assert best <= min(serial, simulate(found, kahn(found), share).seconds) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(pieces, min_size=1, max_size=2), min_size=2, max_size=3))
+def test_the_best_order_is_near_the_best_of_all(found: list[Chain]) -> None:
+    launched = one_after_another(found)
+    optimum = min(simulate(found, order).seconds for order in set(permutations(launched)))
+    assert simulate(found, best_order(found, "auto")).seconds <= 1.25 * optimum
+
+
+def test_algorithm_1_goes_by_depth_and_then_by_length() -> None:
+    assert encode(kahn([of("1-1 5-1 1"), of("2-1 2-1 1"), of("3-1 1")])) == "210" + "012" + "01"
+
+
+def test_a_list_schedule_does_not_wait_while_another_chain_can_go_on() -> None:
+    """Chain 1's first message takes long: chain 0's second piece need not wait for chain 1's."""
+    found = [of("1-1 1-1 1-1 1"), of("1-6 1-6 1-6 1")]
+    assert simulate(found, list_schedule(found, [1, 0])).seconds <= simulate(found, kahn(found)).seconds
+
+
+def test_computation_is_slower_while_a_message_takes_its_share() -> None:
+    found = [of("2-5 1"), of("10")]
+    timeline = simulate(found, [0, 1, 0], share=0.2)
+    # 10 s of computation begin with 5 s of message, in which 4 s of it are done.
+    assert [(span.start, span.end) for span in timeline.compute] == [(0.0, 2.0), (2.0, 13.0), (13.0, 14.0)]
+    assert simulate([of("2-5 1"), of("2")], [0, 1, 0], share=0.2).compute[1].end == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize("messages", [2, 8, 64])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_pass_is_priced_as_its_launch_order_leads_to(messages: int, count: int) -> None:
+    overlap = Overlap("auto", (messages,))
+    passes = [(1.0 + i, 0.5) for i in range(count)]
+    wanted = [[*([PieceCost(c / messages, m / messages)] * messages), PieceCost(0.0)] for c, m in passes]
+    exact = simulate(wanted, decode(overlap.order(passes, messages))).seconds
+    assert overlap.seconds(passes, 0) == pytest.approx(exact, rel=0.05)
+    assert overlap.seconds(passes[:1], 0) == pytest.approx(1.5), "nothing hides one pass's own messages"
