@@ -89,41 +89,25 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Render the tables."""
-    from overlap_sides import GOALS, SIDES
+    from overlap_sides import SIDES
 
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"Two tensor ranks, one core each; LoRA r=8 on q and v; about {result['tokens']} tokens in a step; medians of "
-        f"{result['turns']} turns.",
+        f"Two tensor ranks, one core each; LoRA r=8 on q and v; {result['tokens']} tokens in a step, about; "
+        + f"medians of {result['turns']} turns.",
     ]
     for case in result["cases"]:
-        link = "loopback" if case["share"] is None else f"a link of {case['megabits_per_s']:.0f} Mbit/s"
-        lines += [
-            "",
-            f"**{case['tasks']} tasks, {link}**: {case['messages']} messages of {case['megabytes']:.1f} MB take "
-            f"{case['share_of_messages']:.1%} of a step, and a processor's time for {case['cpu_share']:.0%} of that. Bound "
-            f"{case['bound']:.3f}x; (e) reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
-            f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']}).",
-            "",
-        ]
+        lines += ["", _heading(case), ""]
         rows: list[Sequence[object]] = []
         for side, what in SIDES.items():
             if side not in case["median_s"]:
                 continue
             taken, said = case["median_s"][side], case["predicted_s"].get(side)
-            goal = next(
-                (
-                    own
-                    for share, own in GOALS["speed_up"]
-                    if side == "e" and case["share"] and case["share"] >= share - 0.01
-                ),
-                None,
-            )
             rows.append(
                 (
                     f"({side}) {what}",
                     f"{taken:.3f}",
-                    f"{case['speed_up'][side]:.3f}x" + (f" (goal {goal})" if goal else ""),
+                    f"{case['speed_up'][side]:.3f}x{_goal(side, case['share'])}",
                     f"{case['median_cpu_s'][side]:.3f}",
                     "" if said is None else f"{said:.3f} ({said / taken - 1:+.1%})",
                 )
@@ -137,6 +121,26 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _heading(case: dict[str, Any]) -> str:
+    from overlap_sides import GOALS
+
+    link = "loopback" if case["share"] is None else f"a link of {case['megabits_per_s']:.0f} Mbit/s"
+    return (
+        f"**{case['tasks']} tasks, {link}**: {case['messages']} messages of {case['megabytes']:.1f} MB take "
+        f"{case['share_of_messages']:.1%} of a step, and CPU time for {case['cpu_share']:.0%} of theirs. Bound "
+        f"{case['bound']:.3f}x; (e) reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
+        f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']})."
+    )
+
+
+def _goal(side: str, share: float | None) -> str:
+    from overlap_sides import GOALS
+
+    if side != "e" or share is None:
+        return ""
+    return next((f" (goal {goal})" for least, goal in GOALS["speed_up"] if share > least - 0.01), "")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class Profile:
         passes: Steps of hybrid tasks in turns without their messages: a forward and a backward pass each.
         seconds: Of each message sent alone.
         share: Part of the processor's time that a message takes while it is on its way.
+        costs: The pieces of each hybrid task, in the forward and in the backward pass: the same on all ranks.
     """
 
     compute: dict[str, float] = field(default_factory=dict)
@@ -78,13 +79,14 @@ class Profile:
     passes: list[tuple[TimedPass, TimedPass]] = field(default_factory=list)
     seconds: dict[Sent, float] = field(default_factory=dict)
     share: float = 0.0
+    costs: tuple[list[Chain], list[Chain]] = ([], [])
 
     def messages(self, sent: Sequence[Sent | None]) -> float:
         """Seconds of messages, one after another."""
         return sum(self.seconds[own] for own in sent if own is not None)
 
     def chains(self, index: int) -> list[Chain]:
-        """The pieces of each hybrid task in the forward pass (0) or the backward pass (1)."""
+        """The pieces of each hybrid task on this rank, in the forward pass (0) or the backward pass (1)."""
         repeats = zip(*(both[index].pieces for both in self.passes), strict=True)
         found: dict[int, list[PieceCost]] = {}
         for pieces in repeats:
@@ -94,15 +96,14 @@ class Profile:
 
     def orders(self, interleave: Interleave) -> tuple[list[int], list[int]]:
         """The launch orders, forward and backward."""
-        forward, backward = (best_order(self.chains(i), interleave, self.share) for i in (0, 1))
+        forward, backward = (best_order(chains, interleave, self.share) for chains in self.costs)
         return forward, backward
 
     def predicted(self, orders: tuple[Order, Order]) -> float:
         """Seconds of a step of hybrid tasks computed in turns."""
         rest = self.compute["turns"] + self.messages(self.sent["turns"])
         simulated = 0.0
-        for i, order in enumerate(orders):
-            chains = self.chains(i)
+        for chains, order in zip(self.costs, orders, strict=True):
             rest -= sum(piece.compute + piece.message for chain in chains for piece in chain)
             simulated += simulate(chains, order, self.share).seconds
         return simulated + rest

@@ -8,7 +8,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from workload import RANK, TaskShape, random_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
+from megatron_mux.fusion.launch_order import Chain, PieceCost
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.runtime import initialize
 from megatron_mux.tasks import TaskSpec
@@ -47,6 +49,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 short = {key: value for key, value in cases[-1].items() if key != "picture"}
                 print(json.dumps(short), file=sys.stderr, flush=True)
     return {**result, "cases": cases} if rank == 0 else {}
+
+
+class _Timed(NamedTuple):
+    """A run.
+
+    Attributes:
+        seconds: Of the slowest rank.
+        cpu: CPU seconds of this rank, with all its threads.
+        made: What it returned.
+    """
+
+    seconds: float
+    cpu: float
+    made: Any
 
 
 class _Case:
@@ -120,9 +136,10 @@ class _Case:
         for name, plan in plans.items():
             profile.sent[name] = self._steps.take(plan, left_out=True)
             repeats = []
-            for _ in range(min(5, self._turns)):
+            run = partial(self._steps.take, plan, left_out=True)
+            for _ in range(5):
                 with timed_pieces() as passes:
-                    repeats.append(self._timed(lambda: self._steps.take(plan, left_out=True))[0])
+                    repeats.append(self._timed(run).seconds)
                 if passes:
                     profile.passes.append((passes[0], passes[1]))
             profile.compute[name] = statistics.median(repeats)
@@ -134,7 +151,7 @@ class _Case:
         rate = 8 * sum(size * dtype.itemsize for size, dtype in sent) / wanted
         for _ in range(4):
             limit_bandwidth(rate)
-            rate *= self._timed(lambda: send_alone(sent, self.parallel.tp_group))[0] / wanted
+            rate *= self._timed(partial(send_alone, sent, self.parallel.tp_group)).seconds / wanted
             rate = min(rate, _UNLIMITED)
         limit_bandwidth(rate)
         return rate
@@ -144,21 +161,26 @@ class _Case:
         group = self.parallel.tp_group
         for name in ("b", "a"):
             sent = profile.sent[name]
-            rounds: list[list[float]] = []
-            used = [self._timed(lambda: rounds.append(send_alone(sent, group))) for _ in range(3)]
-            of_size = seconds_by_size(sent, rounds)
+            timed = [self._timed(partial(send_alone, sent, group)) for _ in range(3)]
+            of_size = seconds_by_size(sent, [own.made for own in timed])
             seconds = self.parallel.most(list(of_size.values()))
             profile.seconds |= dict(zip(of_size, seconds, strict=True))
-            profile.share = statistics.median(cpu / seconds for seconds, cpu in used)
+            profile.share = statistics.median(own.cpu / own.seconds for own in timed)
         (profile.share,) = self.parallel.most([profile.share])
+        profile.costs = self._agreed(profile.chains(0)), self._agreed(profile.chains(1))
+
+    def _agreed(self, chains: Sequence[Chain]) -> list[Chain]:
+        """The chains with each piece as long as on the slowest rank, so that all ranks take the same order."""
+        slowest = iter(self.parallel.most([piece.compute for chain in chains for piece in chain]))
+        return [[PieceCost(next(slowest), piece.message) for piece in chain] for chain in chains]
 
     def _measure(self, plans: Mapping[str, Plan], sent: Sequence[Sent]) -> dict[str, Any]:
         """Seconds and CPU seconds of all sides, in turns."""
         runs: dict[str, Callable[[], object]] = {
-            side: (lambda plan=plan: self._steps.take(plan)) for side, plan in plans.items()
+            side: partial(self._steps.take, plan) for side, plan in plans.items()
         }
-        runs["f"] = lambda: self._steps.take(self._apart, left_out=True)
-        runs["g"] = lambda: send_alone(sent, self.parallel.tp_group)
+        runs["f"] = partial(self._steps.take, self._apart, left_out=True)
+        runs["g"] = partial(send_alone, sent, self.parallel.tp_group)
         seconds: dict[str, list[float]] = {side: [] for side in runs}
         cpu: dict[str, list[list[float]]] = {side: [] for side in runs}
         for run in runs.values():
@@ -167,18 +189,17 @@ class _Case:
         for turn in range(self._turns):
             first = turn % len(order)
             for side in order[first:] + order[:first]:
-                taken, used = self._timed(runs[side])
-                seconds[side].append(taken)
-                cpu[side].append(self._of_all(used))
+                timed = self._timed(runs[side])
+                seconds[side].append(timed.seconds)
+                cpu[side].append(self._of_all(timed.cpu))
         return {"seconds": seconds, "cpu_seconds": cpu}
 
-    def _timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of the slowest rank, and CPU seconds of this one with all its threads."""
+    def _timed(self, run: Callable[[], Any]) -> _Timed:
         self.parallel.most([0.0])  # a barrier
         start, before = time.perf_counter(), time.process_time()
-        run()
-        taken = time.perf_counter() - start, time.process_time() - before
-        return self.parallel.most([taken[0]])[0], taken[1]
+        made = run()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - before
+        return _Timed(self.parallel.most([seconds])[0], cpu, made)
 
     def _of_all(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.parallel.world_size

@@ -57,11 +57,11 @@ def watched(tensor_group: dist.ProcessGroup, left_out: bool = False) -> Iterator
 
 def send_alone(log: Sequence[Sent], group: dist.ProcessGroup) -> list[float]:
     """Send messages like those of a log one after another; returns the seconds of each."""
-    buffers = {sent: torch.zeros(sent[0], dtype=sent[1]) for sent in log}
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in log]
     seconds = []
-    for sent in log:
+    for tensor in tensors:
         start = time.perf_counter()
-        dist.all_reduce(buffers[sent], group=group)
+        dist.all_reduce(tensor, group=group)
         seconds.append(time.perf_counter() - start)
     return seconds
 
