@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
+from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner import Planner
@@ -114,17 +117,37 @@ def cases_of(family: str, vocab: int) -> list[Case]:
     ]
 
 
+def in_turns(plan: Plan, pieces: Pieces) -> Plan:
+    """The plan with Algorithm 1's launch order in each bucket of several hybrid tasks."""
+
+    def order(count: int, bucket: Bucket) -> str:
+        return encode(kahn([[PieceCost(1.0, 1.0)] * count] * bucket.batches))
+
+    def launch(bucket: Bucket) -> tuple[LaunchOrder, ...]:
+        one = LaunchOrder(order(pieces.forward, bucket), order(pieces.backward, bucket))
+        return (one,) * plan.stages if bucket.batches > 1 else ()
+
+    return replace(plan, buckets=tuple(replace(b, launch=launch(b)) for b in plan.buckets))
+
+
 def planning_of(
     policy: str, backbone: Backbone, parallel: Parallel, cases: list[Case], split: Split
 ) -> Planning:
-    """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut."""
+    """`chunks`: spatial, packs cut; `auto`: planned; `side by side`: a bucket of several hybrid tasks, cut; `in turns`:
+    the same, its pieces in Algorithm 1's order; `halves`: a hybrid task of all in two halves, likewise.
+    """
     mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size, split)
     shape = backbone.info.shape
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     planner = Planner(PlanningContext(roofline(shape, about, 8, mesh.tensor), backbone.info, mesh, 8))
     if policy == "auto":
         return Planning("auto", mesh.stages, planner)
-    if policy == "side by side":
+    if policy == "halves":
+        one = HybridTask(tuple(sorted(case.name for case in cases)))
+        bucket = Bucket((one,), 2, forward=(1.0,) * mesh.stages, backward=(1.0,) * mesh.stages, halves=True)
+        plan = Plan("auto", mesh.stages, (bucket,), mesh.virtual, split, data=mesh.data)
+        return Planning("auto", mesh.stages, planner, given=in_turns(plan, backbone.pieces))
+    if policy in ("side by side", "in turns"):
         names = sorted(case.name for case in cases)
         groups = [names[:2], names[2:3], names[3:]]
         hybrids = [HybridTask(tuple(group)) for group in groups]
@@ -134,7 +157,8 @@ def planning_of(
             Bucket((hybrids[2],), 2, **seconds),  # type: ignore[arg-type]
         )
         plan = Plan("auto", mesh.stages, buckets, mesh.virtual, split, data=mesh.data)
-        return Planning("auto", mesh.stages, planner, given=plan)
+        given = plan if policy == "side by side" else in_turns(plan, backbone.pieces)
+        return Planning("auto", mesh.stages, planner, given=given)
     stages = {"stages": mesh.stages, "virtual": mesh.virtual, "split": split}
     if policy == "chunks":
         return Planning("spatial", chunk=4, **stages)  # type: ignore[arg-type]

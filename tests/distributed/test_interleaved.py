@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.engine import Engine
-from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
-from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
@@ -24,19 +20,6 @@ from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
 @pytest.fixture(scope="module")
 def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("interleaved", lambda directory: tiny_models.make(directory, "llama")) / "llama"
-
-
-def in_turns(plan: Plan, pieces: Pieces) -> Plan:
-    """The plan with Algorithm 1's launch order in each bucket of several hybrid tasks."""
-
-    def order(count: int, bucket: Bucket) -> str:
-        return encode(kahn([[PieceCost(1.0, 1.0)] * count] * bucket.batches))
-
-    def launch(bucket: Bucket) -> tuple[LaunchOrder, ...]:
-        one = LaunchOrder(order(pieces.forward, bucket), order(pieces.backward, bucket))
-        return (one,) * plan.stages if bucket.batches > 1 else ()
-
-    return replace(plan, buckets=tuple(replace(b, launch=launch(b)) for b in plan.buckets))
 
 
 Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -48,11 +31,8 @@ def train(
     """Losses of three steps, and this rank's part of the adapters after them."""
     cases = cases_of("llama", 96)
     stages = load_stages(path, parallel, torch.float32, recompute, layout.split or None, kind)
-    planning = planning_of("side by side", stages[0], parallel, cases, layout.split)
-    plan = planning._plan
-    assert plan is not None
-    if interleaved:
-        plan = planning._plan = in_turns(plan, stages[0].pieces)
+    policy = "in turns" if interleaved else "side by side"
+    planning = planning_of(policy, stages[0], parallel, cases, layout.split)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks([case.task for case in cases])
     steps = [engine.step() for _ in range(3)]

@@ -78,6 +78,7 @@ def test_defaults() -> None:
         mux_schedule="planned",
         mux_plan=None,
         mux_align="dense",
+        mux_interleave="auto",
         mux_chunk_size="auto",
         mux_memory_limit="auto",
         mux_backbone_weights="resident",
