@@ -30,11 +30,12 @@ def _head(result: Mapping[str, Any]) -> list[str]:
     settings, mix = result["settings"], result["mix"]
     tasks = ", ".join(f"{t['sequences']} x <= {t['max_length']}" for t in mix)
     lora = f"LoRA {ranks_of(mix)} on {', '.join(settings['lora']['targets'])}"
-    turns = f"{settings['repeats']} turns of {settings['steps_in_a_turn']} steps, medians"
-    turns = f"records {settings['records']}; {turns}"
+    parts = [lora, f"records {settings['records']}"]
+    if "all" in result:
+        parts.append(f"{settings['repeats']} turns of {settings['steps_in_a_turn']} steps, medians")
     return [
         measured_on(settings["backbone"], settings["dtype"], where(result), result["versions"]),
-        f"Tasks (sequences x tokens a step): {tasks}; {lora}; {turns}.",
+        f"Tasks (sequences x tokens a step): {tasks}; {'; '.join(parts)}.",
     ]
 
 
