@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import plot
 from processes import add_worker_flag, pin_to_core, run_in_processes
 from script import add_output, command_line, measured_on, publish, table
 
@@ -118,16 +119,8 @@ def _tasks(tokens: int, vocab: int) -> tuple[list[Any], list[Any]]:
 
 
 def crossing(result: dict[str, Any]) -> float | None:
-    """Tokens from which `temporal` is faster, interpolated on a logarithmic scale; None if it is not."""
-    from math import exp, log
-
-    points = result["points"]
-    for before, after in zip(points, points[1:], strict=False):
-        low, high = log(before["temporal_over_spatial"]), log(after["temporal_over_spatial"])
-        if low < 0 <= high:
-            share = -low / (high - low)
-            return exp(log(before["tokens"]) + share * (log(after["tokens"]) - log(before["tokens"])))
-    return None
+    """Tokens from which `temporal` is faster; None if it is not."""
+    return plot.crossing([(point["tokens"], point["temporal_over_spatial"]) for point in result["points"]])
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -161,41 +154,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Plot the curves, if matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(
-            "matplotlib is not installed, so no plot is drawn (pip install 'megatron-mux[bench]')",
-            file=sys.stderr,
-        )
-        return
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    tokens = [point["tokens"] for point in result["points"]]
+    """Plot measured and predicted throughput."""
+    curves = []
     for name, colour in (("spatial", "tab:blue"), ("temporal", "tab:orange")):
-        axes.plot(tokens, [p["rate"][name] for p in result["points"]], "o-", color=colour, label=name)
-        axes.plot(
-            tokens,
-            [p["predicted"][name] for p in result["points"]],
-            ":",
-            color=colour,
-            label=f"{name}, predicted",
-        )
+        for key, label, style in (("rate", name, "o-"), ("predicted", f"{name}, predicted", ":")):
+            points = [(point["tokens"], point[key][name]) for point in result["points"]]
+            curves.append(plot.Curve(label, points, colour, style))
     where = crossing(result)
-    if where is not None:
-        axes.axvline(where, color="grey", linewidth=0.8)
-        axes.annotate(f"{where:.0f}", (where, 0), xytext=(3, 3), textcoords="offset points", color="grey")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(n) for n in tokens])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"tokens of a task in a micro-batch ({TASKS} tasks, {MICRO_BATCHES} micro-batches)")
-    axes.set_ylabel("tokens/s")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    x_label = f"tokens of a task in a micro-batch ({TASKS} tasks, {MICRO_BATCHES} micro-batches)"
+    plot.draw(file, curves, (x_label, "tokens/s"), () if where is None else (where,))
 
 
 if __name__ == "__main__":

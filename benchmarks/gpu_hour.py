@@ -1,8 +1,9 @@
 """The first hour on a GPU: checks, benchmarks and the planner's profile, in calls of at most eight minutes.
 
     python benchmarks/gpu_hour.py check      # make gpu-check: the tests that need a GPU, NCCL's rules first
-    python benchmarks/gpu_hour.py bench      # make gpu-bench: against PEFT, in both dtypes
+    python benchmarks/gpu_hour.py bench      # make gpu-bench: against PEFT and zero-padding; memory of 32 tasks
     python benchmarks/gpu_hour.py profile    # make gpu-profile: the planner's profile, predicted against measured
+    python benchmarks/gpu_hour.py bench --tiny     # the same cases on a CPU, to try them out
 
 Each case is a command in a process of its own. Its status and output are kept as soon as it ends, and it is stopped
 when it takes too long. A call begins no case that might not end in time: called again, it goes on with the next one.
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MINUTES = 8.0
 LAYERS = 8
 """Layers of Llama-3-8B's shape in most cases: all 32 take four times as long to load, four sides at once."""
+LARGE = 100 << 30
+"""Bytes of a GPU on which all sides fit at once, with so many layers and 32 sequences of each task."""
 CHECKS = ("test_gpu_waits", "test_steady_steps", "test_triton_on_gpu", "test_isolation_on_gpu", "test_on_gpu")
 """Files of `tests/gpu`, NCCL's rules first: if they do not hold, a pipeline may hang."""
 _TAIL = 8000  # characters of output that are kept
@@ -48,29 +51,61 @@ class Case:
     seconds: int
 
 
-def checks(directory: Path) -> list[Case]:
+def checks() -> list[Case]:
     """The tests that need a GPU, file by file."""
     words = ("-m", "pytest", "-m", "gpu", "-q", "-rA", "-p", "no:cacheprovider")
     return [Case(name, (*words, f"tests/gpu/{name}.py"), 180) for name in CHECKS]
 
 
-def benchmarks(directory: Path) -> list[Case]:
-    """Against PEFT: what matters most first."""
+def benchmarks(directory: Path, device_bytes: int = LARGE, tiny: bool = False) -> list[Case]:
+    """Against PEFT and zero-padded batches: what matters most first.
 
-    def case(name: str, seconds: int, *words: str) -> Case:
-        output = directory / f"{name.replace(', ', '-').replace(' ', '-')}.json"
-        start = ("benchmarks/vs_peft.py", "--device", "cuda", "--scratch", str(directory / "backbones"))
-        return Case(name, (*start, "--output", str(output), *words), seconds)
+    Args:
+        directory: For results and random backbones.
+        device_bytes: Memory of the GPU: on a small one, backbones have fewer layers.
+        tiny: On the CPU with a tiny backbone and single steps: the figures mean nothing.
+    """
+    large = device_bytes >= LARGE
+    few = ("--layers", str(LAYERS if large else LAYERS // 2))
+    machine = ("--device", "cuda", "--backbone-shape", "llama3-8b")
+    last: tuple[str, ...] = ()
+    if tiny:
+        machine = ("--device", "cpu", "--backbone-shape", "tiny", "--threads", "1")
+        last = ("--layers", "2", "--repeats", "1", "--steps", "1", "--warm-up", "1")
 
-    few = ("--layers", str(LAYERS))
+    def file(name: str) -> str:
+        return str(directory / f"{name.replace(', ', '-').replace(' ', '-')}.json")
+
+    def case(name: str, seconds: int, *words: str, dtype: str = "bfloat16") -> Case:
+        start = (
+            "benchmarks/vs_peft.py",
+            *machine,
+            "--dtype",
+            dtype,
+            "--scratch",
+            str(directory / "backbones"),
+        )
+        return Case(name, (*start, *words, *last, "--output", file(name)), seconds)
+
+    def speed(name: str, seconds: int, sequences: int, *words: str, dtype: str = "bfloat16") -> Case:
+        words = ("--sequences", str(sequences), "--skip-memory", *words)
+        return case(name, seconds, *words, dtype=dtype)
+
+    packed, padded = ("--rival", "packed"), ("--rival", "padded")
+    curves = [
+        speed("bf16, 8 sequences, packed", 180, 8, *few, *packed, "--profile"),
+        speed("bf16, 8 sequences, padded", 200, 8, *few, *padded, "--zero-padded"),
+        speed("bf16, 2 sequences", 220, 2, *few, "--zero-padded"),
+        speed("bf16, 32 sequences, packed", 200, 32, *few, *packed),
+        speed("bf16, 32 sequences, padded", 200, 32, *few, *padded),
+    ]
+    plotted = ("benchmarks/vs_peft_crossover.py", *(file(one.name) for one in curves))
     return [
-        case("bf16, 8 sequences, packed", 180, *few, "--rival", "packed", "--skip-memory", "--profile"),
-        case("bf16, 8 sequences, padded", 150, *few, "--rival", "padded", "--skip-memory"),
-        case("bf16, 2 sequences", 180, *few, "--sequences", "2", "--skip-memory"),
-        case("bf16, 32 sequences", 240, *few, "--sequences", "32", "--skip-memory"),
-        case("bf16, all layers, packed", 300, "--rival", "packed", "--skip-memory", "--repeats", "3"),
-        case("fp32, 8 sequences", 300, *few, "--dtype", "float32", "--skip-memory", "--repeats", "3"),
-        case("bf16, memory", 420, *few, "--rival", "packed", "--repeats", "1"),
+        *curves,
+        Case("crossover", (*plotted, "--output", file("crossover")), 60),
+        case("bf16, memory", 420, *few, *packed, "--skip-speed", "--replicas", "32"),
+        speed("bf16, all layers, packed", 300, 8 if large else 2, *packed, "--repeats", "3"),
+        speed("fp32, 8 sequences", 300, 8, *few, "--repeats", "3", dtype="float32"),
     ]
 
 
@@ -95,7 +130,7 @@ def profiles(directory: Path) -> list[Case]:
     ]
 
 
-CASES = {"check": checks, "bench": benchmarks, "profile": profiles}
+CASES = ("check", "bench", "profile")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,7 +140,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=ROOT / ".gpu-hour", help="for results (.gpu-hour)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"of this call ({MINUTES:g})")
     parser.add_argument("--again", action="store_true", help="run cases that failed once more")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="for bench: on the CPU with a tiny backbone; the figures mean nothing",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.tiny and arguments.what != "bench":
+        parser.error("--tiny is for bench only")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,12 +158,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron_mux.memory.store import versions
 
-    if not torch.cuda.is_available():
+    if not (arguments.tiny or torch.cuda.is_available()):
         print("gpu_hour.py: this machine has no GPU", file=sys.stderr)
         return 2
-    directory = arguments.directory.resolve()
+    directory = (arguments.directory / "tiny" if arguments.tiny else arguments.directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    cases = CASES[arguments.what](directory)
+    if arguments.what == "bench":
+        own = LARGE if arguments.tiny else torch.cuda.get_device_properties(0).total_memory
+        cases = benchmarks(directory, own, arguments.tiny)
+    else:
+        cases = checks() if arguments.what == "check" else profiles(directory)
     longest = max(case.seconds for case in cases)
     if arguments.minutes * 60 < longest:
         print(f"--minutes {arguments.minutes:g}: a case may take {longest} s", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Predicted against measured GPU memory, of training with `transformers` + `peft` and with our engine.
 
-python benchmarks/gpu_memory.py predict --output predicted.json            # no GPU needed: a quarter of an hour
+python benchmarks/gpu_memory.py predict --output predicted.json            # no GPU needed: three minutes
 python benchmarks/gpu_memory.py measure --predicted predicted.json --output measured.json            # on a GPU
 
 Both keep each result at once (in `OUTPUT.partial.json`), and go on from there when they are called again; `--minutes`

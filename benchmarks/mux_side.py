@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workload import LEARNING_RATE, RANK, Pair, TaskShape
+from workload import LEARNING_RATE, Pair, TaskShape
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
@@ -25,8 +25,8 @@ def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> Tas
             "name": shape.name,
             "adapter": {
                 "peft_type": "LORA",
-                "r": RANK,
-                "lora_alpha": 2 * RANK,
+                "r": shape.rank,
+                "lora_alpha": 2 * shape.rank,
                 "target_modules": list(targets),
             },
             "data": {"path": shape.records or "made-up", "max_length": shape.max_length},

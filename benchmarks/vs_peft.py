@@ -2,6 +2,8 @@
 
     python benchmarks/vs_peft.py                    # backbone and data of `make prepare`, two threads
     python benchmarks/vs_peft.py --rival packed     # PEFT without padding only
+    python benchmarks/vs_peft.py --zero-padded      # also our engine, all sequences padded to the longest
+    python benchmarks/vs_peft.py --replicas 32      # also the memory of 32 tasks, against 32 processes of PEFT
     python benchmarks/vs_peft.py --profile          # also the time of a step by operator
     python benchmarks/vs_peft.py --device cuda      # bf16, a random backbone of Llama-3-8B's shape, eight tasks
 
@@ -13,9 +15,7 @@ share an allocator. Memory is measured in a new process for each case.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -62,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="how PEFT trains: batches padded to their longest sequence, or packed without padding",
     )
     parser.add_argument(
+        "--zero-padded",
+        action="store_true",
+        help="one more rival: our engine with the sequences of all tasks padded to the longest one of the step",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="of the backbone on all sides (default: float32 on a CPU, bfloat16 on a GPU)",
@@ -69,9 +74,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", action="store_true", help="profile one more turn of each side, by kind of operator"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="also measure the memory of N tasks together, the mix repeated, against N processes of PEFT",
+    )
     parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--skip-speed", action="store_true", help="measure memory only")
     add_output(parser)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser
 
 
@@ -96,7 +107,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.backbone is not None and arguments.layers is not None:
         parser.error("--layers needs a random backbone")
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
-    arguments.rivals = ("padded", "packed") if arguments.rival == "all" else (arguments.rival,)
+    arguments.peft = ("padded", "packed") if arguments.rival == "all" else (arguments.rival,)
+    arguments.rivals = (*arguments.peft, *(["zero-padded"] if arguments.zero_padded else []))
+    if arguments.skip_memory and (arguments.skip_speed or arguments.replicas is not None):
+        parser.error("--skip-memory leaves nothing to measure with --skip-speed, or for --replicas")
     if arguments.warm_up < 1 or arguments.repeats < 1 or arguments.steps < 1:
         parser.error("--warm-up, --repeats and --steps must be at least 1")
     return arguments
@@ -114,20 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = (arguments.backbone_shape, arguments.layers, arguments.dtype)
             arguments.backbone = scratch / "-".join(str(word) for word in words if word is not None)
             _write_backbone(arguments)
-        if arguments.part:
-            import vs_peft_measure
-
-            print(json.dumps(vs_peft_measure.measure_memory(arguments, arguments.part)))
-            return 0
         memory = {} if arguments.skip_memory else _memory(arguments)
         import vs_peft_measure
         from vs_peft_tables import markdown
 
-        result: dict[str, Any] = {
-            **vs_peft_measure.environment(arguments),
-            **vs_peft_measure.measure_speed(arguments, Path(temporary)),
-            "memory": memory,
-        }
+        speed = {} if arguments.skip_speed else vs_peft_measure.measure_speed(arguments, Path(temporary))
+        result: dict[str, Any] = {**vs_peft_measure.environment(arguments), **speed, "memory": memory}
     publish(result, markdown(result), arguments.output)
     return 0
 
@@ -141,35 +147,19 @@ def _write_backbone(arguments: argparse.Namespace) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Measure each case in a new process, before this one loads anything; for PEFT, one task per shape of batch."""
+    """Measure each case in a process of its own; for PEFT, one task per shape of batch."""
+    from vs_peft_measure import measure_memory
+    from vs_peft_sides import in_new_process
     from workload import mix_of, tasks_per_batch_shape
 
-    found = {case: _in_new_process(arguments, case) for case in ("mux:mix", "mux:one", "mux:eight")}
+    counts = ("mix", "one", "eight", *([] if arguments.replicas is None else [str(arguments.replicas)]))
+    cases = [f"mux:{count}" for count in counts]
+    found = {case: in_new_process(measure_memory, arguments, case) for case in cases}
     kinds = tasks_per_batch_shape(mix_of(arguments.backbone_shape, arguments.device, arguments.sequences))
-    for rival in arguments.rivals:
+    for rival in arguments.peft:
         for i, count in kinds.items():
-            case = f"{rival}:{i}"
-            found[case] = {**_in_new_process(arguments, case), "tasks_of_this_kind": count}
-    return found
-
-
-def _in_new_process(arguments: argparse.Namespace, part: str) -> dict[str, int]:
-    command = [sys.executable, str(HERE / "vs_peft.py"), "--part", part, "--device", arguments.device]
-    command += ["--threads", str(arguments.threads), "--dtype", arguments.dtype]
-    command += ["--targets", *arguments.targets]
-    for flag in ("layers", "sequences"):
-        if getattr(arguments, flag) is not None:
-            command += [f"--{flag}", str(getattr(arguments, flag))]
-    if arguments.data is not None:
-        command += ["--data", str(arguments.data)]
-    if arguments.backbone_shape is not None:
-        command += ["--backbone-shape", arguments.backbone_shape, "--scratch", str(arguments.backbone.parent)]
-    else:
-        command += ["--backbone", str(arguments.backbone)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"measuring the memory of {part} failed:\n{done.stderr}")
-    found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
+            one = in_new_process(measure_memory, arguments, f"{rival}:{i}")
+            found[f"{rival}:{i}"] = {**one, "tasks_of_this_kind": count}
     return found
 
 

@@ -16,7 +16,7 @@ import process_memory
 import torch
 from vs_peft_setup import Setup
 from vs_peft_sides import SideResult, measure_sides
-from workload import RANK, mix_to_json, padding_share
+from workload import mix_of, mix_to_json, padding_share
 
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
@@ -35,7 +35,7 @@ def measure_speed(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any
     short = [i for i in everything if setup.mix[i].short] or everything[:2]
     if arguments.backbone_shape == "tiny":
         short = everything[:2]
-    found: dict[str, Any] = {"mix": mix_to_json(setup.mix)}
+    found: dict[str, Any] = {}
     for part, members in (("all", everything), ("short", short)):
         profiled = arguments.profile and part == "all"
         turns = measure_sides(arguments, setup.steps, members, scratch, profiled)
@@ -93,7 +93,12 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
-    """Measure the memory of one case here: `mux:mix`, `mux:one`, `mux:eight`, or `<rival>:<index of a task>`."""
+    """Measure the memory of one case here.
+
+    Args:
+        arguments: The script's flags.
+        part: `mux:mix`, `mux:one`, `mux:eight`, `mux:<number of tasks>` or `<rival>:<index of a task>`.
+    """
     setup = Setup(arguments, MEMORY_STEPS)
     side, what = part.split(":")
     before = process_memory.resident_bytes()
@@ -108,7 +113,8 @@ def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
             task.step(pairs)
         return {**_around_loading(setup, before, loaded), **process_memory.report(setup.device)}
     parallel = setup.parallel()
-    count = {"mix": len(setup.mix), "one": 1, "eight": 8}[what]
+    named = {"mix": len(setup.mix), "one": 1, "eight": 8}
+    count = named[what] if what in named else int(what)
     chosen = [i % len(setup.mix) for i in range(count)]
     # A single task is the largest one of the mix.
     chosen = [len(setup.mix) - 1] if what == "one" else chosen
@@ -133,7 +139,7 @@ def _around_loading(setup: Setup, before: int, loaded: int) -> dict[str, int]:
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Describe hardware, versions and settings, for the result file."""
+    """Describe hardware, versions, settings and tasks, for the result file."""
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     return {
         "hardware": {
@@ -149,11 +155,12 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
             "dtype": arguments.dtype,
             "backbone": backbone_name(arguments),
             "records": "made up" if arguments.data is None else "of --data",
-            "lora": {"r": RANK, "targets": arguments.targets},
+            "lora": {"targets": arguments.targets},
             "repeats": arguments.repeats,
             "steps_in_a_turn": arguments.steps,
             "liger": peft_side.uses_liger(torch.device(arguments.device)),
         },
+        "mix": mix_to_json(mix_of(arguments.backbone_shape, arguments.device, arguments.sequences)),
     }
 
 

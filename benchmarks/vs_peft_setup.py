@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import mux_side
 import peft_side
 import torch
 from torch import Tensor
-from workload import LEARNING_RATE, RANK, Pair, TaskShape, mix_of, random_records
+from workload import LEARNING_RATE, Pair, TaskShape, mix_of, padded_to_longest, random_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.runtime import Parallel, initialize
+from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
 
 
@@ -55,12 +57,22 @@ class Setup:
         """Return the records of task `i` for each step."""
         return mux_side.examples(self.specs[i], self.records[i], self.steps)
 
+    def zero_padded(self, members: Sequence[int]) -> tuple[list[TaskSpec], list[TaskDataset]]:
+        """Return specs and records of the same steps, all sequences padded to the longest one of their step."""
+        examples = padded_to_longest([self.examples(i) for i in members])
+        records = [Records([pair for pairs in own for pair in pairs]) for own in examples]
+        longest = max(int(own.lengths.max()) for own in records)
+        specs = [self.specs[i] for i in members]
+        data = [spec.data.model_copy(update={"max_length": longest, "shuffle": False}) for spec in specs]
+        specs = [spec.model_copy(update={"data": own}) for spec, own in zip(specs, data, strict=True)]
+        return specs, [own.as_dataset() for own in records]
+
     def peft_task(
         self, model: torch.nn.Module, i: int, rival: str, initial: dict[str, Tensor] | None = None
     ) -> peft_side.PeftTask:
         """Set up task `i` to be trained by PEFT."""
-        targets = self.arguments.targets
-        return peft_side.PeftTask(model, RANK, targets, LEARNING_RATE, self.steps, initial, rival)
+        targets, rank = self.arguments.targets, self.mix[i].rank
+        return peft_side.PeftTask(model, rank, targets, LEARNING_RATE, self.steps, initial, rival)
 
     def synchronize(self) -> None:
         """Wait until the GPU, if there is one, has finished."""

@@ -11,6 +11,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,8 +24,11 @@ import peft_side
 from safetensors.torch import load_file, save_file
 from vs_peft_setup import Setup
 
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.tasks import TaskSpec
+
 _IMPORTED = ("torch", "transformers", "peft", "megatron.core", "megatron_mux.engine")
-"""What the server that forks the sides imports, once; nothing is computed in it."""
+"""What the server that forks new processes imports, once; nothing is computed in it."""
 
 Step = Callable[[int], list[float]]
 """Runs the step of a given number and returns each task's loss."""
@@ -86,14 +90,26 @@ def measure_sides(
     return turns
 
 
+def in_new_process(measure: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
+    """Call a function in a new process, which has imported the libraries and computed nothing."""
+    with ProcessPoolExecutor(1, _context(), max_tasks_per_child=1) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def _context() -> Any:
+    """The server that forks new processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED])
+    return context
+
+
 class _SideProcess:
     """The process of one side, as its parent controls it; ready to train when the constructor returns."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_IMPORTED])
+        context = _context()
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -149,6 +165,7 @@ def _run_side(
         step = {
             "padded": partial(_peft, "padded"),
             "packed": partial(_peft, "packed"),
+            "zero-padded": _zero_padded,
             "mux": _mux,
             "ceiling": _ceiling,
         }[name](setup, members, scratch)
@@ -190,14 +207,25 @@ def _peft(rival: str, setup: Setup, members: Sequence[int], scratch: Path) -> St
 
 
 def _mux(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
-    parallel = setup.parallel()
-    engine = mux_side.make_engine(
-        setup.backbone(parallel),
-        parallel,
-        [setup.specs[i] for i in members],
-        [setup.records[i] for i in members],
-        [load_file(_initial(scratch, i)) for i in members],
+    return _engine(
+        setup, [setup.specs[i] for i in members], [setup.records[i] for i in members], members, scratch
     )
+
+
+def _zero_padded(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
+    return _engine(setup, *setup.zero_padded(members), members, scratch)
+
+
+def _engine(
+    setup: Setup,
+    specs: Sequence[TaskSpec],
+    records: Sequence[TaskDataset],
+    members: Sequence[int],
+    scratch: Path,
+) -> Step:
+    parallel = setup.parallel()
+    initial = [load_file(_initial(scratch, i)) for i in members]
+    engine = mux_side.make_engine(setup.backbone(parallel), parallel, specs, records, initial)
 
     def step(_: int) -> list[float]:
         results = engine.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import operator_profile
@@ -11,10 +11,11 @@ from script import measured_on, table
 GOALS = {("padded", "all"): 1.35, ("padded", "short"): 1.75}
 CEILING_GOAL = 1.12
 PERSISTENT_GOAL = 1.15
-RIVAL_NAMES = {"padded": "PEFT, padded batches", "packed": "PEFT, packed without padding"}
+PEFT_NAMES = {"padded": "PEFT, padded batches", "packed": "PEFT, packed without padding"}
+RIVAL_NAMES = {**PEFT_NAMES, "zero-padded": "megatron-mux, padded to the longest of all tasks"}
 SIDE_NAMES = {**RIVAL_NAMES, "mux": "megatron-mux", "ceiling": "the frozen backbone alone"}
 _SPEED_HEADINGS = (
-    "tasks | rival, one task at a time | rival (tokens/s) | megatron-mux (tokens/s) | speed-up | "
+    "tasks | rival (PEFT: one task at a time) | rival (tokens/s) | megatron-mux (tokens/s) | speed-up | "
     "ceiling: frozen backbone alone | step / ceiling"
 )
 
@@ -26,19 +27,33 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _head(result: Mapping[str, Any]) -> list[str]:
-    hardware, settings = result["hardware"], result["settings"]
-    where = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
-    tasks = ", ".join(f"{t['sequences']} x <= {t['max_length']}" for t in result["mix"])
-    lora = settings["lora"]
-    turns = f"{settings['repeats']} turns of {settings['steps_in_a_turn']} steps, medians"
-    turns = f"records {settings['records']}; {turns}"
+    settings, mix = result["settings"], result["mix"]
+    tasks = ", ".join(f"{t['sequences']} x <= {t['max_length']}" for t in mix)
+    lora = f"LoRA {ranks_of(mix)} on {', '.join(settings['lora']['targets'])}"
+    parts = [lora, f"records {settings['records']}"]
+    if "all" in result:
+        parts.append(f"{settings['repeats']} turns of {settings['steps_in_a_turn']} steps, medians")
     return [
-        measured_on(settings["backbone"], settings["dtype"], where, result["versions"]),
-        f"Tasks (sequences x tokens a step): {tasks}; LoRA r={lora['r']} on {', '.join(lora['targets'])}; {turns}.",
+        measured_on(settings["backbone"], settings["dtype"], where(result), result["versions"]),
+        f"Tasks (sequences x tokens a step): {tasks}; {'; '.join(parts)}.",
     ]
 
 
+def where(result: Mapping[str, Any]) -> str:
+    """Name the hardware on which a result was measured."""
+    hardware = result["hardware"]
+    return str(hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads")
+
+
+def ranks_of(tasks: Sequence[Mapping[str, Any]]) -> str:
+    """The LoRA rank of all tasks, or the rank of each in the tasks' order."""
+    ranks = [str(task["rank"]) for task in tasks]
+    return f"r={ranks[0]}" if len(set(ranks)) == 1 else f"r={'/'.join(ranks)}"
+
+
 def _speed(result: Mapping[str, Any]) -> list[str]:
+    if "all" not in result:
+        return []
     on_cpu = result["hardware"]["gpu"] is None
     rows = []
     for key, name in (("all", "the whole mix"), ("short", "its short tasks")):
@@ -67,7 +82,7 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
     if not memory:
         return []
     rows = []
-    for rival, name in RIVAL_NAMES.items():
+    for rival, name in PEFT_NAMES.items():
         cases = [found for case, found in memory.items() if case.startswith(f"{rival}:")]
         if cases:
             count = sum(found["tasks_of_this_kind"] for found in cases)
@@ -86,7 +101,30 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
             f"{_mib(eight)} ({eight / one:.3f}x, goal {PERSISTENT_GOAL:.2f}x)",
         ),
     ]
-    return table("memory | MiB", rows)
+    return [*table("memory | MiB", rows), *replicas(memory)]
+
+
+def replicas(memory: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Say what share of the memory of as many processes of PEFT many tasks take together.
+
+    Args:
+        memory: Each case of the measurement, `mux:<number of tasks>` among them; else nothing is said.
+    """
+    lines: list[str] = []
+    for count in [int(case[4:]) for case in memory if case.startswith("mux:") and case[4:].isdigit()]:
+        ours = _peak(memory[f"mux:{count}"])
+        for rival, name in PEFT_NAMES.items():
+            cases = [found for case, found in memory.items() if case.startswith(f"{rival}:")]
+            if cases:
+                tasks = sum(found["tasks_of_this_kind"] for found in cases)
+                one = sum(_peak(found) * found["tasks_of_this_kind"] for found in cases) / tasks
+                text = (
+                    f"{count} tasks together (the mix repeated) peak at {_mib(ours)} MiB, {count} processes with one "
+                    f"task each ({name}) at {count} x {_mib(one)} MiB: **1/{count * one / ours:.1f} of the memory**. "
+                    "One process of each batch shape was measured; its peak is multiplied."
+                )
+                lines += ["", text]
+    return lines
 
 
 def _peak(found: Mapping[str, int]) -> int:
@@ -95,6 +133,8 @@ def _peak(found: Mapping[str, int]) -> int:
 
 
 def _losses(result: Mapping[str, Any]) -> list[str]:
+    if "all" not in result:
+        return []
     part = result["all"]
     sides = [*part["rivals"], "mux"]
     headings = " | ".join(f"last step ({SIDE_NAMES[side]})" for side in sides)
@@ -120,5 +160,5 @@ def _profiles(result: Mapping[str, Any]) -> list[str]:
     return lines[1:]
 
 
-def _mib(count: int) -> str:
+def _mib(count: float) -> str:
     return f"{count / 2**20:.0f}"

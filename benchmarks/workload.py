@@ -15,6 +15,10 @@ Pair = tuple[Tensor, Tensor]
 """Token ids `[L]` int64, and a mask `[L]` bool of the tokens that are labels."""
 
 
+RANK = 8
+"""LoRA rank of tasks that name none."""
+
+
 @dataclass(frozen=True)
 class TaskShape:
     """One LoRA task of a mix.
@@ -24,12 +28,14 @@ class TaskShape:
         batch: Sequences in one step.
         max_length: Tokens to which records are truncated.
         records: File name within the data directory; empty for random records.
+        rank: LoRA rank; alpha is twice the rank.
     """
 
     name: str
     batch: int
     max_length: int
     records: str = ""
+    rank: int = RANK
 
     @property
     def short(self) -> bool:
@@ -37,7 +43,6 @@ class TaskShape:
         return self.max_length <= 64
 
 
-RANK = 8
 LEARNING_RATE = 1e-3
 
 # The fixed mix of the CPU measurement: 8, 8, 4, 2 sequences of at most 64, 64, 128, 256 tokens.
@@ -47,15 +52,17 @@ CPU_MIX = (
     TaskShape("medium", 4, 128, "dialogue.jsonl"),
     TaskShape("long", 2, 256, "austen.jsonl"),
 )
-# Eight tasks on a GPU, 8 sequences each.
-GPU_LENGTHS = (64, 64, 64, 128, 128, 128, 256, 256)
-GPU_MIX = tuple(TaskShape(f"task-{i}-{length}", 8, length) for i, length in enumerate(GPU_LENGTHS))
+# Eight tasks on a GPU, 8 sequences each; every length comes with low and high ranks.
+GPU_RANKS = ((64, 8), (64, 32), (64, 64), (128, 8), (128, 16), (128, 64), (256, 16), (256, 32))
+GPU_MIX = tuple(
+    TaskShape(f"task-{i}-{length}", 8, length, rank=rank) for i, (length, rank) in enumerate(GPU_RANKS)
+)
 # For trying the script out.
 TINY_MIX = (
     TaskShape("short-a", 4, 16),
-    TaskShape("short-b", 4, 16),
+    TaskShape("short-b", 4, 16, rank=16),
     TaskShape("medium", 2, 32),
-    TaskShape("long", 1, 64),
+    TaskShape("long", 1, 64, rank=32),
 )
 
 
@@ -75,6 +82,24 @@ def tasks_per_batch_shape(mix: Sequence[TaskShape]) -> dict[int, int]:
     """Count the tasks of each batch shape (sequences, `max_length`), by the index of the first such task."""
     kinds = [(task.batch, task.max_length) for task in mix]
     return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def padded_to_longest(tasks: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
+    """Pad the sequences of all tasks to the longest one of their step, with tokens that are no labels.
+
+    Args:
+        tasks: Of each task the records of each step.
+    """
+    padded: list[list[list[Pair]]] = [[] for _ in tasks]
+    for step in zip(*tasks, strict=True):
+        longest = max(len(tokens) for pairs in step for tokens, _ in pairs)
+        for own, pairs in zip(padded, step, strict=True):
+            own.append([(_pad(tokens, longest), _pad(labelled, longest)) for tokens, labelled in pairs])
+    return padded
+
+
+def _pad(x: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, length - len(x)))
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -189,5 +214,12 @@ def padding_share(steps: Sequence[Sequence[Pair]]) -> float:
 def mix_to_json(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
     """Convert a mix to JSON."""
     return [
-        {"name": t.name, "sequences": t.batch, "max_length": t.max_length, "records": t.records} for t in mix
+        {
+            "name": t.name,
+            "sequences": t.batch,
+            "max_length": t.max_length,
+            "records": t.records,
+            "rank": t.rank,
+        }
+        for t in mix
     ]

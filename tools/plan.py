@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.plan import Plan
     from megatron_mux.fusion.planner import Comparison, Planner
+    from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.fusion.profile import Profile
 
 
@@ -147,16 +148,15 @@ def run(arguments: argparse.Namespace) -> None:
     seconds += time.perf_counter() - start
     if arguments.output is not None:
         _write(arguments.output, best)
-    plans = [plan for _, plan, _ in found]
     if arguments.json:
-        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for p in plans]
-        extra = {"planning_s": seconds, "flags": flags(best.mesh), "mesh": others}
+        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in found]
+        extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
     _print(best, comparison, loads, seconds)
     if arguments.gpus is not None:
-        _print_meshes(plans, refused)
-    print(f"run it with: {_command(arguments, best.mesh)}")
+        _print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
+    print(f"run it with: {_command(arguments, planner.context)}")
 
 
 def _plans(
@@ -170,6 +170,7 @@ def _plans(
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
     from megatron_mux.fusion.profile_store import find_profile
+    from megatron_mux.fusion.recompute import choose_recompute
     from megatron_mux.gpus import known
     from megatron_mux.runtime import has_bf16
 
@@ -191,6 +192,10 @@ def _plans(
     def profile(tensor: int) -> Profile:
         return find_profile(info.shape, kind, dtype, tensor, threads, arguments.profiles, _say, ranks)
 
+    def divide(context: PlanningContext) -> PlanningContext:
+        alone = context.mesh.pipeline == 1
+        return context if alone else context.with_split(balanced_split(context, arguments.virtual_stages))
+
     for mesh in meshes:
         context = PlanningContext(
             profile(mesh.tensor),
@@ -208,9 +213,8 @@ def _plans(
             tasks=loads,
         )
         start = time.perf_counter()
-        if mesh.pipeline > 1:
-            context = context.with_split(balanced_split(context, arguments.virtual_stages))
-        planner = Planner(context)
+        say = _say if len(meshes) == 1 else _say_nothing  # of several, the flags tell
+        planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
         try:
             found.append((planner, planner.plan(loads), time.perf_counter() - start))
         except UserError as error:
@@ -236,21 +240,22 @@ def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
     ]
 
 
-def flags(mesh: Mesh) -> str:
-    """Return the flags of a run on a mesh as part of a command line, each with a space behind it."""
-    return "".join(f"{word} " for word in mesh.flags)
+def flags(context: PlanningContext) -> str:
+    """Return the flags of a run on this mesh with this recomputation, each with a space behind it."""
+    words = [*context.mesh.flags]
+    if context.recompute != "none":
+        words += ["--recompute-granularity", context.recompute]
+    return "".join(f"{word} " for word in words)
 
 
-def _command(arguments: argparse.Namespace, mesh: Mesh) -> str:
+def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
     """Return the command that runs the plan."""
     words = [
-        f"torchrun --nproc-per-node {mesh.ranks} pretrain_mux.py {flags(mesh)}--backbone",
+        f"torchrun --nproc-per-node {context.mesh.ranks} pretrain_mux.py {flags(context)}--backbone",
         f"{quote(str(arguments.backbone))} --mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR",
     ]
     if arguments.bf16 is not None:
         words.append("--bf16" if arguments.bf16 else "--mux-fp32")
-    if arguments.recompute_granularity:
-        words.append(f"--recompute-granularity {arguments.recompute_granularity}")
     if arguments.backbone_weights != "resident":
         words.append(f"--mux-backbone-weights {arguments.backbone_weights}")
     if arguments.memory_limit:
@@ -275,6 +280,10 @@ def _write(file: Path, plan: Plan) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], seconds: float) -> None:
@@ -338,8 +347,8 @@ def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], se
     console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
 
 
-def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
-    """Print all ways to divide the ranks, with their predictions."""
+def _print_meshes(plans: Sequence[tuple[Plan, str]], refused: Mapping[Mesh, str]) -> None:
+    """Print all ways to divide the ranks, with their predictions and flags."""
     from rich.table import Table
 
     from megatron_mux.console import make_console
@@ -347,7 +356,7 @@ def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
     table = Table(title="ways to divide the ranks")
     for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
         table.add_column(column, justify="left" if column == "flags" else "right")
-    for plan in plans:
+    for plan, words in plans:
         mesh = plan.mesh
         table.add_row(
             str(mesh.tensor),
@@ -355,7 +364,7 @@ def _print_meshes(plans: Sequence[Plan], refused: Mapping[Mesh, str]) -> None:
             str(mesh.data),
             f"{plan.predicted_latency_s:.4g}",
             f"{max(plan.memory_bytes) / (1 << 30):.2f}",
-            flags(mesh),
+            words,
         )
     for mesh, why in refused.items():
         table.add_row(str(mesh.tensor), str(mesh.pipeline), str(mesh.data), "-", "-", f"does not fit: {why}")

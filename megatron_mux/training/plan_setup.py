@@ -27,6 +27,7 @@ from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.profile_store import find_profile
+from megatron_mux.fusion.recompute import choose_recompute
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.training.admission import first_tasks
@@ -63,9 +64,10 @@ def make_planning(
     profile = _profile(arguments, info, parallel, say)
     if known is not None:  # a continued run computes as before
         profile = replace(profile, kernels=known.kernels)
-    context = _with_recompute(
+    context = choose_recompute(
         _context(arguments, info, profile, _loads(tasks, manifest, info), parallel, say),
-        arguments.recompute_granularity is None and parallel.device.type == "cuda",
+        parallel.device.type,
+        arguments.recompute_granularity,
         lambda tried: split_layers(tried, arguments, known, share),
         say,
     )
@@ -117,35 +119,6 @@ def _context(
         interleave=arguments.mux_interleave,
         tasks=loads,
     )
-
-
-def _with_recompute(
-    context: PlanningContext,
-    chosen_here: bool,
-    divide: Callable[[PlanningContext], PlanningContext],
-    say: Progress,
-) -> PlanningContext:
-    """The divided context; layers are recomputed if some task does not fit into memory otherwise.
-
-    Attention alone is never chosen: it keeps no scores, and by the closed forms saves nothing.
-
-    Args:
-        context: With the recomputation that the flag asks for.
-        chosen_here: Whether more may be chosen: on a GPU, where no flag says it.
-        divide: Divides its layers into stages.
-        say: Told of the choice.
-    """
-    found = divide(context)
-    if not chosen_here:
-        return found
-    try:
-        Planner(found).check(found.tasks)
-    except UserError:
-        say(
-            "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
-        )
-        return divide(replace(context, recompute="full"))
-    return found
 
 
 def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:

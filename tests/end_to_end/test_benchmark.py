@@ -32,26 +32,29 @@ def result_of(command: list[str], directory: Path) -> Any:
 def test_vs_peft_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
     command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
     command += ["--threads", "1", "--repeats", "1", "--steps", "2", "--warm-up", "1", "--profile"]
+    command += ["--zero-padded"]
     command += ["--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
     for part, tasks in (("all", 4), ("short", 2)):
         found = result[part]
         assert len(found["tasks"]) == tasks
-        assert set(found["rivals"]) == {"padded", "packed"}
+        assert set(found["rivals"]) == {"padded", "packed", "zero-padded"}
         for rival in found["rivals"].values():
             assert rival["largest_relative_loss_difference"] < 1e-5
-        for side in ("padded", "packed", "mux"):
+        for side in ("padded", "packed", "zero-padded", "mux"):
             for losses in found["losses"][side].values():
                 assert len(losses) == 3
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["seconds_of_turns"].values())
-    assert set(result["profile"]) == {"padded", "packed", "mux", "ceiling"}
+    assert set(result["profile"]) == {"padded", "packed", "zero-padded", "mux", "ceiling"}
     assert all(kinds["matrix products"]["calls"] > 0 for kinds in result["profile"].values())
     written = (tmp_path / "result.md").read_text()
     assert "its short tasks (2)" in written and "megatron-mux: operators" in written
 
 
-def test_vs_peft_in_bf16_against_one_rival(tmp_path: Path, server: Server) -> None:
-    command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--skip-memory"]
+def test_vs_peft_in_bf16_against_one_rival_with_the_memory_of_many_tasks(
+    tmp_path: Path, server: Server
+) -> None:
+    command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--replicas", "6"]
     command += ["--threads", "1", "--repeats", "1", "--steps", "1", "--warm-up", "1"]
     command += ["--dtype", "bfloat16", "--rival", "packed", "--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
@@ -59,6 +62,11 @@ def test_vs_peft_in_bf16_against_one_rival(tmp_path: Path, server: Server) -> No
     for part in ("all", "short"):
         (rival,) = result[part]["rivals"].values()
         assert rival["largest_relative_loss_difference"] < 0.02
+    memory = result["memory"]
+    assert set(memory) == {"mux:mix", "mux:one", "mux:eight", "mux:6", "packed:0", "packed:2", "packed:3"}
+    assert memory["packed:0"]["tasks_of_this_kind"] == 2
+    assert memory["mux:one"]["persistent"] < memory["mux:6"]["persistent"] < memory["mux:eight"]["persistent"]
+    assert "6 tasks together (the mix repeated) peak at" in (tmp_path / "result.md").read_text()
 
 
 def keep_profile(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

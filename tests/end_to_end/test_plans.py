@@ -101,6 +101,31 @@ def test_ranks_are_divided(plan: Call) -> None:
     assert seconds == sorted(seconds) and seconds[0] == found["predicted_latency_s"]
 
 
+def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
+    """Where a task does not fit otherwise, unless a flag says what is recomputed."""
+
+    def needed(*more: str) -> int:
+        """The least KiB for which there is a plan."""
+        low, high = 0, 1 << 20
+        while high - low > 1:
+            middle = (low + high) // 2
+            status = plan("--device", "H100", "--memory-limit", f"{middle}KiB", "--json", *more)[0]
+            low, high = (low, middle) if status == 0 else (middle, high)
+        return high
+
+    least = needed()
+    assert least == needed("--recompute-granularity", "full") < needed("--recompute-granularity", "selective")
+    given = ("--memory-limit", f"{least}KiB")
+    status, output, errors = plan("--device", "H100", *given)
+    assert status == 0 and "layers are recomputed (--recompute-granularity full)" in errors
+    assert "pretrain_mux.py --recompute-granularity full --backbone" in output
+    for more in (["--json"], ["--gpus", "1", "--json"]):
+        assert json.loads(plan("--device", "H100", *given, *more)[1])["flags"].startswith("--recompute")
+    assert "--recompute" not in plan("--device", "H100", "--memory-limit", "1GiB")[1]
+    status, _, errors = plan("--device", "H100", *given, "--recompute-granularity", "selective")
+    assert status == 2 and "recompute layers (--recompute-granularity full)" in errors
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

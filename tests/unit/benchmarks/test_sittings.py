@@ -137,10 +137,10 @@ def test_a_case_that_takes_too_long_is_stopped_with_its_children() -> None:
 
 
 def test_cases_fit_into_a_call_and_nccls_rules_are_checked_first(tmp_path: Path) -> None:
-    from gpu_hour import CASES, CHECKS, MINUTES, main
+    from gpu_hour import CHECKS, LARGE, MINUTES, benchmarks, checks, main, profiles
 
-    for make in CASES.values():
-        cases = make(tmp_path)
+    of_bench = [benchmarks(tmp_path), benchmarks(tmp_path, LARGE - 1), benchmarks(tmp_path, tiny=True)]
+    for cases in (checks(), profiles(tmp_path), *of_bench):
         assert len({case.name for case in cases}) == len(cases)
         assert all(case.seconds <= MINUTES * 60 for case in cases)
         for case in cases:

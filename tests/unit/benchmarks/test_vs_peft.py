@@ -62,3 +62,45 @@ def test_kinds_of_operators(name: str, kind: str) -> None:
     from operator_profile import kind_of
 
     assert kind_of(name) == kind
+
+
+def test_sequences_of_all_tasks_are_padded_to_the_longest_of_their_step() -> None:
+    from workload import padded_to_longest
+
+    one, two = [pairs()[:1], pairs()[1:2]], [pairs()[1:], pairs()[2:]]
+    padded = padded_to_longest([one, two])
+    assert [[[len(ids) for ids, _ in step] for step in task] for task in padded] == [
+        [[7], [7]],
+        [[7, 7], [7]],
+    ]
+    ids, labelled = padded[1][0][1]
+    assert ids[:4].equal(two[0][1][0]) and not ids[4:].any()
+    assert labelled.tolist() == [True] * 4 + [False] * 3
+
+
+def test_the_mix_for_a_gpu_has_every_rank_and_length_and_peft_trains_the_same() -> None:
+    import mux_side
+    from workload import mix_of, mix_to_json
+
+    for sequences in (2, 8, 32):
+        mix = mix_of("llama3-8b", "cuda", sequences)
+        assert len(mix) == 8 and {task.batch for task in mix} == {sequences}
+        assert {task.rank for task in mix} == {8, 16, 32, 64}
+        assert {task.max_length for task in mix} == {64, 128, 256}
+        adapters = [mux_side.spec(task, ["q_proj"], 1, 0).adapter.model_dump() for task in mix]
+        assert [own["r"] for own in adapters] == [own["rank"] for own in mix_to_json(mix)]
+    assert {task.rank for task in mix_of(None, "cpu")} == {8}, "the published mix"
+
+
+def test_many_tasks_are_compared_with_as_many_processes() -> None:
+    from vs_peft_tables import replicas
+
+    memory = {
+        "mux:mix": {"peak": 9 << 20},
+        "mux:32": {"peak": 110 << 20, "before_loading": 10 << 20},
+        "packed:0": {"peak": 10 << 20, "tasks_of_this_kind": 6},
+        "packed:6": {"peak": 30 << 20, "tasks_of_this_kind": 2},
+    }
+    _, text = replicas(memory)
+    assert "peak at 100 MiB" in text and "32 x 15 MiB: **1/4.8 of the memory**" in text
+    assert not replicas({name: memory[name] for name in ("mux:mix", "packed:0")})

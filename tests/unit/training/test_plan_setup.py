@@ -18,6 +18,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.recompute import choose_recompute
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.training import plan_setup
@@ -98,14 +99,14 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
     assert least["full"] < least["none"] <= least["selective"]
 
-    def chosen(limit: float | None, by_planner: bool = True) -> str:
+    def chosen(limit: float | None, device: str = "cuda", asked: str | None = None) -> str:
         said: list[str] = []
         limited = replace(context, memory_limit=limit)
-        found = plan_setup._with_recompute(limited, by_planner, lambda tried: tried, said.append)
+        found = choose_recompute(limited, device, asked, lambda tried: tried, said.append)
         assert found.memory_limit == limit and bool(said) == (found.recompute == "full")
         return found.recompute
 
     assert chosen(None) == chosen(least["none"]) == "none"
     assert chosen(least["none"] - 1) == chosen(least["full"]) == "full"
     assert chosen(least["full"] - 1) == "full", "the planner then says what does not fit"
-    assert chosen(least["full"], by_planner=False) == "none"
+    assert chosen(least["full"], device="cpu") == chosen(least["full"], asked="selective") == "none"
