@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.dry_run.execute import record_steps
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
@@ -25,7 +26,7 @@ from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
 from tests import tiny_models, warm
 from tests.distributed.exchanges import OnCopies
-from tests.distributed.test_engine_layouts import cases_of
+from tests.distributed.test_engine_layouts import cases_of, in_turns
 from tests.end_to_end.harness import Case
 from tests.unit.dry_run.recordings import held, last_step_peak
 
@@ -45,6 +46,7 @@ class Layout(NamedTuple):
     dtype: Dtype = "float32"
     sequence_parallel: bool = False
     buckets: bool = False
+    in_turns: bool = False
     steps: int = STEPS
 
 
@@ -56,6 +58,9 @@ LAYOUTS = {
     "DP=4, offloaded, bf16": Layout(("bottle", "lora"), layers=3, residence="offloaded", dtype="bfloat16"),
     "TP=4, more ranks than heads of keys": Layout(("prefix", "scales"), 4, recompute="selective"),
     "DP=2, TP=2, sequence parallel": Layout(("lora", "scales"), 2, sequence_parallel=True),
+    "DP=2, TP=2, in turns, recomputed": Layout(
+        ("bottle", "lora"), 2, layers=3, recompute="full", in_turns=True
+    ),
     "PP=4, fp64": Layout(("lora", "prefix"), 1, 4, 4, recompute="full", dtype="float64"),
     "PP=2, TP=2, sequence parallel": Layout(
         ("bottle", "everywhere"), 2, 2, recompute="selective", sequence_parallel=True
@@ -85,6 +90,13 @@ def _run(layout: Layout, config: dict[str, object]) -> RunSpec:
             Bucket((hybrids[2],), 1, **seconds),  # type: ignore[arg-type]
         )
         plan = Plan("auto", layout.pipeline, buckets, data=data)
+    elif layout.in_turns:
+        bucket = Bucket(
+            tuple(HybridTask((name,)) for name in layout.kinds), 1, forward=(1.0,), backward=(1.0,)
+        )
+        messages = 2 * layout.layers
+        pieces = Pieces(messages + 1, messages * (2 if layout.recompute == "full" else 1) + 1)
+        plan = in_turns(Plan("auto", 1, (bucket,), data=data), pieces)
     else:
         parts = dict.fromkeys(layout.kinds, 1)
         plan = replace(plan_for("spatial", parts, layout.pipeline, layout.pipeline), data=data)
