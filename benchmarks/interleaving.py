@@ -141,12 +141,12 @@ def markdown(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     about = (
-        f"**{result['backbone']}**, one stage in bf16, simulated from an H100's roofline, not measured: equal LoRA tasks "
-        f"(r=16 on q and v), {SEQUENCES} sequences of {TOKENS} tokens each. Speed-up over one task after another."
+        f"**{result['backbone']}**, one stage in bf16, simulated from an H100's roofline, not measured: equal LoRA "
+        f"tasks (r=16 on q and v), {SEQUENCES} sequences of {TOKENS} tokens each. Speed-up over one task after another."
     )
     paper = (
-        "MuxTune reports 1.19x for a layer of four interleaved tasks at TP=4 (Figure 18: its GPUs are used for 84.7% of "
-        "the time before, for 97.8% after) and 1.20x to 1.23x for two to eight tasks (Figure 19a)."
+        "MuxTune reports 1.19x for a layer of four interleaved tasks at TP=4 (Figure 18: GPUs are used 84.7% of the "
+        "time before, 97.8% after) and 1.20x to 1.23x for two to eight tasks (Figure 19a)."
     )
     return "\n".join([about, "", *table(headings, rows), "", paper])
 

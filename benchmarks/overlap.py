@@ -94,7 +94,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
         f"Two tensor ranks, one core each; LoRA r=8 on q and v; {result['tokens']} tokens in a step, about; "
-        + f"medians of {result['turns']} turns.",
+        f"medians of {result['turns']} turns.",
     ]
     for case in result["cases"]:
         lines += ["", _heading(case), ""]

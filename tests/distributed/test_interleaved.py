@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.backbone.exchange import Exchange, Pending
 from megatron_mux.backbone.model import Recompute, load_stages
+from megatron_mux.backbone.pieces import Message
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.runtime import Parallel
@@ -35,7 +38,19 @@ def train(
     planning = planning_of(policy, stages[0], parallel, cases, layout.split)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks([case.task for case in cases])
-    steps = [engine.step() for _ in range(3)]
+    log: list[tuple[str, int]] = []
+    issue = Exchange.issue
+
+    def logged(self: Exchange, message: Message) -> Pending:
+        log.append((message.kind, message.tensor.numel()))
+        return issue(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "issue", logged)
+        steps = [engine.step() for _ in range(3)]
+    logs: list[list[tuple[str, int]]] = [[]] * parallel.tp_size
+    dist.all_gather_object(logs, log, group=parallel.tp_group)
+    assert all(other == log for other in logs) and bool(log) is interleaved, "one order on all ranks"
     assert engine._runner.last_plan is not None
     assert bool(engine._runner.last_plan.buckets[0].launch) is interleaved
     losses = [{name: result.loss for name, result in step.items()} for step in steps]

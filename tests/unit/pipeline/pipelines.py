@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.fusion.launch_order import Chain, PieceCost, kahn
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Policy, Schedule
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
@@ -20,8 +23,10 @@ from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import Template, forward_only, plain
-from tests.unit.pipeline.nccl import Queues, World, installed
+from tests.unit.pipeline.nccl import Queues, Work, World, installed
 
+MESSAGES = 2
+"""Of tensor ranks in a pass."""
 DEVICE_WAITS = ("cudaFree", "pinned allocation", "first launch of a kernel")
 
 
@@ -55,6 +60,9 @@ class Run:
         copies: How likely it waits for its own stream.
         failures: How likely an action runs out of memory.
         timed: Whether actions are timed.
+        tensor: Ranks that share each stage. Several exchange messages in each pass, in turns of its hybrid tasks.
+        hybrid_tasks: Of each bucket.
+        order: The launch order of each pass, by tensor rank.
     """
 
     ranks: int
@@ -67,6 +75,15 @@ class Run:
     copies: float = 0.0
     failures: float = 0.0
     timed: bool = False
+    tensor: int = 1
+    hybrid_tasks: int = 1
+    order: Callable[[Sequence[Chain], int], list[int]] = lambda chains, tensor_rank: kahn(chains)
+
+
+def in_turns(run: Run) -> Run:
+    """The run with two tensor ranks to a stage. These leave out no pass that has run out of memory."""
+    random = Random(f"in turns {run.seed}")
+    return replace(run, failures=0.0, tensor=2, hybrid_tasks=random.randint(2, 3))
 
 
 def random_run(seed: int) -> Run:
@@ -158,6 +175,7 @@ class Stub:
     part: Part
     pipeline: int
     rank: int
+    tensor_rank: int
     world: World
     random: Random
     failed: FailedBuckets
@@ -195,7 +213,8 @@ class Stub:
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         self._compute(action)
         if self.run.pipelines > 1:
-            self.world.meet(("gradients", self.rank), self.run.pipelines, f"sum of gradients {action}")
+            group = "gradients", self.rank, self.tensor_rank
+            self.world.meet(group, self.run.pipelines, f"sum of gradients {action}")
         return torch.empty(action.bucket + 1, 2, dtype=torch.float64, device="meta")
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
@@ -215,9 +234,31 @@ class Stub:
         self.failed.attempt(action, lambda: self._kernels(action))
 
     def _kernels(self, action: Action) -> None:
+        if action.is_pass and self.run.tensor > 1:
+            self._in_turns(action)
         self.world.issue(str(action))
         if self.random.random() < self.run.failures:
             raise torch.OutOfMemoryError("played")
+
+    def _in_turns(self, action: Action) -> None:
+        """A pass of each hybrid task, piece by piece; now and then something waits between two pieces."""
+        chains = [[PieceCost(1.0, 1.0)] * MESSAGES + [PieceCost(1.0)]] * self.run.hybrid_tasks
+        courses: list[Any] = [Course(self._pieces(action, i), None) for i in range(len(chains))]  # type: ignore[arg-type]
+        interleave(courses, self.run.order(chains, self.tensor_rank), self)  # type: ignore[arg-type]
+
+    def _pieces(self, action: Action, index: int) -> Iterator[str]:
+        for message in range(MESSAGES):
+            self.world.issue(f"{action} {index}.{message}")
+            if self.random.random() < self.run.waits / MESSAGES:
+                self.world.wait_for_device(f"{self.random.choice(DEVICE_WAITS)} in {action}")
+            yield f"{action} {index}.{message}"
+
+    def issue(self, message: str) -> Work:
+        """See `Exchange.issue`."""
+        group = "tensor", self.pipeline, self.rank
+        name = f"message {message}"
+        meeting = group, self.run.tensor
+        return Work(self.world, self.world.issue(name, ("tensor", group), meeting=meeting, about=message))
 
 
 def play(run: Run) -> list[str]:
@@ -226,17 +267,18 @@ def play(run: Run) -> list[str]:
     Raises:
         Hang: It does not end.
     """
-    world = World(run.ranks * run.pipelines, run.queues)
+    world = World(run.ranks * run.pipelines * run.tensor, run.queues)
     told: list[list[str]] = [[] for _ in range(world.ranks)]
 
     def host(process: int) -> None:
-        pipeline, rank = divmod(process, run.ranks)
-        parallel = _parallel(run, pipeline, rank)
+        place, tensor_rank = divmod(process, run.tensor)
+        pipeline, rank = divmod(place, run.ranks)
+        parallel = _parallel(run, pipeline, rank, tensor_rank)
         communicator = Communicator(parallel, closes_ring=run.stages > run.ranks)
         random = Random(f"{run.seed} {process}")
         for number, part in enumerate(run.parts):
             failed = FailedBuckets(part.period, (), parallel)
-            stub = Stub(run, part, pipeline, rank, world, random, failed)
+            stub = Stub(run, part, pipeline, rank, tensor_rank, world, random, failed)
             template, times = part.templates[pipeline], list[TimedAction]()
             timer = times.append if run.timed else None
             execute(template, rank, stub, communicator, torch.float32, timer, run.stages)
@@ -261,14 +303,15 @@ def checked(run: Run) -> Run:
     return run
 
 
-def _parallel(run: Run, pipeline: int, rank: int) -> Any:
-    ranks = range(pipeline * run.ranks, (pipeline + 1) * run.ranks)
+def _parallel(run: Run, pipeline: int, rank: int, tensor_rank: int) -> Any:
+    first = pipeline * run.ranks
+    ranks = [place * run.tensor + tensor_rank for place in range(first, first + run.ranks)]
     return SimpleNamespace(
         rank=ranks[rank],
         pp_rank=rank,
         pp_size=run.ranks,
         dp_size=run.pipelines,
-        tp_size=1,
+        tp_size=run.tensor,
         pp_group=SimpleNamespace(ranks=tuple(ranks)),
         device=torch.device("cuda"),
         heartbeat=SimpleNamespace(at=lambda action: None),

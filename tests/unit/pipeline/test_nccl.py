@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_mux.fusion.launch_order import Chain, kahn
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import sends_kept
@@ -17,9 +19,11 @@ from megatron_mux.pipeline.template import Template, gpipe, interleaved, one_f_o
 from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead
 from tests.unit.pipeline.nccl import Hang, Queues, World
 from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
-from tests.unit.pipeline.pipelines import Run, checked, play, random_run
+from tests.unit.pipeline.pipelines import Run, checked, in_turns, play, random_run
 
 COUNT = 1000
+IN_TURNS = int(os.environ.get("MUX_PLAYED_RUNS", "250"))
+"""A run in turns takes as long as three others: all thousand, a minute, when this is set."""
 
 
 def test_no_random_run_hangs() -> None:
@@ -30,6 +34,28 @@ def test_no_random_run_hangs() -> None:
         assert play(random_run(seed)) == play(random_run(seed)), "the same seed, the same outcome"
     switches = {(run.queues, run.waits > 0, run.failures > 0, run.timed, run.pipelines) for run in runs}
     assert len(switches) == 3 * 2 * 2 * 2 * 2, "each of them with each other"
+
+
+def test_no_random_run_in_turns_hangs() -> None:
+    """Tensor ranks exchange messages while transfers between stages, and whatever else waits, are outstanding."""
+    runs = [in_turns(random_run(seed)) for seed in range(IN_TURNS)]
+    for run in runs:
+        play(run)
+    for seed in range(0, IN_TURNS, 50):
+        assert play(in_turns(random_run(seed))) == play(in_turns(random_run(seed)))
+    assert (
+        len({(run.queues, run.waits > 0, run.pipelines, run.hybrid_tasks) for run in runs}) == 3 * 2 * 2 * 2
+    )
+
+
+def test_another_launch_order_on_one_rank_is_noticed() -> None:
+    def turned(chains: Sequence[Chain], tensor_rank: int) -> list[int]:
+        found = kahn(chains)
+        return [len(chains) - 1 - index for index in found] if tensor_rank else found
+
+    for seed in range(10):
+        with pytest.raises(AssertionError, match="meets another"):
+            play(replace(in_turns(random_run(seed)), order=turned))
 
 
 def hangs(order: Order, change: Callable[[Run], Run], patch: pytest.MonkeyPatch, count: int = 40) -> int:
