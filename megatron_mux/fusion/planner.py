@@ -128,11 +128,13 @@ class Planner:
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         # As `serial` fills a pipeline with each task, but without a flush between them.
         plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
-        plans += [halved for plan in plans if (halved := self._in_halves(plan)) is not None]
         plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
-        searched: list[Evaluation] = []
+        halves = [
+            evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan)) is not None
+        ]
+        searched = [found for found in halves if found.fits]
         try:
             arrangement = search(
                 evaluator.costs,
@@ -142,7 +144,7 @@ class Planner:
                 self.context.mesh.virtual,
                 self.context.steps_per_flush,
             )
-            searched = [found for found in self._variants(evaluator, arrangement) if found.fits]
+            searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches
         if not searched and not plain:
