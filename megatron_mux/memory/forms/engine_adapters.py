@@ -38,7 +38,8 @@ class AdapterBytes(NamedTuple):
         scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
         multiplied, multiplied_behind: `[B, S]` bytes of tensors that an adapter's backward pass multiplies, up to
             attention's end and behind it.
-        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of the layer that keeps least.
+        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of those that were replaced, too: of the
+            layer that keeps least.
         last_inputs: `[B]` bytes of a row of `inputs` behind the last layer's attention.
         last_own: `[B]` bytes of `own` there.
     """
@@ -152,7 +153,8 @@ class AdapterTables:
             if op in _BEHIND_ATTENTION:
                 last += needed[:, -1]
             if op == "linear_fc2":
-                least = np.stack([needed[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
+                gone = needed + self._replaced_inputs(present, op)
+                least = np.stack([gone[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
         everything = rows.sum(axis=1, keepdims=True)
         own = rows @ self._own + everything * self._shared(present)
         scratch = _largest(present, self._scratch)
