@@ -78,8 +78,12 @@ class Adapter:
     4. `product(x, y, batch)`: change the product before it is summed over tensor ranks;
     5. `after(y)`: change the BaseOp's finished output, bias included.
 
-    All tensors are the task's own rows. On a GPU, `before` and `after` are not called for the stages in `grouped`:
-    kernels compute `row_terms` for all tasks at once.
+    All tensors are the task's own rows.
+
+    Attributes:
+        stages: Names of the stages.
+        grouped: Stages for which `row_terms` are an alternative: where kernels compute these for all tasks at once, on
+            a GPU, the stage's own method is not called.
     """
 
     stages: frozenset[str] = frozenset()
