@@ -1,6 +1,6 @@
 """Triton's bottlenecks and factors against the formulas.
 
-`test_triton_interpreted.py` runs them in Triton's interpreter, `tests/gpu/test_triton_on_gpu.py` on a GPU.
+`test_triton_interpreted.py` runs them in Triton's interpreter, `tests/gpu/test_triton_rows_on_gpu.py` on a GPU.
 """
 
 from __future__ import annotations
