@@ -62,7 +62,7 @@ class _Prefix(Adapter):
         """The layer's part of the table, or of its gradient: `[P, 2, key-value heads on this rank, D]`."""
         assert table is not None
         shape, (first, stop) = self.owner.host.shape, self.owner.heads
-        whole = table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
+        whole: Tensor = table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
         return whole[:, self.place, :, first:stop]
 
 

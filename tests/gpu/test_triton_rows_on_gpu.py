@@ -9,11 +9,11 @@ from tests.gpu.needs_gpu import NEEDS_GPU
 pytestmark = NEEDS_GPU
 
 if torch.cuda.is_available():
+    from tests.unit.kernels.interpreted.low_rank import groups_of
     from tests.unit.kernels.interpreted.rows import (  # noqa: F401
         bottleneck,
         check,
         factors,
-        groups_of,
         test_64_tasks,
         test_bottlenecks,
         test_factors,

@@ -46,9 +46,10 @@ def bottleneck(slot: int, rank: int, activation: str, n: int = N, dtype: torch.d
 def factors(slot: int, columns: Sequence[int] | None = None, n: int = N) -> Term:
     """Random factors that depend on their slot and number alone."""
     count = n if columns is None else len(columns)
-    values = torch.randn(2, count, generator=torch.Generator().manual_seed(key_of(slot, count) % (1 << 60)))
+    generator = torch.Generator().manual_seed(key_of(slot, count) % (1 << 60))
+    values, gradient = torch.randn(2, count, generator=generator).to(DEVICE)
     place = None if columns is None else torch.tensor(columns, dtype=torch.int32, device=DEVICE)
-    return Term.of_factors(slot, *values.to(DEVICE).unbind(), place)
+    return Term.of_factors(slot, values, gradient, place)
 
 
 def trained(term: Term) -> dict[str, tuple[Tensor, Tensor]]:
@@ -76,8 +77,8 @@ def with_own_gradients(term: Term) -> Term:
         down_bias_gradient=term.activation.down_bias_gradient.clone(),
         up_bias_gradient=term.activation.up_bias_gradient.clone(),
     )
-    gradients = {"down_gradient": term.down_gradient.clone(), "up_gradient": term.up_gradient.clone()}
-    return replace(term, activation=own, **gradients)
+    down, up = term.down_gradient.clone(), term.up_gradient.clone()
+    return replace(term, activation=own, down_gradient=down, up_gradient=up)
 
 
 def results(y: Tensor, dout: Tensor, terms: Sequence[Term], groups: RowGroups) -> dict[str, Tensor]:
