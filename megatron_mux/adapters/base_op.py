@@ -130,7 +130,7 @@ class AttachedBaseOp:
 
     def _grouped(self, x: Tensor) -> frozenset[Grouped]:
         """The stages that kernels compute for all tasks at once, whichever kernels are chosen for low-rank terms."""
-        if not issubclass(kernels_for(x), GroupedKernels):
+        if not self.tables.act_on_rows or not issubclass(kernels_for(x), GroupedKernels):
             return frozenset()
         # Tables say which rows of the micro-batch are a task's: behind a row-parallel BaseOp, tensor ranks divide them.
         divided = self.parallel.sequence_parallel and not self.info.column_parallel
@@ -267,6 +267,7 @@ class Tables:
         low_rank: Terms of the product.
         before: Terms of the input.
         after: Terms of the output.
+        act_on_rows: Whether there are terms of the input or output.
     """
 
     def __init__(self, terms: Collection[Mapping[str, Sequence[Term]]]) -> None:
@@ -275,6 +276,7 @@ class Tables:
 
         self.low_rank = TermTable(of("low_rank"))
         self.before, self.after = RowTables.of(of("before")), RowTables.of(of("after"))
+        self.act_on_rows = any(table.of_slot for table in (*self.before, *self.after))
 
     def any_of(self, groups: RowGroups, grouped: frozenset[Grouped]) -> bool:
         """Whether some task with rows in a micro-batch has terms: low-rank ones, or of the stages in `grouped`."""
