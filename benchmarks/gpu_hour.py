@@ -31,7 +31,14 @@ LAYERS = 8
 """Layers of Llama-3-8B's shape in most cases: all 32 take four times as long to load, four sides at once."""
 LARGE = 100 << 30
 """Bytes of a GPU on which all sides fit at once, with so many layers and 32 sequences of each task."""
-CHECKS = ("test_gpu_waits", "test_steady_steps", "test_triton_on_gpu", "test_isolation_on_gpu", "test_on_gpu")
+CHECKS = (
+    "test_gpu_waits",
+    "test_steady_steps",
+    "test_triton_on_gpu",
+    "test_triton_rows_on_gpu",
+    "test_isolation_on_gpu",
+    "test_on_gpu",
+)
 """Files of `tests/gpu`, NCCL's rules first: if they do not hold, a pipeline may hang."""
 _TAIL = 8000  # characters of output that are kept
 

@@ -1,11 +1,14 @@
 """What a step launches on a GPU, and where the host waits for it: counted on a fake GPU, without one.
 
-    python benchmarks/launches.py [--tasks N] [--targets qv|all-linear] [--dropout P] [--json]
+    python benchmarks/launches.py [--kind lora|ia3|bottleneck|prefix]... [--tasks N]... [--targets qv|all-linear]...
+        [--dropout P] [--json]
 
-The model has Llama-3-8B's shape with two layers, in bf16; LoRA tasks of ranks 8 to 64 with two sequences each train in
-one micro-batch. Launches are those of a BaseOp with adapters, forward and backward, with the frozen product; of the end
-of a bucket's step, the copy of learning rates and other options included; and of everything else in a steady step.
-The first step after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64 tasks and
+The model has Llama-3-8B's shape with two layers, in bf16; tasks of ranks 8 to 64 with two sequences each train in two
+micro-batches. They are LoRA tasks; or of other kinds, one after the other, with the modules that these target by
+default. Launches are those of a BaseOp with adapters: forward with the frozen product; backward with it for LoRA,
+without it for kinds that act on rows, which have a backward pass of their own. Then those of the end of a bucket's
+step, the copy of learning rates and other options included; and of everything else in a steady step. The first step
+after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64 tasks and, for LoRA,
 both targets.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from script import table
@@ -31,18 +34,28 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 TARGETS = {"qv": ["q_proj", "v_proj"], "all-linear": "all-linear"}
 RANKS = (8, 16, 32, 64)
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "ia3": lambda rank: {"peft_type": "IA3"},
+    "bottleneck": lambda rank: {"peft_type": "BOTTLENECK", "bottleneck_size": rank},
+    "prefix": lambda rank: {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": rank},
+}
+"""Sections of kinds other than LoRA."""
 
 
-def counted(tasks: int, targets: str, dropout: float) -> tuple[StepLaunches, StepLaunches]:
+def section(kind: str, rank: int, targets: str, dropout: float) -> dict[str, Any]:
+    """The adapter of a task; targets and dropout are LoRA's."""
+    if kind != "lora":
+        return KINDS[kind](rank)
+    return {"peft_type": "LORA", "r": rank, "lora_dropout": dropout, "target_modules": TARGETS[targets]}
+
+
+def counted(
+    tasks: int, targets: str, dropout: float, kinds: Sequence[str] = ("lora",)
+) -> tuple[StepLaunches, StepLaunches]:
     """The launches of the first step after all tasks have joined, and of a steady step."""
     specs = []
     for i in range(tasks):
-        adapter = {
-            "peft_type": "LORA",
-            "r": RANKS[i % 4],
-            "lora_dropout": dropout,
-            "target_modules": TARGETS[targets],
-        }
+        adapter = section(kinds[i % len(kinds)], RANKS[i % 4], targets, dropout)
         training = {"per_device_train_batch_size": 2, "max_steps": 3}
         spec = {"name": f"task-{i}", "adapter": adapter, "data": {"path": "records"}, "training": training}
         specs.append(TaskSpec.model_validate(spec))
@@ -52,12 +65,13 @@ def counted(tasks: int, targets: str, dropout: float) -> tuple[StepLaunches, Ste
     return first, steady
 
 
-def figures(tasks: int, targets: str, dropout: float) -> dict[str, Any]:
+def figures(tasks: int, targets: str, dropout: float, kinds: Sequence[str]) -> dict[str, Any]:
     """The figures of one case."""
-    first, found = counted(tasks, targets, dropout)
-    plain = counted(tasks, targets, 0.0)[1] if dropout else found
+    first, found = counted(tasks, targets, dropout, kinds)
+    plain = counted(tasks, targets, 0.0, kinds)[1] if dropout else found
     return {
         "tasks": tasks,
+        "kinds": ", ".join(kinds),
         "targets": targets,
         "dropout": dropout,
         "forward_per_base_op": found.forward,
@@ -76,13 +90,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--kind", choices=("lora", *KINDS), action="append", help="may be repeated")
     parser.add_argument("--tasks", type=int, action="append", help="number of tasks; may be repeated")
     parser.add_argument("--targets", choices=TARGETS, action="append", help="may be repeated")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    cases = [(t, n) for t in args.targets or TARGETS for n in args.tasks or (1, 8, 64)]
-    found = [figures(tasks, targets, args.dropout) for targets, tasks in cases]
+    kinds = args.kind or ["lora"]
+    targets = args.targets or TARGETS if "lora" in kinds else ("default",)
+    cases = [(t, n) for t in targets for n in args.tasks or (1, 8, 64)]
+    found = [figures(tasks, targets, args.dropout, kinds) for targets, tasks in cases]
     if args.json:
         print(json.dumps(found))
         return 0

@@ -163,26 +163,13 @@ def _plans(
     arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad], meshes: Sequence[Mesh]
 ) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
-    import torch
-
-    from megatron_mux.backbone.registry import stored_dtype
     from megatron_mux.fusion.balance import balanced_split
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
     from megatron_mux.fusion.profile_store import find_profile
     from megatron_mux.fusion.recompute import choose_recompute
-    from megatron_mux.gpus import known
-    from megatron_mux.runtime import has_bf16
 
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no GPU: name one, such as H100")
-    if kind in ("cpu", "cuda"):
-        fast = kind == "cuda" and has_bf16(torch.device(kind))
-    else:
-        fast = known(kind, "cpu", "cuda").gpu.capability >= (8, 0)
-    bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    kind, dtype = _device(arguments)
     found: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
     ranks = meshes[0].ranks
@@ -224,6 +211,26 @@ def _plans(
     if not found:
         raise UserError(*dict.fromkeys(refused.values()))
     return sorted(found, key=lambda entry: entry[1].predicted_latency_s or 0.0), refused
+
+
+def _device(arguments: argparse.Namespace) -> tuple[str, Any]:
+    """The device to plan for, and the backbone's dtype there."""
+    import torch
+
+    from megatron_mux.backbone.registry import stored_dtype
+    from megatron_mux.gpus import known
+    from megatron_mux.runtime import has_bf16
+
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no GPU: name one, such as H100")
+    if kind in ("cpu", "cuda"):
+        fast = kind == "cuda" and has_bf16(torch.device(kind))
+    else:
+        fast = known(kind, "cpu", "cuda").gpu.capability >= (8, 0)
+    bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return kind, dtype
 
 
 def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:

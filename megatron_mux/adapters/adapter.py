@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class AdapterParameter:
         return full.index_select(self.dim, self.index.to(full.device))
 
 
+Grouped = Literal["before", "after"]
+"""Stages that kernels compute for all tasks at once."""
+
+
 class Adapter:
     """One task's method at one BaseOp. The stages it names in `stages` are called, in this order:
 
@@ -75,9 +79,15 @@ class Adapter:
     5. `after(y)`: change the BaseOp's finished output, bias included.
 
     All tensors are the task's own rows.
+
+    Attributes:
+        stages: Names of the stages.
+        grouped: Stages for which `row_terms` are an alternative: where kernels compute these for all tasks at once, on
+            a GPU, the stage's own method is not called.
     """
 
     stages: frozenset[str] = frozenset()
+    grouped: frozenset[Grouped] = frozenset()
 
     def extend(self, batch: MicroBatch) -> None:
         """Change the micro-batch, in place."""
@@ -89,6 +99,10 @@ class Adapter:
 
     def low_rank(self, slot: int) -> Sequence[Term]:
         """Return the low-rank terms of the task, which has this slot."""
+        raise NotImplementedError
+
+    def row_terms(self, stage: Grouped, slot: int) -> Sequence[Term]:
+        """Return what a stage in `grouped` does, as terms of `kernels.grouped_rows`; the task has this slot."""
         raise NotImplementedError
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:

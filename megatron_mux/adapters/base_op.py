@@ -12,7 +12,7 @@ Shapes: T rows of the micro-batch, K and N input and output width on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.adapters.adapter import Adapter
+from megatron_mux.adapters.adapter import Adapter, Grouped
 from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.kernels.grouped_rows import GroupedKernels, RowTables, adapt_rows
+from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank import low_rank_linear
 from megatron_mux.kernels.low_rank_choice import KernelName, kernels_for
 from megatron_mux.kernels.terms import Term, TermTable
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 Rows = tuple[int, int]
 RowFunction = Callable[[Tensor], Tensor]
+Present = dict[Rows, tuple[Adapter, frozenset[str]]]
+"""Rows of adapters that compute task by task, each with the stages that do."""
 
 
 class AttachedBaseOp:
@@ -49,11 +53,12 @@ class AttachedBaseOp:
         self.info = info
         self.parallel = host.parallel
         self._anchor = host.anchor
-        # Nothing that a micro-batch does here takes longer for more tasks with low-rank terms: their table is made
-        # anew after they come or go, and `others` are those that do something else.
-        self._table: TermTable | None = TermTable(())
-        self.others: dict[str, Adapter] = {}
-        self._low_rank: dict[str, Sequence[Term]] = {}
+        # Nothing that a micro-batch does here takes longer for more tasks whose terms are in tables. These are made
+        # anew after tasks come or go.
+        self._adapters: dict[str, Adapter] = {}
+        self._terms: dict[str, Mapping[str, Sequence[Term]]] = {}
+        self._tables: Tables | None = None
+        self._others: dict[frozenset[str], dict[str, tuple[Adapter, frozenset[str]]]] = {}
         self.kernels: KernelName | None = None
 
     def attach(self) -> None:
@@ -64,39 +69,57 @@ class AttachedBaseOp:
 
     def add(self, task: str, adapter: Adapter, slot: int) -> None:
         """Give the rows of `task`, which has this slot, to `adapter`."""
+        self._adapters[task] = adapter
+        terms: dict[str, Sequence[Term]] = {
+            stage: adapter.row_terms(stage, slot) for stage in adapter.grouped & adapter.stages
+        }
         if "low_rank" in adapter.stages:
-            self._low_rank[task] = adapter.low_rank(slot)
-            self._table = None
-        if adapter.stages - {"low_rank"}:
-            self.others[task] = adapter
+            terms["low_rank"] = adapter.low_rank(slot)
+        self._terms[task] = terms
+        self._change()
 
     def remove(self, task: str) -> None:
         """Undo `add`. Removing the last adapter restores the module."""
-        self.others.pop(task, None)
-        if self._low_rank.pop(task, None) is not None:
-            self._table = None
-        if not self.others and not self._low_rank:
+        self._adapters.pop(task, None)
+        self._terms.pop(task, None)
+        self._change()
+        if not self._adapters:
             # The class's own method shows again: nothing of ours is left in the module's __dict__.
             del self.info.module.forward
             vars(self.info.module).pop("finish", None)
 
+    def _change(self) -> None:
+        self._tables = None
+        self._others.clear()
+
     @property
-    def table(self) -> TermTable:
-        """The low-rank terms of all tasks."""
-        if self._table is None:
-            self._table = TermTable([term for terms in self._low_rank.values() for term in terms])
-        return self._table
+    def tables(self) -> Tables:
+        """The terms of all tasks."""
+        if self._tables is None:
+            self._tables = Tables(self._terms.values())
+        return self._tables
 
     def prepare(self) -> None:
         """Bring to a GPU what its kernels need of tasks that have come or gone."""
-        self.table.bring()
+        self.tables.bring()
+
+    def others(self, grouped: frozenset[Grouped]) -> dict[str, tuple[Adapter, frozenset[str]]]:
+        """Tasks that compute by themselves, with the stages that do, if tables serve the stages in `grouped`."""
+        if grouped not in self._others:
+            left = {
+                task: (adapter, adapter.stages - {"low_rank"} - (adapter.grouped & grouped))
+                for task, adapter in self._adapters.items()
+            }
+            self._others[grouped] = {task: own for task, own in left.items() if own[1]}
+        return self._others[grouped]
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
         batch = layout.active()
-        present = self._present(batch) if self.others else {}
-        fused = self.table.any_of(batch.groups)
-        if not fused and not any(adapter.stages - {"extend"} for adapter in present.values()):
+        grouped = self._grouped(input_)
+        present = self._present(batch, grouped)
+        alone = any(stages - {"extend"} for _, stages in present.values())
+        if not alone and not self.tables.any_of(batch.groups, grouped):
             module = self.info.module
             result: tuple[Tensor, Tensor | None] = type(module).forward(module, input_, *args, **kwargs)
             return result
@@ -105,21 +128,30 @@ class AttachedBaseOp:
             f"{self.info.name}: arguments besides the input are not supported with adapters"
         )
         if self.info.column_parallel:
-            return self._column(input_, present, batch)
-        return self._row(input_, present, batch)
+            return self._column(input_, present, batch, grouped)
+        return self._row(input_, present, batch, grouped)
 
-    def _present(self, batch: MicroBatch) -> dict[Rows, Adapter]:
-        """Adapters other than low-rank ones, by their rows; those that extend the batch have done so."""
+    def _grouped(self, x: Tensor) -> frozenset[Grouped]:
+        """The stages that kernels compute for all tasks at once, whichever kernels are chosen for low-rank terms."""
+        if not self.tables.act_on_rows or not issubclass(kernels_for(x), GroupedKernels):
+            return frozenset()
+        # Tables say which rows of the micro-batch are a task's: behind a row-parallel BaseOp, tensor ranks divide them.
+        divided = self.parallel.sequence_parallel and not self.info.column_parallel
+        return frozenset({"before"} if divided else {"before", "after"})
+
+    def _present(self, batch: MicroBatch, grouped: frozenset[Grouped]) -> Present:
+        """Adapters with stages that are computed task by task; those that extend the batch have done so."""
         rows = batch.task_rows
-        present = {rows[task]: adapter for task, adapter in self.others.items() if task in rows}
+        others = self.others(grouped)
+        present = {rows[task]: own for task, own in others.items() if task in rows}
         present = {own: present[own] for own in sorted(present) if own[0] < own[1]}
-        for adapter in present.values():
-            if "extend" in adapter.stages:
+        for adapter, stages in present.values():
+            if "extend" in stages:
                 adapter.extend(batch)
         return present
 
     def _column(
-        self, input_: Tensor, present: Mapping[Rows, Adapter], batch: MicroBatch
+        self, input_: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x3 = self._spread(input_)
@@ -127,15 +159,17 @@ class AttachedBaseOp:
         skip = module.skip_bias_add
         y = self._product(x, None if skip else module.bias, present, batch)
         bias = module.bias if skip else None
-        y, bias = _finish(y, bias, present)
+        y, bias = self._finish(y, bias, present, batch, grouped)
         return y.view(*x3.shape[:-1], y.shape[-1]), bias
 
     def _row(
-        self, input_: Tensor, present: Mapping[Rows, Adapter], batch: MicroBatch
+        self, input_: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x = input_.reshape(-1, input_.shape[-1])
-        x = _map_rows(x, {rows: a.before for rows, a in present.items() if "before" in a.stages})
+        x = _map_rows(x, {rows: a.before for rows, a in _of_stage(present, "before")})
+        if "before" in grouped:
+            x = self._adapted(x, self.tables.before, batch)
         y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
         if module.explicit_expert_comm:
             return y3, None  # the caller sums it, and calls `finish`
@@ -151,31 +185,29 @@ class AttachedBaseOp:
             Likewise, and the bias if the module skips it.
         """
         module: Any = self.info.module
-        batch = layout.active()
-        present = self._present(batch) if self.others else {}
+        batch, grouped = layout.active(), self._grouped(summed)
+        present = self._present(batch, grouped)
         y, bias = summed.view(-1, summed.shape[-1]), module.bias
         if bias is not None and not module.skip_bias_add:
             y, bias = y + bias, None
-        trained = any("after" in adapter.stages for adapter in present.values())
+        trained = any(_of_stage(present, "after"))
         if self.parallel.sequence_parallel:
             present = _within(present, self.parallel.tp_rank * y.shape[0], y.shape[0])
-        y, bias = _finish(y, bias, present)
+        y, bias = self._finish(y, bias, present, batch, grouped)
         if trained and torch.is_grad_enabled() and not y.requires_grad:
             # The rows in question are another rank's; what follows has collectives in its backward, for all ranks.
             y = y.detach().requires_grad_()
         return y.view(*summed.shape), bias
 
-    def _product(
-        self, x: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter], batch: MicroBatch
-    ) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, present: Present, batch: MicroBatch) -> Tensor:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
-        if self.table.any_of(batch.groups):
+        if self.tables.low_rank.any_of(batch.groups):
             kernels = kernels_for(x, self.kernels)
-            y = low_rank_linear(x, weight, bias, self._anchor, self.table, batch.groups, kernels)
+            y = low_rank_linear(x, weight, bias, self._anchor, self.tables.low_rank, batch.groups, kernels)
         else:
             y = F.linear(x, weight, bias)
-        others = {rows: a for rows, a in present.items() if "product" in a.stages}
+        others = dict(_of_stage(present, "product"))
         if not others:
             return y
         own = dict(zip(others, _split_rows(x, list(others)), strict=True))
@@ -184,6 +216,33 @@ class AttachedBaseOp:
             return lambda piece: adapter.product(own[rows], piece, batch)
 
         return _map_rows(y, {rows: dispatch(rows, a) for rows, a in others.items()})
+
+    def _finish(
+        self,
+        y: Tensor,
+        bias: Tensor | None,
+        present: Present,
+        batch: MicroBatch,
+        grouped: frozenset[Grouped],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the stage `after`. The bias is added first, even where Megatron would add it later."""
+        after = {rows: adapter.after for rows, adapter in _of_stage(present, "after")}
+        together = "after" in grouped and self.tables.after.any_of(batch.groups)
+        if not after and not together:
+            return y, bias
+        if bias is not None:
+            # The caller adds what is returned as bias: adding zero changes nothing, and its fused kernels want one.
+            y, bias = y + bias, torch.zeros_like(bias)
+        if together:
+            y = self._adapted(y, self.tables.after, batch)
+        return _map_rows(y, after), bias
+
+    def _adapted(self, values: Tensor, tables: RowTables, batch: MicroBatch) -> Tensor:
+        """The rows with the terms of all tasks."""
+        kernels = kernels_for(values)
+        if not issubclass(kernels, GroupedKernels) or not tables.any_of(batch.groups):
+            return values
+        return adapt_rows(values, self._anchor, tables, batch.groups, kernels)
 
     def _spread(self, input_: Tensor) -> Tensor:
         """Copy or gather the input of a column-parallel product; the backward sums its gradient over tensor ranks."""
@@ -216,21 +275,50 @@ class AttachedBaseOp:
         return whole
 
 
-def _finish(y: Tensor, bias: Tensor | None, present: Mapping[Rows, Adapter]) -> tuple[Tensor, Tensor | None]:
-    """Apply `Adapter.after`. The bias is added first, even where Megatron would add it later."""
-    after = {rows: adapter.after for rows, adapter in present.items() if "after" in adapter.stages}
-    if not after:
-        return y, bias
-    if bias is not None:
-        # The caller adds what is returned as bias: adding zero changes nothing, and its fused kernels want one.
-        y, bias = y + bias, torch.zeros_like(bias)
-    return _map_rows(y, after), bias
+class Tables:
+    """The terms of all tasks at a BaseOp.
+
+    Args:
+        terms: Those of each task, by stage.
+
+    Attributes:
+        low_rank: Terms of the product.
+        before: Terms of the input.
+        after: Terms of the output.
+        act_on_rows: Whether there are terms of the input or output.
+    """
+
+    def __init__(self, terms: Collection[Mapping[str, Sequence[Term]]]) -> None:
+        def of(stage: str) -> list[Term]:
+            return [term for own in terms for term in own.get(stage, ())]
+
+        self.low_rank = TermTable(of("low_rank"))
+        self.before, self.after = RowTables.of(of("before")), RowTables.of(of("after"))
+        self.act_on_rows = any(table.of_slot for table in (*self.before, *self.after))
+
+    def any_of(self, groups: RowGroups, grouped: frozenset[Grouped]) -> bool:
+        """Whether some task with rows in a micro-batch has terms: low-rank ones, or of the stages in `grouped`."""
+        return (
+            self.low_rank.any_of(groups)
+            or ("before" in grouped and self.before.any_of(groups))
+            or ("after" in grouped and self.after.any_of(groups))
+        )
+
+    def bring(self) -> None:
+        """Copy the tables to the device, unless they are there."""
+        for table in (self.low_rank, *self.before, *self.after):
+            table.bring()
 
 
-def _within(present: Mapping[Rows, Adapter], start: int, count: int) -> dict[Rows, Adapter]:
+def _of_stage(present: Present, stage: str) -> Iterator[tuple[Rows, Adapter]]:
+    """Rows and adapters that compute a stage task by task."""
+    return ((rows, adapter) for rows, (adapter, stages) in present.items() if stage in stages)
+
+
+def _within(present: Present, start: int, count: int) -> Present:
     """Cut row ranges to the `count` rows from `start`, counted from there; empty ranges are dropped."""
-    cut = {(max(a - start, 0), min(b - start, count)): adapter for (a, b), adapter in present.items()}
-    return {(a, b): adapter for (a, b), adapter in cut.items() if a < b}
+    cut = {(max(a - start, 0), min(b - start, count)): own for (a, b), own in present.items()}
+    return {(a, b): own for (a, b), own in cut.items() if a < b}
 
 
 def _split_rows(x: Tensor, rows: list[Rows]) -> list[Tensor]:

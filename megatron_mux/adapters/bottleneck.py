@@ -8,14 +8,14 @@ sequence parallelism (the gradient is partial then).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
 from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
@@ -23,6 +23,7 @@ from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.terms import BiasedActivation, Term
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 
@@ -39,6 +40,7 @@ class _After(Adapter):
     """The bottleneck of one task after one BaseOp."""
 
     stages = frozenset({"after"})
+    grouped = frozenset[Grouped]({"after"})
 
     def __init__(self, owner: TaskAdapter, weights: list[AdapterParameter]) -> None:
         self.owner = owner
@@ -51,6 +53,15 @@ class _After(Adapter):
         down, down_bias, up, up_bias = (self.owner.arena.rounded(p) for p in self.weights)
         hidden = self.activation(F.linear(y, down, down_bias))
         return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
+
+    def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
+        """See `Adapter.row_terms`."""
+        down, down_bias, up, up_bias = map(self.owner.arena.copy_of, self.weights)
+        gradients: list[Any] = [p.value.grad for p in self.weights]
+        activation = BiasedActivation(
+            self.owner.spec.non_linearity, down_bias, up_bias, gradients[1], gradients[3]
+        )
+        return [Term(slot, down, up, self.scaling, None, gradients[0], gradients[2], activation=activation)]
 
 
 class Bottleneck(TaskAdapter):
@@ -130,12 +141,12 @@ class BottleneckSpec(AdapterSpec):
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
-        return Work(4 * self.bottleneck_size * place.out_features, 3 * place.out_features)
+        return Work(4 * self.bottleneck_size * place.out_features, 5 * place.out_features)
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
         rows = (Row("bottleneck", "rows", 2 * self.bottleneck_size),)
-        return Kept(output=True, rows=rows)
+        return Kept(output=True, rows=rows, grouped=Kept(output=True, latent=self.bottleneck_size))
 
 
 KIND = BottleneckSpec

@@ -105,12 +105,13 @@ class Kept:
         output: Whether its backward pass needs the BaseOp's output as it was before the adapter.
         replaces_input: Whether it changes the input of a row-parallel BaseOp: other adapters need the changed one.
         rows: What each row of the task keeps.
-        latent: Columns that it needs of the latent tensor of low-rank terms, which all rows of a micro-batch keep, as
-            wide as any of its tasks needs.
+        latent: Columns that it needs of a latent tensor, which all rows of a micro-batch keep, as wide as any of its
+            tasks needs: that of low-rank terms, or with `output` that of bottlenecks.
         scratch: Values in fp32 that come and go with a backward pass and with an optimizer step, divided over tensor
             ranks.
         multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
             its backward pass has three such tensors at a time.
+        grouped: What it is instead where kernels compute all tasks at once; None: the same.
     """
 
     input: bool = False
@@ -120,3 +121,4 @@ class Kept:
     latent: int = 0
     scratch: float = 0.0
     multiplied: float = 0.0
+    grouped: Kept | None = None

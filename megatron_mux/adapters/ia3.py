@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
+from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.kernels.terms import Term
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Modules, Targets, problem
 from megatron_mux.shape import BackboneShape, Module
@@ -31,6 +33,7 @@ class _InputScale(Adapter):
     """Factors on the input of a row-parallel BaseOp."""
 
     stages = frozenset({"before"})
+    grouped = frozenset[Grouped]({"before"})
 
     def __init__(self, factor: nn.Parameter) -> None:
         self.factor = factor
@@ -39,11 +42,19 @@ class _InputScale(Adapter):
         """See `Adapter.before`. As in peft, the factors are not rounded to a half-precision backbone's dtype."""
         return (x * self.factor.flatten()).to(x.dtype)
 
+    def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
+        """See `Adapter.row_terms`."""
+        return [_term(slot, self.factor, None)]
+
 
 class _OutputScale(Adapter):
     """Factors on outputs of any BaseOp, and on inputs of modules in a column-parallel one."""
 
-    def __init__(self, factors: list[tuple[Site, bool, nn.Parameter]]) -> None:
+    grouped = frozenset[Grouped]({"after"})
+
+    def __init__(self, host: Host, factors: list[tuple[Site, bool, nn.Parameter]]) -> None:
+        self.host = host
+        self.sites = [(site, factor) for site, scales_input, factor in factors if not scales_input]
         self.module: Any = factors[0][0].info.module
         self.outputs: list[tuple[Tensor, nn.Parameter]] = []
         self.inputs: list[tuple[Tensor, nn.Parameter]] = []
@@ -70,6 +81,15 @@ class _OutputScale(Adapter):
             factors = factors.index_copy(0, columns, factor.flatten())
         return (y * factors).to(y.dtype)
 
+    def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
+        """See `Adapter.row_terms`."""
+        return [_term(slot, factor, self.host.columns(site)) for site, factor in self.sites]
+
+
+def _term(slot: int, factor: nn.Parameter, columns: Tensor | None) -> Term:
+    assert factor.grad is not None
+    return Term.of_factors(slot, factor.detach().view(-1), factor.grad.view(-1), columns)
+
 
 class IA3(TaskAdapter):
     """IA3 of one task."""
@@ -84,7 +104,7 @@ class IA3(TaskAdapter):
         first, scales_input, factor = made[0]
         # A row-parallel BaseOp is one module.
         whole = scales_input and not first.info.column_parallel
-        return _InputScale(factor) if whole else _OutputScale(made)
+        return _InputScale(factor) if whole else _OutputScale(self.host, made)
 
 
 class IA3Spec(AdapterSpec):
@@ -165,14 +185,16 @@ class IA3Spec(AdapterSpec):
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
-        return Work(place.out_features, 2 * place.out_features)
+        return Work(place.out_features, 4 * place.out_features)
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
         if not self.scales_input(modules, shape):
-            return Kept(output=True, multiplied=place.out_features)
+            grouped = Kept(output=True)
+            return replace(grouped, multiplied=place.out_features, grouped=grouped)
         if not place.column_parallel:
-            return Kept(input=True, replaces_input=True, multiplied=place.in_features)
+            grouped = Kept(input=True, replaces_input=True)
+            return replace(grouped, multiplied=place.in_features, grouped=grouped)
         product = Row("product of its own", "columns", place.share)
         return Kept(input=True, rows=(product,), multiplied=place.in_features)
 

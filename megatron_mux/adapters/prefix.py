@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
@@ -23,6 +24,21 @@ from megatron_mux.section import LARGEST_SIZE
 from megatron_mux.shape import BackboneShape, Module
 
 _KEY = "prompt_embeddings"
+
+
+class _KeyAndValue(torch.autograd.Function):
+    """A layer's keys and values: views, nothing is computed. Their gradients are added where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, pair: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.gradient = gradient
+        return pair[:, 0], pair[:, 1]
+
+    @staticmethod
+    def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[None, None, None]:
+        ctx.gradient[:, 0].add_(key)
+        ctx.gradient[:, 1].add_(value)
+        return None, None, None
 
 
 class _Prefix(Adapter):
@@ -37,12 +53,17 @@ class _Prefix(Adapter):
 
     def extend(self, batch: MicroBatch) -> None:
         """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
-        owner = self.owner
-        shape = owner.host.shape
-        table = owner.table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
-        first, stop = owner.heads
-        pair = table[:, self.place, :, first:stop].to(owner.host.dtype)  # [P, 2, heads, D]
-        batch.prefix.setdefault(self.layer, {})[owner.name] = (pair[:, 0], pair[:, 1])
+        owner, table = self.owner, self.owner.table
+        pair, gradient = self._own(owner.arena.copy_of(table)), self._own(table.value.grad)
+        made: Any = _KeyAndValue.apply(owner.host.anchor, pair, gradient)  # type: ignore[no-untyped-call]
+        batch.prefix.setdefault(self.layer, {})[owner.name] = made
+
+    def _own(self, table: Tensor | None) -> Tensor:
+        """The layer's part of the table, or of its gradient: `[P, 2, key-value heads on this rank, D]`."""
+        assert table is not None
+        shape, (first, stop) = self.owner.host.shape, self.owner.heads
+        whole: Tensor = table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
+        return whole[:, self.place, :, first:stop]
 
 
 class PrefixTuning(TaskAdapter):
@@ -55,7 +76,7 @@ class PrefixTuning(TaskAdapter):
         self.places = {layer: i for i, layer in enumerate(self.host.layers)}
         width = 2 * _width(shape)
         index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in self.places])
-        self.table = self.make(_KEY, dim=1, index=index).value
+        self.table = self.make(_KEY, dim=1, index=index)
         super().build()
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Prefix:

@@ -26,7 +26,7 @@ from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import bucket_update, low_rank
+from megatron_mux.kernels import bucket_update, grouped_rows, low_rank
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.fake_gpu.device import replaced
 from megatron_mux.memory.worker import Worker
@@ -50,7 +50,8 @@ class StepLaunches:
     """Counts of one optimizer step.
 
     Attributes:
-        forward, backward: The most launches of one call of a BaseOp with adapters, its frozen product included.
+        forward, backward: The most launches of one call of a BaseOp with adapters. The frozen product is included, in
+            the backward pass only where low-rank terms are fused with it; what acts on finished rows counts by itself.
         kept: Bytes that autograd keeps for all BaseOps with adapters.
         norm, update, options: The most launches of the end of a bucket's step: norms; clipping and updates; and the
             copy of what the optimizers need, once for all steps that roll together.
@@ -165,7 +166,6 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
     from megatron_mux.dry_run.execute import execute_dry_run
 
     counter = LaunchCounter()
-    backward = low_rank._LowRankLinear.backward
     with ExitStack() as stack:
         for owner, name, place in (
             (AdapterSet, "prepare", "tables"),
@@ -177,9 +177,11 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             (BucketFinalizer, "finish", "reads"),
         ):
             stack.enter_context(replaced(owner, name, _method(counter.inside(place, getattr(owner, name)))))
-        inside = staticmethod(counter.inside("backward", backward))
-        stack.enter_context(replaced(low_rank._LowRankLinear, "backward", inside))
-        for kind, launches in ((DryKernels, low_rank.LAUNCHES), (DryUpdateKernels, bucket_update.LAUNCHES)):
+        for function in (low_rank._LowRankLinear, grouped_rows._AdaptedRows):
+            inside = staticmethod(counter.inside("backward", function.backward))
+            stack.enter_context(replaced(function, "backward", inside))
+        of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
+        for kind, launches in ((DryKernels, of_adapters), (DryUpdateKernels, bucket_update.LAUNCHES)):
             for name, many in launches.items():
                 noted = _noting(counter, name, getattr(kind, name), many)
                 stack.enter_context(replaced(kind, name, staticmethod(noted)))

@@ -1,4 +1,4 @@
-"""Which kernels compute low-rank terms on a device, and what is computed with Triton."""
+"""Which kernels compute the terms of adapters on a device, and what is computed with Triton."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.kernels.grouped_rows import GroupedKernels
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels
 from megatron_mux.kernels.low_rank import LowRankKernels
@@ -21,7 +22,7 @@ KernelChoice = tuple[tuple[BaseOpName, KernelName], ...]
 """Which kernels compute the low-rank terms of a BaseOp; where it is not named, the default ones do."""
 
 
-class DryKernels(LowRankKernels):
+class DryKernels(GroupedKernels):
     """Allocates on a fake GPU what `TritonKernels` allocate on a real one; nothing is computed."""
 
     @staticmethod
@@ -47,6 +48,24 @@ class DryKernels(LowRankKernels):
         x: Tensor, latent: Tensor, dy: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups
     ) -> None:
         """See `LowRankKernels.weight_gradients`."""
+
+    @staticmethod
+    def activated(latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """See `GroupedKernels.activated`."""
+        return torch.empty_like(latent)
+
+    @staticmethod
+    def activation_gradient_(d_latent: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """See `GroupedKernels.activation_gradient_`."""
+        return torch.empty_like(latent)
+
+    @staticmethod
+    def scale_(values: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """See `GroupedKernels.scale_`."""
+
+    @staticmethod
+    def factor_gradients(values: Tensor, gradient: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """See `GroupedKernels.factor_gradients`."""
 
 
 def kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[LowRankKernels]:

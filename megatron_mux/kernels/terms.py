@@ -4,6 +4,10 @@ A term adds `scale * b * ((d * (A dropout(x))) B^T)` to its columns of the BaseO
 factors d and b are one, unless the term trains them in the place of A and B (VeRA). A task has a term for each module
 of the BaseOp that it targets.
 
+Terms of two more forms act on single rows of a BaseOp's finished output, or of its input: see `grouped_rows`. A
+bottleneck has biases and an activation between A and B; factors alone are a term of rank 0, whose b multiplies the
+columns.
+
 Shapes: K and N width of the BaseOp's input and output on this rank, R rank of a term, n its columns, W width of the
 latent tensor, which has the products of all of a row's terms side by side.
 """
@@ -29,15 +33,35 @@ from megatron_mux.runtime import to_device
 LATENT_MULTIPLE = 16
 """Latent columns of a row come in whole 32 bytes, so that rows of the latent tensor are aligned."""
 
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+"""Activations of bottlenecks; in `ENTRY` they are numbers in this order."""
+
 _MOST_WIDTHS = 256
 """Combinations of tasks whose width is remembered."""
 
 ENTRY = (
     "down", "up", "down_gradient", "up_gradient", "down_factors", "up_factors", "down_factors_gradient",
     "up_factors_gradient", "columns", "column_count", "rank", "latent", "first_feature", "key_low", "key_high",
-    "threshold", "scale", "keep_scale",
+    "threshold", "scale", "keep_scale", "down_bias", "up_bias", "down_bias_gradient", "up_bias_gradient", "activation",
 )  # fmt: skip
 """Fields of a row of `TermTable.entries`: addresses (0: no such tensor), sizes, and the bits of fp64 numbers."""
+
+
+@dataclass(frozen=True)
+class BiasedActivation:
+    """What makes a term a bottleneck: `scale * (B activation(A x + down_bias) + up_bias)`.
+
+    Attributes:
+        name: One of `ACTIVATIONS`.
+        down_bias, up_bias: `[R]` and `[n]`, in the dtype of the computation.
+        down_bias_gradient, up_bias_gradient: Like the biases, in the dtype of parameters: gradients are added here.
+    """
+
+    name: str
+    down_bias: Tensor
+    up_bias: Tensor
+    down_bias_gradient: Tensor
+    up_bias_gradient: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,7 @@ class Term:
         dropout: Probability of dropping an entry of the input while training.
         key: Of the dropout mask: `dropout.key_of(task seed, module)`.
         first_feature: Global index of the input's first feature on this rank, for the mask.
+        activation: Of a bottleneck, with its biases; None: the term is none.
     """
 
     slot: int
@@ -73,6 +98,14 @@ class Term:
     dropout: float = 0.0
     key: int = 0
     first_feature: int = 0
+    activation: BiasedActivation | None = None
+
+    @classmethod
+    def of_factors(cls, slot: int, factors: Tensor, gradient: Tensor, columns: Tensor | None) -> Term:
+        """Factors `[n]` that multiply columns, with their gradient `[n]`."""
+        n = factors.shape[0]
+        none, fixed = factors.new_empty(0, n), factors.new_empty(n, 0)
+        return cls(slot, none, fixed, 1.0, columns, up_factors=factors, up_factors_gradient=gradient)
 
     @property
     def rank(self) -> int:
@@ -122,6 +155,7 @@ class TermTable:
         largest_rank: R of the widest term.
         has_dropout: Whether any term drops entries while training.
         factor_dtype: Of the factors d and b; None if no term has them.
+        has_biases: Whether the terms are bottlenecks; then all of them are.
     """
 
     def __init__(self, terms: Sequence[Term]) -> None:
@@ -139,6 +173,8 @@ class TermTable:
         self.has_dropout = any(term.dropout > 0 for term in terms)
         factors = (f for term in terms for f in (term.down_factors, term.up_factors) if f is not None)
         self.factor_dtype = next((f.dtype for f in factors), None)
+        self.has_biases = any(term.activation is not None for term in terms)
+        assert not self.has_biases or all(term.activation is not None for term in terms)
 
     def any_of(self, groups: RowGroups) -> bool:
         """Whether some task with rows in a micro-batch has terms here."""
@@ -190,7 +226,9 @@ class TermTable:
 
 
 def _is_aligned(term: Term) -> bool:
-    addressed = (term.down, term.up, term.down_gradient, term.up_gradient)
+    addressed = [term.down, term.up, term.down_gradient, term.up_gradient]
+    if term.activation is not None:
+        addressed += [term.activation.down_bias, term.activation.up_bias]
     uneven = term.up.shape[0] % 8 or term.first_feature % 2
     if uneven or any(address(tensor) % 16 for tensor in addressed):
         return False
@@ -234,7 +272,9 @@ def _entry(term: Term, latent: int) -> list[int]:
         term.down, term.up, term.down_gradient, term.up_gradient, term.down_factors, term.up_factors,
         term.down_factors_gradient, term.up_factors_gradient, term.columns,
     )  # fmt: skip
-    assert all(tensor is None or tensor.is_contiguous() for tensor in addressed)
+    a = term.activation
+    biases = (a.down_bias, a.up_bias, a.down_bias_gradient, a.up_bias_gradient) if a else (None,) * 4
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (*addressed, *biases))
     low, high = halves(term.key)
     return [
         *map(address, addressed),
@@ -247,6 +287,8 @@ def _entry(term: Term, latent: int) -> list[int]:
         threshold(term.dropout),
         bits(term.scale),
         bits(1.0 / (1.0 - term.dropout)),
+        *map(address, biases),
+        ACTIVATIONS.index(a.name) if a else 0,
     ]
 
 

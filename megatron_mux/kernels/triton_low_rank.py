@@ -1,4 +1,4 @@
-"""Low-rank terms of all tasks by Triton kernels: one launch an operation, two for the gradients of weights.
+"""Terms of all tasks by Triton kernels: one launch an operation, two for the gradients of weights.
 
 Work is cut into blocks in proportion to what each term has to compute and to move (MuxTune section 4): tiles of a
 task's rows x its terms x blocks of their ranks or columns. Programs without work return at once. A block's size does
@@ -16,10 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_mux.kernels.grouped_rows import GroupedKernels
 from megatron_mux.kernels.groups import TILE_ROWS, RowGroups
-from megatron_mux.kernels.low_rank import LowRankKernels
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
+from megatron_mux.kernels.triton_rows_device import (
+    activation_kernel,
+    factor_gradient_kernel,
+    scale_kernel,
+)
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
 DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 4}
@@ -30,9 +35,15 @@ EXPAND: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "WIDTH": 128, "num_war
 """Blocks of `up_` and `input_gradient_`."""
 OUTER: dict[str, int] = {"ROWS": 64, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 3}
 """Blocks of `weight_gradients`."""
+ACTIVATION: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "num_warps": 4, "num_stages": 1}
+"""Blocks of `activated` and `activation_gradient_`."""
+SCALE: dict[str, int] = {"ROWS": TILE_ROWS, "WIDTH": 128, "num_warps": 8, "num_stages": 1}
+"""Blocks of `scale_`."""
+FACTOR_GRADIENT: dict[str, int] = {"ROWS": 64, "WIDTH": 64, "num_warps": 4, "num_stages": 3}
+"""Blocks of `factor_gradients`."""
 
 
-class TritonKernels(LowRankKernels):
+class TritonKernels(GroupedKernels):
     """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too.
 
     A task's terms at a BaseOp must not share output columns: each is added by programs of its own.
@@ -48,7 +59,8 @@ class TritonKernels(LowRankKernels):
         """See `LowRankKernels.up_`."""
         grid = (len(groups.tiles), triton.cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
         _launch(
-            up_kernel, grid, table, y, latent, groups.tiles, groups.table, y.stride(0), latent.stride(0), **EXPAND
+            up_kernel, grid, table, y, latent, groups.tiles, groups.table, y.stride(0), latent.stride(0),
+            BIASED=table.has_biases, **_products(table, y), **EXPAND,
         )  # fmt: skip
 
     @staticmethod
@@ -63,7 +75,7 @@ class TritonKernels(LowRankKernels):
         _launch(
             input_gradient_kernel, grid, table, dx, d_latent, groups.tiles, groups.table, groups.sequence_ids,
             groups.token_index, dx.stride(0), d_latent.stride(0), dx.shape[1],
-            DROPOUT=groups.training and table.has_dropout, **EXPAND,
+            DROPOUT=groups.training and table.has_dropout, **_products(table, dx), **EXPAND,
         )  # fmt: skip
 
     @staticmethod
@@ -77,9 +89,50 @@ class TritonKernels(LowRankKernels):
             _launch(
                 weight_gradient_kernel, (table.most_terms * rank_blocks, blocks, len(groups.rows)), table,
                 values, latent, d_latent, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
-                values.stride(0), latent.stride(0), x.shape[1], UP=bool(up),
-                DROPOUT=not up and groups.training and table.has_dropout, **OUTER,
+                values.stride(0), latent.stride(0), x.shape[1], UP=bool(up), BIASED=table.has_biases,
+                DROPOUT=not up and groups.training and table.has_dropout, **_products(table, values), **OUTER,
             )  # fmt: skip
+
+    @staticmethod
+    def activated(latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """See `GroupedKernels.activated`."""
+        return _activate(latent, None, table, groups)
+
+    @staticmethod
+    def activation_gradient_(d_latent: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+        """See `GroupedKernels.activation_gradient_`."""
+        return _activate(latent, d_latent, table, groups)
+
+    @staticmethod
+    def scale_(values: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """See `GroupedKernels.scale_`."""
+        grid = (len(groups.tiles), triton.cdiv(values.shape[1], SCALE["WIDTH"]), table.most_terms)
+        _launch(
+            scale_kernel, grid, table, values, groups.tiles, groups.table, values.stride(0),
+            FACTORS=_TYPES[table.factor_dtype], **SCALE,
+        )  # fmt: skip
+
+    @staticmethod
+    def factor_gradients(values: Tensor, gradient: Tensor, table: TermTable, groups: RowGroups) -> None:
+        """See `GroupedKernels.factor_gradients`."""
+        blocks = triton.cdiv(values.shape[1], FACTOR_GRADIENT["WIDTH"])
+        aligned = bool(alignment_of(table, values) and alignment_of(table, gradient))
+        _launch(
+            factor_gradient_kernel, (blocks, len(groups.rows), table.most_terms), table, values, gradient,
+            groups.table, values.stride(0), gradient.stride(0), ALIGNED=aligned, **FACTOR_GRADIENT,
+        )  # fmt: skip
+
+
+def _activate(latent: Tensor, d_latent: Tensor | None, table: TermTable, groups: RowGroups) -> Tensor:
+    """The activated latent tensor; `d_latent` is changed in place if it is given."""
+    hidden = torch.empty_like(latent)
+    rank_blocks = triton.cdiv(table.largest_rank, ACTIVATION["RANKS"])
+    _launch(
+        activation_kernel, (len(groups.tiles), table.most_terms * rank_blocks), table, latent, hidden,
+        latent if d_latent is None else d_latent, groups.tiles, groups.table, rank_blocks, latent.stride(0),
+        BACKWARD=d_latent is not None, **ACTIVATION,
+    )  # fmt: skip
+    return hidden
 
 
 def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Tensor:
@@ -91,7 +144,8 @@ def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Te
     _launch(
         reduce_kernel, grid, table, values, latent, groups.tiles, groups.table, groups.sequence_ids,
         groups.token_index, rank_blocks, values.stride(0), latent.stride(0), values.shape[1], UP=up,
-        DROPOUT=not up and groups.training and table.has_dropout, TILE=TILE_ROWS, **blocks,
+        DROPOUT=not up and groups.training and table.has_dropout, TILE=TILE_ROWS, **_products(table, values),
+        **blocks,
     )  # fmt: skip
     return latent
 
@@ -109,6 +163,12 @@ def alignment_of(table: TermTable, rows: Tensor) -> int:
     return 0 if rows.data_ptr() % 16 or rows.stride(0) % 8 else table.alignment
 
 
+def _products(table: TermTable, rows: Tensor) -> dict[str, Any]:
+    """Constants of kernels that compute matrix products with A or B."""
+    exact = rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return {"FACTORS": _TYPES[table.factor_dtype], "PRECISION": "ieee" if exact else "tf32"}
+
+
 def _launch(
     kernel: Any, grid: tuple[int, ...], table: TermTable, rows: Tensor, *arguments: Any, **options: Any
 ) -> None:
@@ -116,15 +176,12 @@ def _launch(
     assert rows.stride(1) == 1 and rows.dtype in _TYPES, rows.dtype
     if not all(grid):
         return
-    exact = rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    options.setdefault("ALIGNED", alignment_of(table, rows))
     kernel[grid](
         table.entries,
         table.first_entry,
         len(table.first_entry) - 1,
         rows,
         *arguments,
-        FACTORS=_TYPES[table.factor_dtype],
-        ALIGNED=alignment_of(table, rows),
-        PRECISION="ieee" if exact else "tf32",
         **options,
     )

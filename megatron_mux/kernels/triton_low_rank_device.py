@@ -6,7 +6,7 @@ rank or its columns are loaded as zeros and never stored.
 
 Constants: ROWS rows, RANKS ranks and WIDTH features of a block. UP: the kernel computes with B and the output's
 columns, otherwise with A and the input's features. DROPOUT: some term has it. FACTORS: dtype of d and b, None if no
-term has them. ALIGNED: `terms.TermTable.alignment`. PRECISION: of fp32 products.
+term has them. BIASED: the terms are bottlenecks. ALIGNED: `terms.TermTable.alignment`. PRECISION: of fp32 products.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -22,7 +22,7 @@ _FIELDS = tl.constexpr(len(ENTRY))
 (
     _DOWN, _UP, _DOWN_GRADIENT, _UP_GRADIENT, _DOWN_FACTORS, _UP_FACTORS, _DOWN_FACTORS_GRADIENT,
     _UP_FACTORS_GRADIENT, _COLUMNS, _COLUMN_COUNT, _RANK, _LATENT, _FIRST_FEATURE, _KEY_LOW, _KEY_HIGH, _THRESHOLD,
-    _SCALE, _KEEP_SCALE,
+    _SCALE, _KEEP_SCALE, _DOWN_BIAS, _UP_BIAS, _DOWN_BIAS_GRADIENT, _UP_BIAS_GRADIENT, _ACTIVATION,
 ) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 
 _BY_TABLE = ["slots", "rank_blocks"]
@@ -289,7 +289,7 @@ def _add_to(places, mask, total):
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def up_kernel(
     entries, first_entry, slots, output, latent, tiles, table, stride, latent_stride,
-    FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Latent columns to output columns: a program for a tile, a column block and a term."""
@@ -310,6 +310,9 @@ def up_kernel(
         entry, latent, latent_stride, rows, row_mask, features, count,
         True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
     )  # fmt: skip
+    if BIASED:
+        bias = _pointer(entry, _UP_BIAS, latent.dtype.element_ty, ALIGNED)
+        total += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
     total *= _number(entry, _SCALE)
     if FACTORS is not None:
         total *= _factors_of(entry, _UP_FACTORS, features, count, FACTORS)[None, :]

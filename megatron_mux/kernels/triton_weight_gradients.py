@@ -1,4 +1,4 @@
-"""Device code of `triton_low_rank`: gradients of A and B, and of the factors that some terms train in their place.
+"""Device code of `triton_low_rank`: gradients of A and B, of a bottleneck's biases, and of factors trained instead.
 
 A program owns a block of one term's gradient and goes through all rows of the term's task, in the order of its own
 tiles: nothing is added atomically, and a task's sums never depend on where its rows lie.
@@ -17,6 +17,7 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _BY_MICRO_BATCH,
     _BY_TABLE,
     _COLUMN_COUNT,
+    _DOWN_BIAS_GRADIENT,
     _DOWN_FACTORS_GRADIENT,
     _DOWN_GRADIENT,
     _FIELDS,
@@ -24,6 +25,7 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _RANK,
     _SCALE,
     _THRESHOLD,
+    _UP_BIAS_GRADIENT,
     _UP_FACTORS_GRADIENT,
     _UP_GRADIENT,
     _add_to,
@@ -102,12 +104,38 @@ def _up_factors_gradient(
     _add_to(_pointer(entry, _UP_FACTORS_GRADIENT, tl.float32, False) + features, features < count, total)
 
 
+@triton.jit
+def _bias_gradient(
+    entry, values, stride, d_latent, latent_stride, first, stop, places, count,
+    UP: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the sum over rows of `scale * dy` (UP), or of `d_latent`, at BLOCK places of the bias."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(first, stop, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        if UP:
+            block = _values_of(
+                entry, values, stride, rows, rows < stop, rows, places, count, True, False, None, ALIGNED
+            )
+        else:
+            block = _latent_of(
+                entry, d_latent, latent_stride, rows, rows < stop, places, count, None, ALIGNED
+            )
+        total += tl.sum(block.to(tl.float32), axis=0)
+    if UP:
+        total *= _number(entry, _SCALE)
+        gradient = _pointer(entry, _UP_BIAS_GRADIENT, tl.float32, False)
+    else:
+        gradient = _pointer(entry, _DOWN_BIAS_GRADIENT, tl.float32, False)
+    _add_to(gradient + places, places < count, total)
+
+
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def weight_gradient_kernel(
     entries, first_entry, slots, values, latent, d_latent, table, sequence_ids, token_index,
     rank_blocks, stride, latent_stride, features_in,
-    UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+    UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of B (UP, from dy and latent) or of A (from x and d_latent), or of a term's factors instead."""
     group = table + tl.program_id(2) * 4
@@ -134,6 +162,11 @@ def weight_gradient_kernel(
     else:
         gradient = _pointer(entry, _DOWN_GRADIENT, tl.float32, ALIGNED)
         own = d_latent
+    if BIASED and (first_rank if UP else tl.program_id(1)) == 0:
+        _bias_gradient(
+            entry, values, stride, d_latent, latent_stride, first, stop,
+            features if UP else ranks, width if UP else rank, UP, ALIGNED, ROWS, WIDTH if UP else RANKS,
+        )  # fmt: skip
     if gradient.to(tl.int64) != 0:
         steps = tl.load(group + 3)
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:

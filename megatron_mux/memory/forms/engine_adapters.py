@@ -38,7 +38,8 @@ class AdapterBytes(NamedTuple):
         scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
         multiplied, multiplied_behind: `[B, S]` bytes of tensors that an adapter's backward pass multiplies, up to
             attention's end and behind it.
-        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of the layer that keeps least.
+        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of those that were replaced, too: of the
+            layer that keeps least.
         last_inputs: `[B]` bytes of a row of `inputs` behind the last layer's attention.
         last_own: `[B]` bytes of `own` there.
     """
@@ -77,7 +78,7 @@ class AdapterTables:
         self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
         self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
-        self._latent = {op: np.zeros(shape) for op in BASE_OPS}
+        self._latent = {(op, behind): np.zeros(shape) for op in BASE_OPS for behind in (False, True)}
         self._own, self._scratch = np.zeros(shape), np.zeros(shape)
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
@@ -97,24 +98,30 @@ class AdapterTables:
         self._inputs[op][place] = max(self._inputs[op][place], found.input)
         self._outputs[op][place] = max(self._outputs[op][place], found.output)
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
-        self._latent[op][place] = max(self._latent[op][place], _whole(found.latent) * self._layer.size)
+        latent = self._latent[op, found.output]
+        latent[place] = max(latent[place], _whole(found.latent) * self._layer.size)
         self._own[place] += own
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
-        multiplied[place] = max(multiplied[place], self._multiplied_bytes(adapted))
+        multiplied[place] = max(multiplied[place], self._multiplied_bytes(op, found))
         if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
             self._own_behind[k] += own
 
     def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float]:
         """What an adapter keeps at a BaseOp, and bytes of a row of its own."""
-        return adapted.kept, self._layer.bytes(adapted.kept.rows)
+        layer, kept = self._layer, adapted.kept
+        # What follows a row-parallel BaseOp is computed task by task if tensor ranks divide the rows there.
+        divided = layer.sequence_parallel and kept.output and adapted.op not in COLUMN_PARALLEL
+        if kept.grouped is not None and layer.groups_rows and not divided:
+            kept = kept.grouped
+        return kept, layer.bytes(kept.rows)
 
-    def _multiplied_bytes(self, adapted: AdaptedOp) -> float:
+    def _multiplied_bytes(self, op: BaseOpName, kept: Kept) -> float:
         """Bytes of a row of tensors that an adapter's backward pass multiplies: three in the parameters' precision,
         and the product rounded to the backbone's."""
         size = self._layer.size
-        where: Where = "rows" if adapted.kept.output and adapted.op not in COLUMN_PARALLEL else "columns"
-        width = adapted.kept.multiplied * (3 * max(4, size) + size * (size < 4))
+        where: Where = "rows" if kept.output and op not in COLUMN_PARALLEL else "columns"
+        width = kept.multiplied * (3 * max(4, size) + size * (size < 4))
         return self._layer.bytes([Row("multiplied", where, width, 1)])
 
     @property
@@ -146,7 +153,8 @@ class AdapterTables:
             if op in _BEHIND_ATTENTION:
                 last += needed[:, -1]
             if op == "linear_fc2":
-                least = np.stack([needed[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
+                gone = needed + self._replaced_inputs(present, op)
+                least = np.stack([gone[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
         everything = rows.sum(axis=1, keepdims=True)
         own = rows @ self._own + everything * self._shared(present)
         scratch = _largest(present, self._scratch)
@@ -176,7 +184,7 @@ class AdapterTables:
             column = op in COLUMN_PARALLEL
             output = Row("output before adapters", "columns" if column else "rows", out)
             found += (present @ self._outputs[op] > 0) * self._layer.bytes([output])
-            found += _largest(present, self._latent[op])
+            found += _largest(present, self._latent[op, False]) + _largest(present, self._latent[op, True])
             if not column:
                 found += self._replaced_inputs(present, op)
         return found

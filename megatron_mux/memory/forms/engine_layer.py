@@ -59,6 +59,11 @@ class EngineLayer:
         return found
 
     @property
+    def groups_rows(self) -> bool:
+        """Whether kernels compute bottlenecks and factors of all tasks at once: see `low_rank_choice`."""
+        return self.device == "cuda" and self.size < 8
+
+    @property
     def input(self) -> float:
         """Bytes of a row of its input, which full recomputation keeps."""
         return self.bytes([Row("input", "rows", self.architecture.hidden)])

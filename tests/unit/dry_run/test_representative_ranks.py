@@ -62,7 +62,8 @@ def test_a_rank_has_every_so_many_th_of_its_stages() -> None:
 
 
 def test_more_rows_of_a_task_that_keeps_more_weigh_more() -> None:
-    wide = {"peft_type": "BOTTLENECK", "bottleneck_size": 512}
+    inputs = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    wide = {"peft_type": "IA3", "target_modules": inputs, "feedforward_modules": inputs}
     # Two sequences to a pipeline: the first has that of `a`, and most tokens; the other has two of `b`.
     tasks = [_task("a", [21], [4]), _task("b", [20, 19, 19], [4] * 3, wide)]
     assert representative_ranks(_run(tasks, data=2)) == [1]

@@ -19,6 +19,11 @@ from triton.compiler import ASTSource
 
 from megatron_mux.kernels import bucket_update, triton_low_rank, triton_update
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
+from megatron_mux.kernels.triton_rows_device import (
+    activation_kernel,
+    factor_gradient_kernel,
+    scale_kernel,
+)
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
@@ -44,8 +49,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **constants: Any) -> Compiled:
     """Compile for bf16, with sizes and strides that are multiples of 16."""
-    constants = {"FACTORS": None, "ALIGNED": 8, "PRECISION": "tf32", "TILE": 64, **blocks, **constants}
-    types = {"values": "bf16", "latent": "bf16", "d_latent": "bf16", "output": "bf16", "gradient": "bf16"}
+    constants = {
+        "FACTORS": None,
+        "BIASED": False,
+        "ALIGNED": 8,
+        "PRECISION": "tf32",
+        "TILE": 64,
+        **blocks,
+        **constants,
+    }
+    halves = ("values", "latent", "d_latent", "output", "gradient", "hidden")
+    types = dict.fromkeys(halves, "bf16")
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
@@ -79,6 +93,42 @@ CASES = {
     "gradient of A, dropout": (weight_gradient_kernel, triton_low_rank.OUTER, {"UP": False, "DROPOUT": True}),
     "gradient of B": (weight_gradient_kernel, triton_low_rank.OUTER, {"UP": True, "DROPOUT": False}),
 }
+# Of bottlenecks, besides those of low-rank terms.
+BIASED = {
+    "up, biases": (up_kernel, triton_low_rank.EXPAND, {"BIASED": True}),
+    "gradient of A, biases": (
+        weight_gradient_kernel,
+        triton_low_rank.OUTER,
+        {"UP": False, "DROPOUT": False, "BIASED": True},
+    ),
+    "gradient of B, biases": (
+        weight_gradient_kernel,
+        triton_low_rank.OUTER,
+        {"UP": True, "DROPOUT": False, "BIASED": True},
+    ),
+}
+CASES |= BIASED
+# Without matrix products.
+OF_ROWS = {
+    "activation": (activation_kernel, triton_low_rank.ACTIVATION, {"BACKWARD": False}),
+    "its gradient": (activation_kernel, triton_low_rank.ACTIVATION, {"BACKWARD": True}),
+    "factors": (scale_kernel, triton_low_rank.SCALE, {"FACTORS": triton.language.float32}),
+    "gradient of factors": (factor_gradient_kernel, triton_low_rank.FACTOR_GRADIENT, {}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("case", OF_ROWS)
+def test_resources_of_rows(case: str, arch: int, tmp_path: Path) -> None:
+    kernel, blocks, constants = OF_ROWS[case]
+    found = compiled(kernel, arch, blocks, tmp_path, **constants)
+    print(case, arch, found[:3])
+    assert found.stack == 0, "registers spill"
+    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS // 4, "four programs of a multiprocessor"
+    assert found.shared <= SHARED_MEMORY[arch] // 4
+    # Rows are read and written 16 bytes at a time.
+    assert not re.search(r"[sl][td]\.global\.b16", found.ptx)
+    assert re.search(r"ld\.global[.\w]*\.v4|cp\.async\.cg", found.ptx)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -121,5 +171,5 @@ def test_odd_ranks_leave_wide_accesses(tmp_path: Path) -> None:
 
 
 def test_unaligned_terms_do_not_spill(tmp_path: Path) -> None:
-    for kernel, blocks, constants in CASES.values():
+    for kernel, blocks, constants in (CASES | OF_ROWS).values():
         assert compiled(kernel, 90, blocks, tmp_path, **{**constants, "ALIGNED": 0}).stack == 0

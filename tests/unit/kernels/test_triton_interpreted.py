@@ -12,7 +12,7 @@ import pytest
 INTERPRETED = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.parametrize("name", ["engine.py", "low_rank.py", "update.py"])
+@pytest.mark.parametrize("name", ["engine.py", "low_rank.py", "rows.py", "update.py"])
 def test_in_interpreter(name: str) -> None:
     run = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""An engine that computes low-rank terms and optimizer steps by Triton kernels. Run by `test_triton_interpreted.py`."""
+"""An engine that computes adapters and optimizer steps by Triton kernels. Run by `test_triton_interpreted.py`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from megatron_mux.kernels import triton_update
 from megatron_mux.kernels.triton_low_rank import TritonKernels
 from megatron_mux.runtime import initialize
 from tests import tiny_models
-from tests.end_to_end.families import lora, vera
+from tests.end_to_end.families import FAMILIES, bottleneck, ia3, lora, vera
 from tests.end_to_end.harness import Case, assert_close, random_records, train
 from tests.reference import solo
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "everywhere": lora("all-linear", r=3, lora_dropout=0.1),
     "vera": vera(["k_proj", "up_proj"], save_projection=False),
+    "bottleneck": bottleneck(["o_proj", "down_proj"], non_linearity="gelu", scaling=0.7),
+    "factors": ia3(FAMILIES["llama"]),
 }
 
 
@@ -52,4 +54,5 @@ def test_engine_trains_as_with_the_reference(
         for ours, theirs in zip(found.losses(name), wanted.losses(name), strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
         assert_close(found.tensors[name], wanted.tensors[name], 1e-4, name)
-    assert {"weight_gradient_kernel", "_row_sums", "_update"} <= set(launches)
+    kernels = {"weight_gradient_kernel", "activation_kernel", "scale_kernel", "factor_gradient_kernel"}
+    assert kernels | {"_row_sums", "_update"} <= set(launches)
