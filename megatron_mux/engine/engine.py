@@ -29,6 +29,7 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
+from megatron_mux.process_groups import connect
 from megatron_mux.runtime import Parallel
 
 
@@ -58,6 +59,7 @@ class Engine:
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.adapters.use(self.planning.kernels)
+        connect(parallel)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)
