@@ -19,7 +19,7 @@ from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.saving import Saver
-from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.step_loop import Due, StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
 
 _IDLE_SECONDS = 0.5
@@ -130,7 +130,9 @@ class Loop:
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then evaluate and save what is due."""
-        steps = self._step_loop.run_burst(self.engine.steps, self._due())
+        coming = list(self._due())
+        run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
+        steps = self._step_loop.run_burst(run, [left for left, _ in coming])
         self.parallel.heartbeat.at("reporting")
         self._plan = self.engine.last_plan or self._plan
         if self._step_loop.has_timed:
@@ -155,13 +157,13 @@ class Loop:
             if result.status != "running":
                 self.engine.remove_task(name)
 
-    def _due(self) -> Iterator[int]:
-        """In how many steps each task's next evaluation and save are due."""
+    def _due(self) -> Iterator[Due]:
+        """When each task's next evaluation and save are due."""
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
             for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
                 if interval:
-                    yield interval - step % interval
+                    yield interval - step % interval, interval
 
     def _after(self, name: str, result: StepResult) -> bool:
         """Evaluate a task if that is due.
