@@ -28,6 +28,8 @@ from script import add_machine, add_output, command_line, measured_on, publish, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.gpus import set_allocator_options
+
 # Tasks, shortest and longest max_length, tokens of a step, all of them together.
 SETS = (
     (1, 64, 64, 300),
@@ -68,6 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
+    set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
     flags = ("--stages", "--rounds", "--sets", "--device", "--backbone")
     alone = arguments.stages == 1
     result = measure(arguments) if alone else run_in_processes(arguments, 2, __file__, flags, measure)

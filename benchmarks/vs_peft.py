@@ -24,9 +24,12 @@ from typing import Any
 
 from script import add_machine, add_output, command_line, publish
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+from megatron_mux.gpus import set_allocator_options
+
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / ".quickstart"
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,6 +122,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and write the result if --output is given."""
     arguments = parse(argv)
+    set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -84,6 +84,7 @@ class Manifest:
         tasks: In the order they were registered.
         plan: The plan in force.
         format: Version of this file's layout.
+        precision: In what the run computed, by `MuxArguments.precision`; empty if the manifest does not say.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Manifest:
     tasks: list[SavedTask]
     plan: dict[str, Any]
     format: int = _FORMAT
+    precision: str = ""
 
 
 @dataclass
@@ -120,6 +122,7 @@ def save(
     backbone: str,
     keep: int | None = None,
     pace: Pace | None = None,
+    precision: str = "",
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -130,6 +133,7 @@ def save(
         backbone: Fingerprint of the backbone.
         keep: Manifests to keep with the checkpoints they name; None keeps all.
         pace: How fast to write.
+        precision: See `Manifest`.
 
     Returns:
         The manifest.
@@ -143,7 +147,8 @@ def save(
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
         number = 1 + max((m for m, _ in _manifests(directory)), default=0)
-        manifest = Manifest(number, backbone, [state.entry for state in states], plan.to_json())
+        entries = [state.entry for state in states]
+        manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
         text = json.dumps(asdict(manifest), indent=1)
         write_atomically(directory / _MANIFESTS / _manifest_name(number), text)
         write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_mux.runtime import is_dry_run
+from megatron_mux.runtime import Parallel, is_dry_run, is_gpu
 
 _TRANSFER_CTAS = 4
 """Most CTAs that a transfer between stages takes from computation, also while it waits for the other rank."""
@@ -31,7 +31,7 @@ def pair_groups(
         device: This rank's GPU.
 
     Returns:
-        The groups of this ring; those of pairs without this rank are of no use.
+        The groups of this ring. This rank can use only those of pairs that it belongs to.
     """
     rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rings, list(ring))
@@ -39,7 +39,7 @@ def pair_groups(
     for other in sorted({tuple(ranks) for ranks in rings}):
         for pair in pairs:
             for backward in (False, True):
-                group = _pair_group([other[place] for place in pair], device)
+                group = _pair_group([other[place] for place in (pair[::-1] if backward else pair)], device)
                 if other == tuple(ring):
                     found[pair, backward] = group
     return found
@@ -53,13 +53,33 @@ def new_group(ranks: list[int], device: torch.device, backend: str, options: Any
     return dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options)  # type: ignore[no-any-return]
 
 
+def connect(parallel: Parallel) -> None:
+    """Have NCCL connect the groups of a step's collectives: at the first one the host would wait for the other ranks.
+
+    Every rank calls it. Nothing is done on a CPU.
+    """
+    if not is_gpu(parallel.device):
+        return
+    sizes = {
+        parallel.tp_group: parallel.tp_size,
+        parallel.dp_group: parallel.dp_size,
+        None: parallel.world_size,
+    }
+    for group, size in sizes.items():  # None: all ranks
+        if size > 1:
+            dist.all_reduce(torch.zeros(1, device=parallel.device), group=group)
+    torch.cuda.synchronize(parallel.device)
+
+
 def _pair_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """The group of a link from the first of two ranks to the second."""
     if is_dry_run():
         return dist.new_group(ranks)  # type: ignore[no-any-return]
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _TRANSFER_CTAS
     group = new_group(ranks, device, "nccl", options)
-    # Connected now: else NCCL would connect at the first transfer, which makes the host wait for the other rank.
+    # Connected now, in the direction of the link: NCCL connects each direction at its first transfer, for which the
+    # host waits for the other rank.
     flag = torch.zeros(1, device=device)
     if dist.get_rank() == ranks[0]:
         dist.send(flag, ranks[1], group=group)

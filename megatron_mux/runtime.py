@@ -300,6 +300,12 @@ def use_tf32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
 
 
+def uses_tf32() -> bool:
+    """Whether `use_tf32` was called."""
+    found: bool = torch.backends.cuda.matmul.allow_tf32
+    return found
+
+
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None on a CPU, which shares its memory with everything else."""
     if device.type != "cuda":

@@ -22,10 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.arguments.model import in_bf16
+from megatron_mux.arguments.model import check_tf32, in_bf16
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, tell
+from megatron_mux.gpus import set_allocator_options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,6 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--bf16", action="store_const", const=True, help="in bfloat16 (default: as a run on this device)")
     add("--fp32", action="store_false", dest="bf16", default=None, help="in fp32, as with --mux-fp32")
+    add(
+        "--mux-tf32", action="store_true", help="with fp32 products in TF32, as with the run's flag; on a GPU"
+    )
     add(
         "--most-tokens",
         type=at_least(32),
@@ -60,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as cleanup:
         try:
             arguments = build_parser().parse_args(argv)
+            set_allocator_options()  # before torch is imported
             from megatron_mux.runtime import shutdown
 
             cleanup.callback(shutdown)
@@ -78,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
     from megatron_mux.fusion.measure import measure
     from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
-    from megatron_mux.runtime import has_bf16, initialize
+    from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
     info = read_backbone_info(arguments.backbone)
     info.check_parallel(arguments.tensor_model_parallel_size, 1)
@@ -86,6 +91,9 @@ def run(arguments: argparse.Namespace) -> None:
     fast = parallel.device.type == "cuda" and has_bf16(parallel.device)
     bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
     dtype = torch.bfloat16 if bf16 else torch.float32
+    if arguments.mux_tf32:
+        check_tf32(parallel.device.type, bf16)
+        use_tf32()
     about = about_run(info.shape, parallel.device.type, dtype, parallel.tp_size)
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)

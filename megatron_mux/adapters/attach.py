@@ -6,7 +6,7 @@ MuxTune section 3.2, figure 7(b): the live side of `register_tasks()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.base_ops import BaseOpInfo, ModuleColumns
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape, Module
@@ -69,7 +70,7 @@ class Host:
         self.device = torch.device(parallel.device)
         # Requires a gradient and gets none: products whose input needs none have a backward pass all the same.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self._columns: dict[tuple[str, str], Tensor | None] = {}
+        self._columns: dict[tuple[str, str], tuple[Tensor | None, Columns]] = {}
 
     @property
     def layers(self) -> list[int]:
@@ -81,12 +82,23 @@ class Host:
 
         All layers share them.
         """
+        return self._placed(site)[0]
+
+    def place(self, site: Site) -> Columns:
+        """The same columns, read in host memory: nobody waits for a GPU."""
+        return self._placed(site)[1]
+
+    def _placed(self, site: Site) -> tuple[Tensor | None, Columns]:
         key = (site.info.name, site.path.removeprefix(site.info.hf_prefix))
         if key not in self._columns:
             columns = site.part.columns.cpu()
             weight: Any = site.info.module.weight
-            whole = columns.shape[0] == weight.shape[0] and torch.equal(columns, torch.arange(len(columns)))
-            self._columns[key] = None if whole else columns.to(device=self.device, dtype=torch.int32)
+            place = Columns.of(columns, len(columns))
+            if place.index is None and place == Columns.of(None, int(weight.shape[0])):
+                self._columns[key] = None, place
+            else:
+                index = columns.to(device=self.device, dtype=torch.int32)
+                self._columns[key] = index, place if place.index is None else replace(place, index=index)
         return self._columns[key]
 
     def sites(self, modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:

@@ -23,6 +23,7 @@ from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.terms import Term
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Modules, Targets, problem
@@ -44,7 +45,7 @@ class _InputScale(Adapter):
 
     def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
         """See `Adapter.row_terms`."""
-        return [_term(slot, self.factor, None)]
+        return [_term(slot, self.factor)]
 
 
 class _OutputScale(Adapter):
@@ -83,12 +84,15 @@ class _OutputScale(Adapter):
 
     def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
         """See `Adapter.row_terms`."""
-        return [_term(slot, factor, self.host.columns(site)) for site, factor in self.sites]
+        host = self.host
+        return [_term(slot, factor, host.columns(site), host.place(site)) for site, factor in self.sites]
 
 
-def _term(slot: int, factor: nn.Parameter, columns: Tensor | None) -> Term:
+def _term(
+    slot: int, factor: nn.Parameter, columns: Tensor | None = None, place: Columns | None = None
+) -> Term:
     assert factor.grad is not None
-    return Term.of_factors(slot, factor.detach().view(-1), factor.grad.view(-1), columns)
+    return Term.of_factors(slot, factor.detach().view(-1), factor.grad.view(-1), columns, place)
 
 
 class IA3(TaskAdapter):

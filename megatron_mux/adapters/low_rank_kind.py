@@ -146,6 +146,7 @@ class LowRankTerms(Adapter):
             spec.dropout,
             key_of(owner.seed, spec.dropout_field, site.path) if spec.dropout else 0,
             site.info.inputs.start,
+            known_place=owner.host.place(site),
         )
 
     def _matrix(self, matrix: AdapterParameter | Tensor) -> tuple[Tensor, Tensor | None]:

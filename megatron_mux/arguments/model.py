@@ -220,6 +220,11 @@ class MuxArguments:
 
         return torch.bfloat16 if self.bf16 else torch.float32
 
+    @property
+    def precision(self) -> str:
+        """What a run computes in: `bfloat16`, `float32`, or `float32 with TF32`."""
+        return str(self.dtype).removeprefix("torch.") + " with TF32" * self.mux_tf32
+
     def check_shape(self, shape: BackboneShape) -> None:
         """Check the shape flags against the backbone.
 
@@ -255,10 +260,8 @@ class MuxArguments:
             raise UserError("--bf16: this GPU does not compute in bfloat16: use --mux-fp32")
         is_given = self.bf16 or self.mux_fp32
         bf16 = in_bf16(self.bf16 if is_given else None, stored, kind != "cpu" and has_bf16)
-        if self.mux_tf32 and kind == "cpu":
-            raise UserError("--mux-tf32: a CPU has no TF32: remove it")
-        if self.mux_tf32 and bf16:
-            raise UserError("--mux-tf32: the backbone computes in bfloat16: remove it, or add --mux-fp32")
+        if self.mux_tf32:
+            check_tf32(kind, bf16)
         said = ""
         if kind == "cuda" and not is_given and not bf16:
             why = f"its config.json says {stored or 'no dtype'}" if has_bf16 else "this GPU has no bfloat16"
@@ -267,11 +270,13 @@ class MuxArguments:
         return replace(self, bf16=bf16), said
 
     def check_device(self, kind: str) -> None:
-        """Check `--distributed-backend` against the kind of device, `cpu` or `cuda`.
+        """Check `--distributed-backend` and `--mux-tf32` against the kind of device, `cpu` or `cuda`.
 
         Raises:
-            UserError: The backend does not support the device.
+            UserError: The device does not support a flag.
         """
+        if self.mux_tf32:
+            check_tf32(kind)
         backend = "nccl" if kind == "cuda" else "gloo"
         if self.distributed_backend not in (None, backend):
             where = "GPUs" if kind == "cuda" else "CPUs"
@@ -288,6 +293,18 @@ def in_bf16(given: bool | None, stored: str | None, gpu_has_bf16: bool) -> bool:
         gpu_has_bf16: Whether the device is a GPU that computes in bfloat16.
     """
     return given if given is not None else gpu_has_bf16 and stored == "bfloat16"
+
+
+def check_tf32(kind: str, bf16: bool = False) -> None:
+    """Check `--mux-tf32` against the kind of device, `cpu` or `cuda`, and against the backbone's dtype.
+
+    Raises:
+        UserError: It has no effect there.
+    """
+    if kind == "cpu":
+        raise UserError("--mux-tf32: a CPU has no TF32: remove it")
+    if bf16:
+        raise UserError("--mux-tf32: the backbone computes in bfloat16: remove it, or add --mux-fp32")
 
 
 def changed_flags(arguments: MuxArguments, section: str) -> list[str]:

@@ -14,8 +14,11 @@ _READ = frozenset(
         "_unique2",
         "bincount",
         "equal",
+        "histc",
         "is_nonzero",
         "item",
+        "masked_scatter",
+        "masked_scatter_",
         "masked_select",
         "nonzero",
         "unique",
@@ -23,7 +26,7 @@ _READ = frozenset(
         "unique_dim",
     }
 )
-"""Operators whose result the host needs, or whose result's size."""
+"""Operators for which the host may need values: of the result, of its size, or of a range."""
 
 
 def host_waits(func: Any, args: Any, kwargs: Any) -> bool:
@@ -42,7 +45,10 @@ def host_waits(func: Any, args: Any, kwargs: Any) -> bool:
     if "cuda" not in devices:
         return False
     if name in ("copy_", "_to_copy"):
-        return len(devices) > 1 and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        blocks = not (kwargs.get("non_blocking") or args[2:] == (True,))
+        target = args[0].device.type if name == "copy_" else torch.device(kwargs.get("device") or "cuda").type
+        # To pageable memory no copy goes on alone, and a dry run has no other: `pinned` has none to give.
+        return len(devices) > 1 and (blocks or target == "cpu")
     if name in ("index", "index_put", "index_put_"):
         # A mask is turned into the places where it is true, unless one value is put there.
         return any(_is_mask(index) for index in args[1]) and not (args[2:] and args[2].numel() == 1)

@@ -29,6 +29,7 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
+from megatron_mux.process_groups import connect
 from megatron_mux.runtime import Parallel
 
 
@@ -58,6 +59,7 @@ class Engine:
         base_ops = [op for stage in own for op in stage.base_ops()]
         self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
         self.adapters.use(self.planning.kernels)
+        connect(parallel)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)
@@ -216,7 +218,7 @@ class Engine:
         """
         return self.steps(1, timer)[0]
 
-    def steps(self, max_steps: int, timer: Timer | None = None) -> Results:
+    def steps(self, max_steps: int, timer: Timer | None = None, next_steps: int | None = None) -> Results:
         """Several optimizer steps of every task of the plan, rolling: a task's next begins while others drain.
 
         Every rank calls it with the same number. A task's steps come out as if they were taken one at a time.
@@ -224,6 +226,7 @@ class Engine:
         Args:
             max_steps: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
             timer: See `step`.
+            next_steps: The `max_steps` that will follow, for what is prepared ahead; None: as many as are taken now.
 
         Returns:
             A result per task for each step, at least one; a task that fails is in those up to its failure. A task
@@ -235,7 +238,7 @@ class Engine:
         self.adapters.prepare()
         while True:
             plan = self.planning.begin(self._loads())
-            if results := self._runner.run(plan, self._tasks, max_steps, timer):
+            if results := self._runner.run(plan, self._tasks, max_steps, timer, next_steps):
                 return results
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ class ReadAhead:
             job.cancel()
         self._coming.clear()
         self._template = None
-        # Once the thread gets to this, jobs that could not be cancelled have ended and are dropped.
+        # A job that has begun cannot be cancelled: the thread runs this one once that has ended and is dropped.
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:

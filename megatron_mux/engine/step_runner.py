@@ -66,7 +66,14 @@ class StepRunner:
         self._staging = Staging(self.parallel)
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.parallel.device)
 
-    def run(self, plan: Plan, tasks: Mapping[str, TaskState], max_steps: int, timer: Timer | None) -> Results:
+    def run(
+        self,
+        plan: Plan,
+        tasks: Mapping[str, TaskState],
+        max_steps: int,
+        timer: Timer | None,
+        next_steps: int | None = None,
+    ) -> Results:
         """Take steps of a plan that begins now.
 
         Args:
@@ -74,6 +81,7 @@ class StepRunner:
             tasks: All registered tasks.
             max_steps: Steps to take at the most.
             timer: Called with each action of this rank as it is done.
+            next_steps: See `Engine.steps`.
 
         Returns:
             See `Engine.steps`; empty if the plan did not fit: another one is to follow.
@@ -95,7 +103,7 @@ class StepRunner:
             self.planning.count(count)
             return [failures]
         self.last_plan = plan
-        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, steps, timer)
+        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, steps, timer, next_steps)
         if failures:
             results = results or [{}]
             results[0] = {**failures, **results[0]}
@@ -107,6 +115,7 @@ class StepRunner:
         tasks: Mapping[str, TaskState],
         steps: Sequence[PreparedStep],
         timer: Timer | None,
+        next_steps: int | None,
     ) -> Results:
         """Compute steps that are prepared."""
         template = checked_template(plan, sizes_of(steps))
@@ -128,7 +137,8 @@ class StepRunner:
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
                 return [failures] if failures else []
-        self.read_ahead.prepare_next(len(steps))
+        rolls = plan.schedule in ROLLING
+        self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)

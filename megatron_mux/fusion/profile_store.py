@@ -19,6 +19,7 @@ from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.profile import Profile, key_of
 from megatron_mux.fusion.roofline import roofline
+from megatron_mux.runtime import uses_tf32
 
 
 def about_run(
@@ -29,7 +30,7 @@ def about_run(
     threads: int | None = None,
     busy: int | None = None,
 ) -> dict[str, Any]:
-    """Everything that the seconds of a backbone's operators depend on.
+    """Everything that the seconds of a backbone's operators depend on; on a GPU, whether this process uses TF32, too.
 
     Args:
         shape: The backbone's sizes.
@@ -56,6 +57,8 @@ def about_run(
         **about,
         "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
+        # Present only where it is true: other profiles keep their names.
+        **({"tf32": True} if kind == "cuda" and uses_tf32() and str(dtype) == "torch.float32" else {}),
         "tensor_parallel": tensor_parallel,
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),

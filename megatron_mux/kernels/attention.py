@@ -57,6 +57,12 @@ class _Run:
 
     They are short, whatever their lengths; or all have one length and, where a prefix applies, one task. One that has a
     past is alone. How a segment is computed never depends on its neighbours.
+
+    Attributes:
+        lengths: Tokens of each segment.
+        past: Tokens of earlier chunks of the only segment.
+        task: Whose prefix applies, if any.
+        short: Whether `short_attention` computes them.
     """
 
     lengths: tuple[int, ...]
@@ -212,6 +218,12 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     return kernel if {"window_size", "scale"} <= set(known) else None
 
 
+@lru_cache(maxsize=4)
+def _serves_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether the kernel lets query heads share keys, from torch 2.12 on."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Arguments of the variable-length kernel for a micro-batch: they are on the device before it begins.
@@ -294,7 +306,7 @@ def _by_varlen(
         value = torch.cat([*(pair[1] for pair in used.values()), value]).index_select(0, bounds.gather)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     group = query.shape[1] // key.shape[1]
-    if group > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
+    if group > 1 and _serves_groups(kernel):
         options["enable_gqa"] = True
     elif group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

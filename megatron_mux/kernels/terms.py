@@ -82,6 +82,7 @@ class Term:
         key: Of the dropout mask: `dropout.key_of(task seed, module)`.
         first_feature: Global index of the input's first feature on this rank, for the mask.
         activation: Of a bottleneck, with its biases; None: the term is none.
+        known_place: What `columns` are; None: they are read for it, for which the host waits if they are on a GPU.
     """
 
     slot: int
@@ -99,13 +100,30 @@ class Term:
     key: int = 0
     first_feature: int = 0
     activation: BiasedActivation | None = None
+    known_place: Columns | None = None
 
     @classmethod
-    def of_factors(cls, slot: int, factors: Tensor, gradient: Tensor, columns: Tensor | None) -> Term:
+    def of_factors(
+        cls,
+        slot: int,
+        factors: Tensor,
+        gradient: Tensor,
+        columns: Tensor | None,
+        known_place: Columns | None = None,
+    ) -> Term:
         """Factors `[n]` that multiply columns, with their gradient `[n]`."""
         n = factors.shape[0]
         none, fixed = factors.new_empty(0, n), factors.new_empty(n, 0)
-        return cls(slot, none, fixed, 1.0, columns, up_factors=factors, up_factors_gradient=gradient)
+        return cls(
+            slot,
+            none,
+            fixed,
+            1.0,
+            columns,
+            up_factors=factors,
+            up_factors_gradient=gradient,
+            known_place=known_place,
+        )
 
     @property
     def rank(self) -> int:
@@ -115,7 +133,7 @@ class Term:
     @cached_property
     def place(self) -> Columns:
         """The term's columns of the output."""
-        return Columns.of(self.columns, int(self.up.shape[0]))
+        return self.known_place or Columns.of(self.columns, int(self.up.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -210,9 +228,9 @@ class TermTable:
         return to_device(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), self.device)
 
     def bring(self) -> None:
-        """Copy the table to the device, unless it is there."""
+        """Copy the table to the device, unless it is there, so that the first launch has nothing to prepare."""
         if self.of_slot:
-            _ = self.entries, self.first_entry
+            _ = self.entries, self.first_entry, self.alignment
 
     @cached_property
     def alignment(self) -> int:

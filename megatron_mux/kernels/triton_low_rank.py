@@ -30,7 +30,8 @@ from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 4}
 """Blocks of `down`: half a tile, so that few rows still occupy many multiprocessors."""
 LATENT_GRADIENT: dict[str, int] = {**DOWN, "num_stages": 8}
-"""Blocks of `latent_gradient`: column lists come first, so that as many loads are under way from twice the stages."""
+"""Blocks of `latent_gradient`: each load waits for one of a column list, so it takes twice the stages to have as many
+loads under way."""
 EXPAND: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "WIDTH": 128, "num_warps": 8, "num_stages": 2}
 """Blocks of `up_` and `input_gradient_`."""
 OUTER: dict[str, int] = {"ROWS": 64, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 3}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.bucket_update import ENTRY, TILE, UpdateTable
-from megatron_mux.kernels.triton_low_rank_device import _multiple, _number, _pointer
+from megatron_mux.kernels.triton_low_rank_device import _number, _pointer
 
 _FIELDS = tl.constexpr(len(ENTRY))
 (_VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED) = map(
@@ -68,8 +68,15 @@ def _tile(entries, of_pieces, pieces, TILE: tl.constexpr):
             low = middle
         else:
             high = middle
-    first = (tile - tl.load(of_pieces + low)) * TILE
+    first = (tile - tl.load(of_pieces + low)).to(tl.int64) * TILE
     return entries + low * _FIELDS, tl.multiple_of(first, TILE) + tl.arange(0, TILE)
+
+
+@triton.jit
+def _count(entry, ALIGNED: tl.constexpr):
+    """Elements of a piece, int64: one task's arena may have 2^31 or more."""
+    count = tl.load(entry + _COUNT)
+    return tl.multiple_of(count, 8) if ALIGNED else count
 
 
 @triton.jit
@@ -77,7 +84,7 @@ def _tile_squares(squares, entries, of_pieces, pieces, ALIGNED: tl.constexpr, TI
     """The sum of squares of each tile's gradient."""
     entry, places = _tile(entries, of_pieces, pieces, TILE)
     # Not the product with zero: a gradient that is not counted may be infinite.
-    count = tl.where(tl.load(entry + _COUNTED) != 0, _multiple(entry, _COUNT, 8 if ALIGNED else 0), 0)
+    count = tl.where(tl.load(entry + _COUNTED) != 0, _count(entry, ALIGNED), 0)
     gradient = tl.load(
         _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0
     ).to(tl.float64)
@@ -108,7 +115,7 @@ def _update(
 ):  # fmt: skip
     """One tile's step; the arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
     entry, places = _tile(entries, of_pieces, pieces, TILE)
-    mask = places < _multiple(entry, _COUNT, 8 if ALIGNED else 0)
+    mask = places < _count(entry, ALIGNED)
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places
     gradient = tl.load(gradients, mask=mask, other=0.0)

@@ -11,7 +11,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave, checkpoint_of
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.engine import Engine, StepResult
+from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
@@ -19,7 +19,7 @@ from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.saving import Saver
-from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.step_loop import Due, StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
 
 _IDLE_SECONDS = 0.5
@@ -66,6 +66,7 @@ class Loop:
                 arguments.mux_keep_checkpoints,
                 arguments.mux_save_rate,
                 self.parallel,
+                arguments.precision,
             )
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
@@ -78,14 +79,8 @@ class Loop:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
-        before, now = self.manifest.plan, self.engine
-        split = tuple(before.get("split", ()))
-        same = (before["policy"], before["stages"]) == (now.planning.policy, now.planning.stages)
-        if not same or (split and split != tuple(now.planning.split)):
-            self.reporter.say(
-                f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
-                f"{now.planning.policy} on {now.planning.stages} rounds differently"
-            )
+        for change in changes_since(self.manifest, self.engine.planning, self.arguments.precision):
+            self.reporter.say(change)
 
     def run(self) -> None:
         """Train until every task is done and, with a watched directory, until that holds a file named STOP."""
@@ -135,7 +130,9 @@ class Loop:
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then evaluate and save what is due."""
-        steps = self._step_loop.run_burst(self.engine.steps, self._due())
+        coming = list(self._due())
+        run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
+        steps = self._step_loop.run_burst(run, [left for left, _ in coming])
         self.parallel.heartbeat.at("reporting")
         self._plan = self.engine.last_plan or self._plan
         if self._step_loop.has_timed:
@@ -160,13 +157,13 @@ class Loop:
             if result.status != "running":
                 self.engine.remove_task(name)
 
-    def _due(self) -> Iterator[int]:
-        """In how many steps each task's next evaluation and save are due."""
+    def _due(self) -> Iterator[Due]:
+        """When each task's next evaluation and save are due."""
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
             for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
                 if interval:
-                    yield interval - step % interval
+                    yield interval - step % interval, interval
 
     def _after(self, name: str, result: StepResult) -> bool:
         """Evaluate a task if that is due.
@@ -268,3 +265,26 @@ class Loop:
         stopping, tokenising, self._step_loop.seconds = self.parallel.most(own)
         self._tokenising = tokenising > 0
         return stopping > 0
+
+
+def changes_since(manifest: Manifest, planning: Planning, precision: str) -> Iterator[str]:
+    """Yield what a run does otherwise than the one whose save it continues, so that results differ.
+
+    Args:
+        manifest: The save.
+        planning: Of the run that continues it.
+        precision: In what that run computes, see `MuxArguments.precision`.
+    """
+    before = manifest.plan
+    split = tuple(before.get("split", ()))
+    same = (before["policy"], before["stages"]) == (planning.policy, planning.stages)
+    if not same or (split and split != tuple(planning.split)):
+        yield (
+            f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
+            f"{planning.policy} on {planning.stages} rounds differently"
+        )
+    if manifest.precision and manifest.precision != precision:
+        yield (
+            f"it was saved by a run in {manifest.precision}: going on in {precision} rounds differently "
+            "(--mux-fp32, --mux-tf32 and --bf16 choose)"
+        )

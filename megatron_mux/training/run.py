@@ -9,6 +9,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import FrameType
 
+import torch
+
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import Backbone, load_stages
@@ -35,6 +37,7 @@ def run(arguments: MuxArguments) -> None:
     Raises:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
     """
+    arguments.check_device("cuda" if torch.cuda.is_available() else "cpu")
     leader = os.environ.get("RANK", "0") == "0"
     save, resume = arguments.save, arguments.load
     if save is not None and save != resume:

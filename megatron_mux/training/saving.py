@@ -31,6 +31,7 @@ class Saver:
         keep: See `checkpoint.save`.
         rate: Bytes to write a second while steps run; None: no limit.
         parallel: Where this rank stands.
+        precision: See `checkpoint.Manifest`.
 
     Attributes:
         memory: Host memory of the save that is being written.
@@ -41,6 +42,7 @@ class Saver:
     keep: int | None
     rate: int | None
     parallel: Parallel
+    precision: str = ""
     memory: HostMemory = field(init=False)
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
@@ -76,7 +78,7 @@ class Saver:
                 state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
         if self.parallel.rank == 0:
             assert plan is not None
-            checkpoint.save(self.directory, states, plan, self.backbone, self.keep, pace)
+            checkpoint.save(self.directory, states, plan, self.backbone, self.keep, pace, self.precision)
 
     @property
     def is_done(self) -> bool:

@@ -24,6 +24,13 @@ _MAX_SECONDS_WATCHING = 2.0
 """The same where tasks may join, which wait too; if a single step takes longer, a burst has one step."""
 
 
+_UNKNOWN_SECONDS = 0.1
+"""A step is taken to last so long before the first one."""
+
+Due = tuple[int, int]
+"""In how many steps an evaluation or a save is due, and after how many more again."""
+
+
 class StepLoop:
     """Runs the engine's steps in bursts: the steps of a burst roll into each other without a flush between them.
 
@@ -55,11 +62,26 @@ class StepLoop:
         Args:
             due: In how many steps each evaluation or save is due; the burst ends at the first.
         """
-        if not self.rolling or not self.seconds:
+        return self._most(self._bursts, self.seconds, due)
+
+    def next_max_steps(self, due: Iterable[Due]) -> int:
+        """The largest number of steps for the burst after the next one, as far as can be told by now.
+
+        Args:
+            due: The evaluations and saves that end a burst.
+        """
+        due = list(due)
+        steps = self.max_steps(left for left, _ in due)
+        later = (left - steps if left > steps else interval for left, interval in due)
+        return self._most(self._bursts + 1, self.seconds or _UNKNOWN_SECONDS, later)
+
+    def _most(self, bursts: int, seconds: float, due: Iterable[int]) -> int:
+        """The largest number of steps after so many bursts, if a step takes that long."""
+        if not self.rolling or not seconds:
             return 1
-        seconds, least = (_MAX_SECONDS_WATCHING, 1) if self.watching else (_MAX_SECONDS, _MIN_STEPS)
-        steps = min(_MAX_STEPS, max(least, int(seconds / self.seconds)))
-        if self._bursts < _TIMED_BURSTS:
+        longest, least = (_MAX_SECONDS_WATCHING, 1) if self.watching else (_MAX_SECONDS, _MIN_STEPS)
+        steps = min(_MAX_STEPS, max(least, int(longest / seconds)))
+        if bursts < _TIMED_BURSTS:
             steps = min(steps, _TIMED_STEPS)
         return max(1, min([steps, *due]))
 

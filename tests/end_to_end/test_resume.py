@@ -96,6 +96,18 @@ def test_a_finished_run_continued_changes_nothing(
     assert_same_outcome(directory, undisturbed[0])
 
 
+def test_continued_in_another_precision_it_says_so(
+    workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]
+) -> None:
+    """Its tasks are done: nothing is computed."""
+    directory = workplace.root / "other-precision"
+    shutil.copytree(undisturbed[0], directory)
+    for flags, said in (((), False), (("--bf16",), True)):
+        run = resume(server, workplace, directory, *flags)
+        told = " ".join((run.output + run.errors).split())  # lines are wrapped
+        assert ("by a run in float32: going on in bfloat16" in told) == said
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_at_a_delicate_place(
     place: str, workplace: Workplace, server: Server, undisturbed: tuple[Path, Run]

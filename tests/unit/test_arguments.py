@@ -333,6 +333,25 @@ def test_a_dtype_must_go_with_the_device(
         parse(*words.split()).on_device(kind, stored, has_bf16)
 
 
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [("--bf16", "bfloat16"), ("--mux-fp32", "float32"), ("--mux-fp32 --mux-tf32", "float32 with TF32")],
+)
+def test_the_precision_of_a_run(words: str, wanted: str) -> None:
+    assert parse(*words.split()).precision == wanted
+
+
+def test_tf32_on_a_cpu_is_refused_before_a_file_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_mux.training.run import run
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = parse("--mux-tf32")
+    (place / "tasks.yaml").unlink()
+    with pytest.raises(UserError, match="--mux-tf32: a CPU has no TF32"):
+        run(arguments)
+
+
 # -- the parser itself
 
 

@@ -14,9 +14,10 @@ import torch
 
 from megatron_mux import checkpoint, files
 from megatron_mux.checkpoint import SavedTask, TaskToSave
-from megatron_mux.engine import Snapshot
+from megatron_mux.engine import Planning, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
+from megatron_mux.training.loop import changes_since
 
 PLAN = plan_for("spatial", {"a": 1}, 1)
 
@@ -280,3 +281,22 @@ def test_an_unreadable_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "a/checkpoint-2/adapter_model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(UserError, match=r"checkpoint-2.*cannot be read"):
         checkpoint.load_task(tmp_path, manifest.tasks[0])
+
+
+def test_a_manifest_says_in_what_the_run_computed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone", precision="float32 with TF32")
+    (path,) = (tmp_path / "manifests").iterdir()
+    found = checkpoint.load(tmp_path, "backbone")
+    assert found is not None and found.precision == "float32 with TF32"
+    planning = Planning("spatial", 1)
+    assert list(changes_since(found, planning, "float32 with TF32")) == []
+    (said,) = changes_since(found, planning, "bfloat16")
+    assert "in float32 with TF32: going on in bfloat16" in said
+    (said,) = changes_since(found, Planning("temporal", 1), "float32 with TF32")
+    assert "policy spatial on 1 stage(s): going on with temporal" in said
+    # Manifests of earlier versions do not say it.
+    value = json.loads(path.read_text())
+    del value["precision"]
+    path.write_text(json.dumps(value))
+    old = checkpoint.load(tmp_path, "backbone")
+    assert old is not None and list(changes_since(old, planning, "bfloat16")) == []

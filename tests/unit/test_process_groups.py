@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux import process_groups, runtime
+from megatron_mux.engine import Engine, engine
 
 CPU = torch.device("cpu")
 
@@ -45,3 +46,49 @@ def test_a_group_of_a_link_has_the_time_limit_of_the_world(
     process_groups._pair_group([1, 2], CPU)
     assert asked["backend"] == "nccl" and asked["pg_options"] is options
     assert asked["timeout"] == options._timeout == limit and options.config.max_ctas == 4
+
+
+@pytest.mark.parametrize("rank", [4, 7])
+def test_a_link_is_connected_in_its_own_direction(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects the two directions between two ranks apart."""
+    done: list[tuple[str, int, object]] = []
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(process_groups, "is_dry_run", lambda: False)
+    monkeypatch.setattr(process_groups, "new_group", lambda ranks, *more: object())
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda rings, ring: rings.__setitem__(0, ring))
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "send", lambda flag, to, group: done.append(("send", to, group)))
+    monkeypatch.setattr(dist, "recv", lambda flag, source, group: done.append(("receive", source, group)))
+    groups = process_groups.pair_groups([4, 7], [(0, 1)], CPU)
+    forward, backward = groups[(0, 1), False], groups[(0, 1), True]
+    other = 11 - rank
+    verbs = ("send", "receive") if rank == 4 else ("receive", "send")
+    assert done == [(verbs[0], other, forward), (verbs[1], other, backward)]
+
+
+def test_groups_of_several_ranks_are_connected_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: joined.append("synchronize"))
+    places: Any = SimpleNamespace(
+        tp_group="tensor", tp_size=2, dp_group="data", dp_size=1, world_size=4, device=CPU
+    )
+    process_groups.connect(places)
+    assert joined == []
+    monkeypatch.setattr(process_groups, "is_gpu", lambda device: True)
+    process_groups.connect(places)
+    assert joined == ["tensor", None, "synchronize"]
+
+
+def test_an_engine_connects_groups_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[object] = []
+    monkeypatch.setattr(engine, "connect", connected.append)
+    monkeypatch.setattr(engine, "AdapterSet", lambda *of: SimpleNamespace(use=lambda kernels: None))
+    parallel = runtime.initialize(device="cpu")
+    stage: Any = SimpleNamespace(
+        base_ops=list, dtype=torch.float32, shape=None, residence=SimpleNamespace(in_step=False)
+    )
+    Engine([stage], parallel)
+    assert connected == [parallel]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.kernels import terms
+from megatron_mux.kernels.columns import Columns
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import (
@@ -18,6 +21,7 @@ from tests.unit.adapters.toy import (
     Toy,
     adapter_tensors,
     assemble,
+    ia3,
     lora,
     make_batch,
     mixture,
@@ -244,3 +248,28 @@ def test_only_the_first_adapter_needs_a_gradient_below_it(parallel: Parallel) ->
     rows, weights = inputs(batch, shape.hidden)
     run(toy, adapters, batch, rows, weights)
     assert rows.grad is None and adapters.tasks["one"].parameters[0].value.grad is not None
+
+
+def test_nothing_is_left_to_the_first_launch(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading columns back from a GPU would make the host wait, for every term."""
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    for name in "ab":
+        adapters.add(lora(name, target_modules=["q_proj", "k_proj", "o_proj", "up_proj"]), 10)
+    adapters.add(ia3("c", ["k_proj", "o_proj"], []), 10)
+
+    def of(index: Tensor | None, width: int) -> Columns:
+        assert index is None, "columns are read"
+        return Columns.of(index, width)
+
+    monkeypatch.setattr(terms, "Columns", SimpleNamespace(of=of))
+    with_terms = 0
+    for op in adapters.ops:
+        op.prepare()
+        for table in (op.tables.low_rank, *op.tables.before, *op.tables.after):
+            assert not table.of_slot or "alignment" in vars(table)
+            for term, _ in (placed for own in table.of_slot.values() for placed in own):
+                assert term.place == Columns.of(term.columns, term.up.shape[0])
+                with_terms += 1
+    assert with_terms == (2 * 4 + 2) * shape.layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,26 @@ def test_many_tasks_are_compared_with_as_many_processes() -> None:
     _, text = replicas(memory)
     assert "peak at 100 MiB" in text and "32 x 15 MiB: **1/4.8 of the memory**" in text
     assert not replicas({name: memory[name] for name in ("mux:mix", "packed:0")})
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("vs_peft", ["--backbone-shape", "tiny"]),
+        ("policies", []),
+        ("tools.profile_backbone", ["--backbone", "model"]),
+    ],
+)
+def test_what_measures_on_gpus_sets_the_allocator_first(
+    module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does, and before torch is imported."""
+    script = importlib.import_module(module)
+
+    def stop() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(script, "set_allocator_options", stop)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(InterruptedError):
+        script.main(words)

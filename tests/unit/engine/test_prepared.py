@@ -120,6 +120,21 @@ def test_the_next_burst_is_prepared_while_one_runs(
     assert found[0] == found[1] and len(found[0]) == STEPS
 
 
+def test_as_much_is_prepared_as_the_next_burst_will_have(engine: Engine, prepared: Prepared) -> None:
+    """Otherwise its template would be made for another number of steps, and then again while the GPU waits."""
+    engine.register_tasks([case.task for case in cases_of()])
+    templates = room._checked_template
+    results_of(engine, (1,))
+    engine.steps(1, next_steps=3)
+    engine._runner.read_ahead._thread.submit(lambda: None).result()
+    before = templates.cache_info().misses
+    engine.steps(3, next_steps=1)
+    assert templates.cache_info().misses == before
+    engine.steps(1)
+    assert [steps[0] for is_main, steps in prepared if is_main] == [0]
+    assert sorted(steps for _, steps in prepared) == [(step, step) for step in range(STEPS)]
+
+
 @pytest.mark.parametrize("bursts", [(1,) * STEPS, (2, 4), (STEPS,)])
 def test_a_task_fails_at_the_step_that_cannot_be_read(engine: Engine, bursts: tuple[int, ...]) -> None:
     first, second = (case.task for case in cases_of())

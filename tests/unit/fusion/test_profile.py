@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_mux import runtime
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.profile import Curve, key_of, points
 from megatron_mux.fusion.profile_store import about_run, find_profile, load_profile, save_profile
@@ -58,6 +60,22 @@ def test_a_profile_is_found_under_what_it_depends_on(tmp_path: Path) -> None:
     ]
     assert len({key_of(other) for other in [about, *others]}) == 1 + len(others)
     assert all(load_profile(other, path.parent) is None for other in others)
+
+
+def test_a_profile_in_tf32_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF32 a profile's name says nothing of it: those measured before keep theirs."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def about(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        return about_run(backbone.shape(), "cuda", dtype, 1)
+
+    plain, half = about(), about(torch.bfloat16)
+    runtime.use_tf32()
+    try:
+        assert about() == {**plain, "tf32": True} and key_of(about()) != key_of(plain)
+        assert "tf32" not in plain and about(torch.bfloat16) == half
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_a_profile_of_other_company_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -217,3 +218,20 @@ def test_a_past_is_what_comes_before_the_segment(window: int | None, with_prefix
         query[torch.cat(own)], key[order], value[order], parts, scale=0.7, window=window, prefix=prefix
     )
     assert torch.allclose(out, whole[torch.cat(own)], atol=1e-12)
+
+
+def test_what_the_kernel_takes_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every layer of every pass: `inspect.signature` takes as long as a launch."""
+    read: list[object] = []
+    real = inspect.signature
+
+    def noted(kernel: Any) -> inspect.Signature:
+        read.append(kernel)
+        return real(kernel)
+
+    monkeypatch.setattr(inspect, "signature", noted)
+    attention._serves_groups.cache_clear()
+    query, key, value = inputs(padding=0)
+    arguments: tuple[Any, ...] = (query, key[:, :1], value[:, :1], segments(), 0.7, None, {})
+    first, second = (by_varlen(fake_varlen, *arguments) for _ in range(2))
+    assert torch.equal(first, second) and read == [fake_varlen]

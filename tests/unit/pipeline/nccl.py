@@ -288,6 +288,7 @@ class PlayedDistributed:
     def __init__(self, world: World) -> None:
         self.world = world
         self._made: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._connected: set[Hashable] = set()
 
     def get_process_group_ranks(self, group: Group) -> list[int]:
         return list(group.ranks)
@@ -301,6 +302,7 @@ class PlayedDistributed:
     def _transfer(self, verb: str, tensor: Tensor, source: int, target: int, group: Group, tag: int) -> Work:
         other = target if source == self.world.rank else source
         assert {source, target} <= set(group.ranks)
+        self._connect(group, source, target)
         name = f"{verb} {other} {list(tensor.shape)}"
         operation = self.world.issue(
             name,
@@ -316,20 +318,27 @@ class PlayedDistributed:
         """Stands in for `process_groups.pair_groups`; pairs without this rank are left out."""
         own = list(ring).index(self.world.rank)
         return {
-            (pair, backward): self._pair_group([ring[place] for place in pair])
+            (pair, backward): self._pair_group([ring[place] for place in (pair[::-1] if backward else pair)])
             for pair in pairs
             if own in pair
             for backward in (False, True)
         }
 
     def _pair_group(self, ranks: Sequence[int]) -> Group:
-        """The host waits until both are connected."""
-        key = self.world.rank, tuple(ranks)
-        self._made[key] += 1
-        group = Group(tuple(ranks), self._made[key])
-        self.world.meet(("connect", group), 2, "connect")
-        self.world.wait_for_stream("connect")
+        """A group, connected from the first rank to the second."""
+        members = tuple(sorted(ranks))
+        self._made[self.world.rank, members] += 1
+        group = Group(members, self._made[self.world.rank, members])
+        self._connect(group, *ranks)
         return group
+
+    def _connect(self, group: Group, source: int, target: int) -> None:
+        """At the first transfer in a direction, the host waits for the other rank's."""
+        if (self.world.rank, group, source, target) in self._connected:
+            return
+        self._connected.add((self.world.rank, group, source, target))
+        self.world.meet(("connect", group, source, target), 2, "connect")
+        self.world.wait_for_stream("connect")
 
 
 def installed(world: World, patch: Any) -> None:

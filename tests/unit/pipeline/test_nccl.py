@@ -17,7 +17,7 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import sends_kept
 from megatron_mux.pipeline.template import Template, gpipe, interleaved, one_f_one_b, plain
 from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead
-from tests.unit.pipeline.nccl import Hang, Queues, World
+from tests.unit.pipeline.nccl import Hang, PlayedDistributed, Queues, World
 from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, in_turns, play, random_run
 
@@ -112,6 +112,26 @@ def test_timing_waits_for_nothing_before_the_end(monkeypatch: pytest.MonkeyPatch
     for text, run in zip(waits, map(random_run, range(20)), strict=True):
         assert "synchronize" not in text.replace("event.synchronize", "")
         assert f"('event.synchronize', {run.ranks * run.pipelines * len(run.parts)})" in text
+
+
+def test_the_first_transfer_of_a_direction_waits_for_the_other_rank() -> None:
+    """A group connected the other way round does not spare the host that."""
+
+    def play_two(connected: tuple[int, int]) -> int:
+        world = World(2, "many")
+        played = PlayedDistributed(world)
+
+        def host(rank: int) -> None:
+            group = played._pair_group(connected)
+            if rank == 0:
+                played.isend(torch.empty(3), 1, group).wait()
+            else:
+                played.irecv(torch.empty(3), 0, group).wait()
+
+        world.run(host)
+        return world.waits["connect"]
+
+    assert play_two((0, 1)) == 2 and play_two((1, 0)) == 4
 
 
 def test_a_hang_names_what_each_rank_waits_for() -> None:

@@ -63,3 +63,17 @@ def test_a_picture_is_drawn_once() -> None:
         taken(step_loop, 1)
         drawn.append(step_loop.is_time_to_draw)
     assert drawn == [False, True, False, False]
+
+
+def test_the_burst_after_the_next_is_known_before() -> None:
+    """As long as steps take as long as before; a save is due every 20 steps and an evaluation every 7."""
+    step_loop = StepLoop(rolling=True, watching=False)
+    told, found = [], []
+    for _ in range(8):
+        due = [(interval - step_loop.steps % interval, interval) for interval in (20, 7)]
+        told.append(step_loop.next_max_steps(due))
+        found.append(len(step_loop.run_burst(lambda most, timer: [0] * most, [left for left, _ in due])))
+        step_loop.seconds = 0.5
+    assert found == [1, 3, 3, 7, 6, 1, 7, 7]
+    assert told[:-1] == found[1:]
+    assert StepLoop(rolling=False, watching=False).next_max_steps([(20, 20)]) == 1

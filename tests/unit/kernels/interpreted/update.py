@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels.bucket_update import LAUNCHES, Piece, UpdateTable, options_of
+from megatron_mux.kernels.bucket_update import ENTRY, LAUNCHES, TILE, Piece, UpdateTable, options_of
 from megatron_mux.kernels.triton_update import squared_norms, update_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,6 +130,24 @@ def test_squared_norms() -> None:
     for row in (0, 3):
         alone = [replace(piece, row=0) for piece in pieces if piece.row == row]
         assert torch.equal(squared_norms(UpdateTable(alone, 1))[0], found[row])
+
+
+@pytest.mark.parametrize("before", [0, 2**31 // TILE])
+def test_a_tile_of_a_piece_of_2_31_elements(before: int) -> None:
+    """The table is edited: the only tile that is there has so many before it, of a piece of 2^31 elements and more."""
+    task = Task((TILE,), max_norm=0.0)
+    pieces = pieces_of((task,))
+    pieces[0].gradient.fill_(0.5)
+    start = pieces[0].value.clone()
+    table = UpdateTable(pieces, 1)
+    table.entries[0, ENTRY.index("count")] = 2**31 + TILE
+    for field, width in (("value", 4), ("gradient", 4), ("exp_avg", 4), ("exp_avg_sq", 4), ("copy", 2)):
+        table.entries[0, ENTRY.index(field)] -= before * TILE * width
+    table.of_pieces.copy_(torch.tensor([-before, 1]))
+    assert squared_norms(table).item() == 0.25 * TILE
+    skip = torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    update_(table, options((task,), 1), torch.ones(1, dtype=torch.float64, device=DEVICE), skip)
+    assert not pieces[0].gradient.any() and (pieces[0].value != start).all()
 
 
 @pytest.mark.parametrize("sizes", [(1200,), (77, 2049)])
