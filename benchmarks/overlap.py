@@ -93,8 +93,7 @@ def markdown(result: dict[str, Any]) -> str:
 
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"Two tensor ranks, one core each; LoRA r=8 on q and v; {result['tokens']} tokens in a step, about; "
-        f"medians of {result['turns']} turns.",
+        _setup(result),
     ]
     for case in result["cases"]:
         lines += ["", _heading(case), ""]
@@ -123,13 +122,21 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _setup(result: dict[str, Any]) -> str:
+    return (
+        f"Two tensor ranks, one core each; LoRA r=8 on q and v; about {result['tokens']} tokens in a step; medians of "
+        f"{result['turns']} turns."
+    )
+
+
 def _heading(case: dict[str, Any]) -> str:
     from overlap_sides import GOALS
 
     link = "loopback" if case["share"] is None else f"a link of {case['megabits_per_s']:.0f} Mbit/s"
+    slower = f"slow computation beside them by {case['taken_from_computation']:.0%}"
     return (
         f"**{case['tasks']} tasks, {link}**: {case['messages']} messages of {case['megabytes']:.1f} MB take "
-        f"{case['share_of_messages']:.1%} of a step, and CPU time for {case['cpu_share']:.0%} of theirs. Bound "
+        f"{case['share_of_messages']:.1%} of a step, and {slower}. Bound "
         f"{case['bound']:.3f}x; (e) reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
         f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']})."
     )
