@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from overlap_picture import draw
 
             arguments.output.with_suffix(".svg").write_text(draw(result["cases"][-1]))
+        for case in result["cases"]:
+            del case["picture"]
         publish(result, markdown(result), arguments.output, arguments.json)
     return 0
 
@@ -137,8 +139,10 @@ def _heading(case: dict[str, Any]) -> str:
     return (
         f"**{case['tasks']} tasks, {link}**: {case['messages']} messages of {case['megabytes']:.1f} MB take "
         f"{case['share_of_messages']:.1%} of a step, and {slower}. Bound "
-        f"{case['bound']:.3f}x; (e) reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
-        f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']})."
+        f"{case['bound']:.3f}x ({case['bound_with_kernel']:.3f}x with what slows computation); (e) "
+        f"reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
+        f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']}). Predicted "
+        f"fastest: ({case['predicted_fastest']}), which reaches {case['predicted_fastest_over_best']:.3f} of the best."
     )
 
 

@@ -25,7 +25,6 @@ SIDES = {
     "c": "one batch split in two",
     "d": "interleaved, Algorithm 1",
     "e": "interleaved, ours",
-    "h": "interleaved, each task split in two",
     "f": "compute alone",
     "g": "messages alone",
 }
@@ -35,7 +34,6 @@ TURNS: tuple[tuple[str, str, Interleave], ...] = (
     ("c", "halves", "auto"),
     ("d", "tasks", "kahn"),
     ("e", "tasks", "auto"),
-    ("h", "halves of each", "auto"),
 )
 """Sides that compute batches in turns: which batches, and in what order."""
 
@@ -179,13 +177,19 @@ class Turns:
 
 
 def figures(
-    seconds: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[Sequence[float]]]
+    seconds: Mapping[str, Sequence[float]],
+    cpu: Mapping[str, Sequence[Sequence[float]]],
+    share: float,
+    predicted: Mapping[str, float],
 ) -> dict[str, object]:
     """Calculate medians, speed-ups over (a) in the same turn, the share of messages and the bound.
 
     Args:
         seconds: Of each side in each turn.
         cpu: For each side and turn, CPU seconds of each rank.
+        share: By how much messages slow computation beside them. CPU seconds of (g) do not count what the kernel does
+            for messages while the processor is idle.
+        predicted: Seconds of sides (a) to (e).
     """
     median = {side: statistics.median(own) for side, own in seconds.items()}
     of_cpu = {side: statistics.median(max(ranks) for ranks in own) for side, own in cpu.items()}
@@ -195,6 +199,7 @@ def figures(
         side: statistics.median(a / own for a, own in zip(seconds["a"], seconds[side], strict=True))
         for side in seconds
     }
+    fastest = min(predicted, key=lambda side: predicted[side])
     plain = [speed_up[side] for side in "abcd"]
     return {
         "median_s": median,
@@ -203,5 +208,8 @@ def figures(
         "share_of_messages": messages / (compute + messages),
         "bound": bound,
         "of_bound": speed_up["e"] / bound,
+        "bound_with_kernel": (compute + messages) / max(compute + share * messages, messages),
         "over_best_of_others": speed_up["e"] / max(plain),
+        "predicted_fastest": fastest,
+        "predicted_fastest_over_best": speed_up[fastest] / max(speed_up[side] for side in predicted),
     }

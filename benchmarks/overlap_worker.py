@@ -105,7 +105,6 @@ class _Case:
         taking_turns = {
             "tasks": plans["a"],
             "halves": in_halves(plans["b"]),
-            "halves of each": in_halves(plans["a"]),
         }
         profiles = {
             name: self._profile(in_turn(plan, self._backbone.shape.layers))
@@ -138,7 +137,7 @@ class _Case:
                 for name, own in turns.items()
             },
             **measured,
-            **figures(measured["seconds"], measured["cpu_seconds"]),
+            **figures(measured["seconds"], measured["cpu_seconds"], costs.share, predicted),
             "predicted_s": predicted,
             "orders": {
                 side: [launch.forward, launch.backward]
