@@ -30,10 +30,12 @@ def joined_namespaces() -> Iterator[tuple[str, str]]:
         NamespacesRefused: They cannot be made.
     """
     names = f"mux{os.getpid()}-0", f"mux{os.getpid()}-1"
+    made: list[str] = []
     try:
         try:
             for name in names:
                 _ip("netns", "add", name)
+                made.append(name)
             _ip(
                 "link",
                 "add",
@@ -56,7 +58,7 @@ def joined_namespaces() -> Iterator[tuple[str, str]]:
             raise NamespacesRefused(said.strip()) from error
         yield names
     finally:
-        for name in names:
+        for name in made:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 

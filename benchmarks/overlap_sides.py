@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tensor_messages import Sent, TimedPass
@@ -22,12 +22,20 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 SIDES = {
     "a": "one task after another",
     "b": "all tasks in one batch",
+    "c": "one batch split in two",
     "d": "interleaved, Algorithm 1",
     "e": "interleaved, ours",
     "f": "compute alone",
     "g": "messages alone",
 }
 """What each side is; (f) and (g) are (a) without its messages, and its messages."""
+
+TURNS: tuple[tuple[str, str, Interleave], ...] = (
+    ("c", "halves", "auto"),
+    ("d", "tasks", "kahn"),
+    ("e", "tasks", "auto"),
+)
+"""Sides that compute batches in turns: which batches, and in what order."""
 
 GOALS = {"speed_up": ((1 / 2, 1.4), (1 / 3, 1.2)), "of_bound": 0.85, "over_best_of_others": 0.97}
 """What (e) is to reach: its speed-up by the share of messages, largest first."""
@@ -45,6 +53,11 @@ def in_one_batch(names: Sequence[str]) -> Plan:
     return _plan(Bucket((HybridTask(tuple(names)),), 1))
 
 
+def in_halves(plan: Plan) -> Plan:
+    """A plan whose hybrid tasks are each computed in two halves."""
+    return replace(plan, buckets=tuple(replace(bucket, halves=True) for bucket in plan.buckets))
+
+
 def _plan(bucket: Bucket) -> Plan:
     return Plan("auto", 1, (bucket,), tensor=2)
 
@@ -57,70 +70,126 @@ def in_order(plan: Plan, forward: Order, backward: Order) -> Plan:
 
 def in_turn(plan: Plan, layers: int) -> Plan:
     """A plan whose hybrid tasks take turns after each piece, to profile the pieces."""
-    order = [i for _ in range(2 * layers + 1) for i in range(len(plan.buckets[0].hybrid_tasks))]
+    order = [i for _ in range(2 * layers + 1) for i in range(plan.buckets[0].batches)]
     return in_order(plan, order, order)
 
 
 @dataclass
 class Profile:
-    """What is measured before the sides are.
+    """What is measured of a plan before the sides are.
 
     Attributes:
-        compute: Seconds of a step without its messages, by the plan's name.
-        sent: The messages of a step, by the plan's name.
-        passes: Steps of hybrid tasks in turns without their messages: a forward and a backward pass each.
-        seconds: Of each message sent alone.
-        share: Part of the processor's time that a message takes while it is on its way.
-        costs: The pieces of each hybrid task, in the forward and in the backward pass: the same on all ranks.
+        compute: Seconds of a step without its messages.
+        sent: The messages of a step.
+        passes: The pieces of such steps, where batches take turns: a forward and a backward pass each.
     """
 
-    compute: dict[str, float] = field(default_factory=dict)
-    sent: dict[str, list[Sent]] = field(default_factory=dict)
-    passes: list[tuple[TimedPass, TimedPass]] = field(default_factory=list)
-    seconds: dict[Sent, float] = field(default_factory=dict)
+    compute: float
+    sent: list[Sent]
+    passes: list[tuple[TimedPass, TimedPass]]
+
+
+@dataclass
+class MessageCosts:
+    """What messages take.
+
+    Attributes:
+        alone: Seconds of a message of each size while nothing is computed.
+        beside: The same beside computation.
+        share: Part of the processor's time that a message takes from computation while it is on its way.
+    """
+
+    alone: dict[Sent, float] = field(default_factory=dict)
+    beside: dict[Sent, float] = field(default_factory=dict)
     share: float = 0.0
-    costs: tuple[list[Chain], list[Chain]] = ([], [])
 
-    def messages(self, sent: Sequence[Sent | None]) -> float:
-        """Seconds of messages, one after another."""
-        return sum(self.seconds[own] for own in sent if own is not None)
+    def seconds(self, sent: Sequence[Sent]) -> float:
+        """Seconds of messages that nothing hides."""
+        return sum(self.alone[own] for own in sent)
 
-    def chains(self, index: int) -> list[Chain]:
-        """The pieces of each hybrid task on this rank, in the forward pass (0) or the backward pass (1)."""
-        repeats = zip(*(both[index].pieces for both in self.passes), strict=True)
+
+@dataclass
+class Turns:
+    """Batches that take turns: predicts their steps.
+
+    Attributes:
+        costs: Of messages.
+        chains: The pieces of each batch, in the forward and in the backward pass; the same on all ranks.
+        rest: Seconds of what is neither.
+        waits: Seconds by which pieces take longer since each ends with the slowest rank.
+    """
+
+    costs: MessageCosts
+    chains: tuple[list[Chain], list[Chain]]
+    rest: float
+    waits: float
+
+    @classmethod
+    def of(
+        cls, profile: Profile, costs: MessageCosts, slowest: Callable[[list[float]], list[float]]
+    ) -> Turns:
+        """From a profile.
+
+        Args:
+            profile: Of a plan whose batches take turns.
+            costs: Of messages.
+            slowest: Returns the largest of each value over ranks.
+        """
+        forward, backward = (
+            cls._chains([both[i] for both in profile.passes], costs, slowest) for i in (0, 1)
+        )
+        inside = [own.message for one in profile.passes[0] for own in one.pieces if own.message is not None]
+        own_pieces = [sum(p.seconds for one in both for p in one.pieces) for both in profile.passes]
+        (rest,) = slowest([profile.compute - statistics.median(own_pieces)])
+        (all_pieces,) = slowest([statistics.median(own_pieces)])
+        waits = sum(piece.compute for chain in (*forward, *backward) for piece in chain) - all_pieces
+        rest += costs.seconds(profile.sent) - costs.seconds(inside)
+        return cls(costs, (forward, backward), rest, waits)
+
+    @staticmethod
+    def _chains(
+        repeats: Sequence[TimedPass], costs: MessageCosts, slowest: Callable[[list[float]], list[float]]
+    ) -> list[Chain]:
+        # A piece ends when the slowest rank has computed it: its message is for all.
+        seconds = [slowest([piece.seconds for piece in one.pieces]) for one in repeats]
         found: dict[int, list[PieceCost]] = {}
-        for pieces in repeats:
-            cost = PieceCost(statistics.median(p.seconds for p in pieces), self.messages([pieces[0].message]))
-            found.setdefault(pieces[0].chain, []).append(cost)
+        for piece, own in zip(repeats[0].pieces, zip(*seconds, strict=True), strict=True):
+            message = 0.0 if piece.message is None else costs.beside[piece.message]
+            found.setdefault(piece.chain, []).append(PieceCost(statistics.median(own), message))
         return [found[chain] for chain in sorted(found)]
+
+    def to_json(self) -> list[list[list[tuple[float, float]]]]:
+        """Forward and backward, for each batch, seconds of each piece and of its message, to the microsecond."""
+        return [
+            [[(round(piece.compute, 6), round(piece.message, 6)) for piece in chain] for chain in both]
+            for both in self.chains
+        ]
 
     def orders(self, interleave: Interleave) -> tuple[list[int], list[int]]:
         """The launch orders, forward and backward."""
-        forward, backward = (best_order(chains, interleave, self.share) for chains in self.costs)
+        forward, backward = (best_order(own, interleave, self.costs.share) for own in self.chains)
         return forward, backward
 
     def predicted(self, orders: tuple[Order, Order]) -> float:
-        """Seconds of a step of hybrid tasks computed in turns."""
-        rest = self.compute["turns"] + self.messages(self.sent["turns"])
-        simulated = 0.0
-        for chains, order in zip(self.costs, orders, strict=True):
-            rest -= sum(piece.compute + piece.message for chain in chains for piece in chain)
-            simulated += simulate(chains, order, self.share).seconds
-        return simulated + rest
-
-    def predicted_in_line(self, name: str) -> float:
-        """Seconds of a step whose messages nothing hides."""
-        return self.compute[name] + self.messages(self.sent[name])
+        """Seconds of a step."""
+        both = zip(self.chains, orders, strict=True)
+        return self.rest + sum(simulate(own, order, self.costs.share).seconds for own, order in both)
 
 
 def figures(
-    seconds: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[Sequence[float]]]
+    seconds: Mapping[str, Sequence[float]],
+    cpu: Mapping[str, Sequence[Sequence[float]]],
+    share: float,
+    predicted: Mapping[str, float],
 ) -> dict[str, object]:
     """Calculate medians, speed-ups over (a) in the same turn, the share of messages and the bound.
 
     Args:
         seconds: Of each side in each turn.
         cpu: For each side and turn, CPU seconds of each rank.
+        share: By how much messages slow computation beside them. CPU seconds of (g) do not count what the kernel does
+            for messages while the processor is idle.
+        predicted: Seconds of sides (a) to (e).
     """
     median = {side: statistics.median(own) for side, own in seconds.items()}
     of_cpu = {side: statistics.median(max(ranks) for ranks in own) for side, own in cpu.items()}
@@ -130,7 +199,8 @@ def figures(
         side: statistics.median(a / own for a, own in zip(seconds["a"], seconds[side], strict=True))
         for side in seconds
     }
-    plain = [speed_up[side] for side in seconds if side not in ("e", "f", "g")]
+    fastest = min(predicted, key=lambda side: predicted[side])
+    plain = [speed_up[side] for side in "abcd"]
     return {
         "median_s": median,
         "median_cpu_s": of_cpu,
@@ -138,5 +208,8 @@ def figures(
         "share_of_messages": messages / (compute + messages),
         "bound": bound,
         "of_bound": speed_up["e"] / bound,
+        "bound_with_kernel": (compute + messages) / max(compute + share * messages, messages),
         "over_best_of_others": speed_up["e"] / max(plain),
+        "predicted_fastest": fastest,
+        "predicted_fastest_over_best": speed_up[fastest] / max(speed_up[side] for side in predicted),
     }

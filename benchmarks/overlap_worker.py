@@ -15,14 +15,24 @@ import torch
 import torch.distributed as dist
 from engine_bench import SwitchablePlanning, environment, random_backbone, spec_of
 from namespaces import limit_bandwidth
-from overlap_sides import Profile, figures, in_one_batch, in_order, in_turn, one_after_another
+from overlap_sides import (
+    TURNS,
+    MessageCosts,
+    Profile,
+    Turns,
+    figures,
+    in_halves,
+    in_one_batch,
+    in_order,
+    in_turn,
+    one_after_another,
+)
 from processes import pin_to_core
-from tensor_messages import Sent, seconds_by_size, send_alone, timed_pieces, watched
+from tensor_messages import Beside, Sent, seconds_by_size, send_alone, tensors_of, timed_pieces, watched
 from workload import RANK, TaskShape, random_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
-from megatron_mux.fusion.launch_order import Chain, PieceCost
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.runtime import initialize
 from megatron_mux.tasks import TaskSpec
@@ -83,104 +93,118 @@ class _Case:
         self._tasks = _tasks(count, arguments.tokens, backbone.shape.vocab)
         self._steps = _Steps(backbone, *self._tasks)
         self._names = list(self._steps.engine.tasks)
-        self._apart = one_after_another(self._names)
-        self._turn = in_turn(self._apart, backbone.shape.layers)
         self._backbone = backbone
 
     def measure(self) -> dict[str, Any]:
         """Profile, predict, compare the sides' adapters, then measure the sides in turns."""
-        profile = Profile()
-        self._profile_compute(profile)
-        rate = None if self._share is None else self._calibrate(profile)
-        self._profile_messages(profile)
-        orders = {"d": profile.orders("kahn"), "e": profile.orders("auto")}
-        plans = {"a": self._apart, "b": in_one_batch(self._names)}
-        predicted = {side: profile.predicted_in_line(side) for side in plans}
-        for side, both in orders.items():
-            plans[side] = in_order(self._apart, *both)
-            predicted[side] = profile.predicted(both)
-        turns = self._measure(plans, profile.sent["a"])
+        names = self._names
+        plans = {"a": one_after_another(names), "b": in_one_batch(names)}
+        if self._share is not None:
+            limit_bandwidth(_UNLIMITED)
+        plain = {side: self._profile(plan) for side, plan in plans.items()}
+        taking_turns = {
+            "tasks": plans["a"],
+            "halves": in_halves(plans["b"]),
+        }
+        profiles = {
+            name: self._profile(in_turn(plan, self._backbone.shape.layers))
+            for name, plan in taking_turns.items()
+        }
+        rate = None if self._share is None else self._calibrate(plain["a"])
+        costs = self._message_costs([*plain.values(), *profiles.values()])
+        turns = {name: Turns.of(profile, costs, self.parallel.most) for name, profile in profiles.items()}
+        predicted = {
+            side: plain[side].compute + turns[like].waits + costs.seconds(plain[side].sent)
+            for side, like in (("a", "tasks"), ("b", "halves"))
+        }
+        for side, name, interleave in TURNS:
+            orders = turns[name].orders(interleave)
+            plans[side] = in_order(taking_turns[name], *orders)
+            predicted[side] = turns[name].predicted(orders)
+        measured = self._measure(plans, plain["a"].sent)
         with timed_pieces() as passes:
             self._steps.take(plans["e"])
         self._steps.close()
         return {
-            "tasks": len(self._names),
+            "tasks": len(names),
             "share": self._share,
             "megabits_per_s": None if rate is None else rate / 1e6,
-            "messages": len(profile.sent["a"]),
-            "megabytes": sum(size * dtype.itemsize for size, dtype in profile.sent["a"]) / 1e6,
-            "cpu_share": profile.share,
-            **turns,
-            **figures(turns["seconds"], turns["cpu_seconds"]),
+            "messages": len(plain["a"].sent),
+            "megabytes": sum(size * dtype.itemsize for size, dtype in plain["a"].sent) / 1e6,
+            "taken_from_computation": costs.share,
+            "profile": {
+                name: {"rest_s": own.rest, "waits_s": own.waits, "chains": own.to_json()}
+                for name, own in turns.items()
+            },
+            **measured,
+            **figures(measured["seconds"], measured["cpu_seconds"], costs.share, predicted),
             "predicted_s": predicted,
             "orders": {
-                side: [plan.buckets[0].launch[0].forward, plan.buckets[0].launch[0].backward]
+                side: [launch.forward, launch.backward]
                 for side, plan in plans.items()
-                if plan.buckets[0].launch
+                for launch in plan.buckets[0].launch
             },
             **self._compared(plans),
             "picture": [
-                {
-                    "compute": [(p.chain, p.start, p.end) for p in one.pieces],
-                    "messages": one.messages,
-                }
+                {"compute": [(p.chain, p.start, p.end) for p in one.pieces], "messages": one.messages}
                 for one in passes
             ],
         }
 
-    def _profile_compute(self, profile: Profile) -> None:
-        """Time steps without messages, those in turns piece by piece."""
-        if self._share is not None:
-            limit_bandwidth(_UNLIMITED)
-        plans = {"a": self._apart, "b": in_one_batch(self._names), "turns": self._turn}
-        for name, plan in plans.items():
-            profile.sent[name] = self._steps.take(plan, left_out=True)
-            repeats = []
-            run = partial(self._steps.take, plan, left_out=True)
-            for _ in range(5):
-                with timed_pieces() as passes:
-                    repeats.append(self._timed(run).seconds)
-                if passes:
-                    profile.passes.append((passes[0], passes[1]))
-            profile.compute[name] = statistics.median(repeats)
+    def _profile(self, plan: Plan) -> Profile:
+        """Time steps without messages, batches in turns piece by piece."""
+        run = partial(self._steps.take, plan, left_out=True)
+        sent = run()
+        seconds, found = [], []
+        for _ in range(4):
+            with timed_pieces() as passes:
+                seconds.append(self._timed(run).seconds)
+            if passes:
+                found.append((passes[0], passes[1]))
+        return Profile(statistics.median(seconds), sent, found)
 
     def _calibrate(self, profile: Profile) -> float:
         """Limit the link so that messages take their share of a step; returns its bits per second."""
-        sent = profile.sent["a"]
-        wanted = profile.compute["a"] * self._share / (1 - self._share)
-        rate = 8 * sum(size * dtype.itemsize for size, dtype in sent) / wanted
+        tensors = tensors_of(profile.sent)
+        wanted = profile.compute * self._share / (1 - self._share)
+        rate = 8 * sum(tensor.nbytes for tensor in tensors) / wanted
         for _ in range(4):
             limit_bandwidth(rate)
-            rate *= self._timed(partial(send_alone, sent, self.parallel.tp_group)).seconds / wanted
+            rate *= self._timed(partial(send_alone, tensors, self.parallel.tp_group)).seconds / wanted
             rate = min(rate, _UNLIMITED)
         limit_bandwidth(rate)
         return rate
 
-    def _profile_messages(self, profile: Profile) -> None:
-        """Time messages without computing anything."""
-        group = self.parallel.tp_group
-        for name in ("b", "a"):
-            sent = profile.sent[name]
-            timed = [self._timed(partial(send_alone, sent, group)) for _ in range(3)]
-            of_size = seconds_by_size(sent, [own.made for own in timed])
-            seconds = self.parallel.most(list(of_size.values()))
-            profile.seconds |= dict(zip(of_size, seconds, strict=True))
-            profile.share = statistics.median(own.cpu / own.seconds for own in timed)
-        (profile.share,) = self.parallel.most([profile.share])
-        profile.costs = self._agreed(profile.chains(0)), self._agreed(profile.chains(1))
+    def _message_costs(self, profiles: Sequence[Profile]) -> MessageCosts:
+        """Time messages without computing anything, and beside products."""
+        group, costs = self.parallel.tp_group, MessageCosts()
+        with Beside() as undisturbed:
+            time.sleep(0.5)
+        shares = []
+        for profile in profiles:
+            # The first profile's messages as they follow each other; of the others a few of each other size.
+            sent = (
+                profile.sent if not costs.alone else _few([n for n in profile.sent if n not in costs.alone])
+            )
+            send = partial(send_alone, tensors_of(sent), group)
+            costs.alone |= self._slowest(seconds_by_size(sent, [self._timed(send).made for _ in range(3)]))
+            with Beside() as beside:
+                rounds = [self._timed(send).made for _ in range(3)]
+            costs.beside |= self._slowest(seconds_by_size(sent, rounds))
+            shares += [1 - beside.rate / undisturbed.rate] * (profile is profiles[0])
+        (costs.share,) = self.parallel.most([max(0.0, statistics.median(shares))])
+        return costs
 
-    def _agreed(self, chains: Sequence[Chain]) -> list[Chain]:
-        """The chains with each piece as long as on the slowest rank, so that all ranks take the same order."""
-        slowest = iter(self.parallel.most([piece.compute for chain in chains for piece in chain]))
-        return [[PieceCost(next(slowest), piece.message) for piece in chain] for chain in chains]
+    def _slowest(self, seconds: Mapping[Sent, float]) -> dict[Sent, float]:
+        return dict(zip(seconds, self.parallel.most(list(seconds.values())), strict=True))
 
     def _measure(self, plans: Mapping[str, Plan], sent: Sequence[Sent]) -> dict[str, Any]:
         """Seconds and CPU seconds of all sides, in turns."""
         runs: dict[str, Callable[[], object]] = {
             side: partial(self._steps.take, plan) for side, plan in plans.items()
         }
-        runs["f"] = partial(self._steps.take, self._apart, left_out=True)
-        runs["g"] = partial(send_alone, sent, self.parallel.tp_group)
+        runs["f"] = partial(self._steps.take, plans["a"], left_out=True)
+        runs["g"] = partial(send_alone, tensors_of(sent), self.parallel.tp_group)
         seconds: dict[str, list[float]] = {side: [] for side in runs}
         cpu: dict[str, list[list[float]]] = {side: [] for side in runs}
         for run in runs.values():
@@ -258,6 +282,11 @@ def _tasks(count: int, tokens: int, vocab: int) -> tuple[list[TaskSpec], list[Re
     shape = TaskShape("", batch, LENGTH)
     specs = [spec_of(f"task-{i}", adapter, batch, LENGTH) for i in range(count)]
     return specs, [Records(random_records(shape, batch, vocab, seed=i)) for i in range(count)]
+
+
+def _few(sent: Sequence[Sent]) -> list[Sent]:
+    """Four messages of each size."""
+    return [one for one in dict.fromkeys(sent) for _ in range(4)]
 
 
 def _with_rate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,15 +56,48 @@ def watched(tensor_group: dist.ProcessGroup, left_out: bool = False) -> Iterator
         dist.all_reduce = original
 
 
-def send_alone(log: Sequence[Sent], group: dist.ProcessGroup) -> list[float]:
-    """Send messages like those of a log one after another; returns the seconds of each."""
-    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in log]
+def tensors_of(log: Sequence[Sent]) -> list[Tensor]:
+    """Tensors to send like those of a log, in memory that the system has given already."""
+    return [torch.empty(size, dtype=dtype).fill_(0.0) for size, dtype in log]
+
+
+def send_alone(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[float]:
+    """Send tensors one after another; returns the seconds of each."""
     seconds = []
     for tensor in tensors:
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
         seconds.append(time.perf_counter() - start)
     return seconds
+
+
+class Beside:
+    """Computes products on a thread as long as the context lasts.
+
+    Attributes:
+        rate: Products per second.
+    """
+
+    def __init__(self) -> None:
+        self._x, self._weight = torch.randn(256, 768), torch.randn(1024, 768)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._compute)
+        self.rate = 0.0
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _compute(self) -> None:
+        start, done = time.perf_counter(), 0
+        while not self._ended.is_set():
+            torch.mm(self._x, self._weight.t())
+            done += 1
+        self.rate = done / (time.perf_counter() - start)
 
 
 def seconds_by_size(log: Sequence[Sent], rounds: Sequence[Sequence[float]]) -> dict[Sent, float]:

@@ -94,3 +94,15 @@ def test_a_pipeline_against_megatron_on_a_tiny_backbone(
         assert all(len(own) == 1 and own[0] > 0 for own in case["seconds"].values())
         assert all(0 <= share < 1 for shares in case["bubble"].values() for share in shares)
     assert "over Megatron-Core's 1F1B" in (tmp_path / "result.md").read_text()
+
+
+def test_overlap_comes_out_as_one_after_another(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/overlap.py", "--no-namespaces", "--backbone-shape", "tiny"]
+    command += ["--tasks", "2", "--turns", "1", "--tokens", "128", "--output", str(tmp_path / "result.json")]
+    (case,) = result_of(command, tmp_path)["cases"]
+    assert case["adapters_equal"] and case["messages_equal"]
+    assert case["messages"] > 0
+    assert set("abcde") == set(case["predicted_s"])
+    assert set("abcdefg") == set(case["seconds"])
+    assert all(sorted(order) == list("0000011111") for order in case["orders"]["e"])
+    assert "one batch split in two" in (tmp_path / "result.md").read_text()
