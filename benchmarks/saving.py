@@ -66,6 +66,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from megatron_mux.fusion.device import cpu_name
     from megatron_mux.memory.sizes import parse_size
     from megatron_mux.runtime import initialize
+    from megatron_mux.training.garbage import freeze_objects
     from megatron_mux.training.saving import Saver
 
     torch.set_num_threads(arguments.threads)
@@ -84,6 +85,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             engine.step()
         _save(engine, saver)  # it makes the buffer that later saves use again
         saver.wait()
+        freeze_objects()  # as a run does
         found: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(2 * arguments.rounds):
             with_save = turn % 2 == 0

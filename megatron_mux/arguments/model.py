@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import at_least, auto_or_none, flag_of, minutes, path, size
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.launch_order import Interleave
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +150,7 @@ class MuxArguments:
         type=auto_or_none(at_least(1)),
         metavar="N",
     )
-    mux_interleave: Interleave = _flag(
+    mux_interleave: Literal["off", "kahn", "halves", "auto"] = _flag(
         "mux",
         "how tensor ranks hide their messages, with --mux-policy auto: off; kahn: pieces of the hybrid tasks of a "
         "bucket in turns (MuxTune's Algorithm 1); halves: each hybrid task in two halves, in turns; auto: by predicted "

@@ -17,6 +17,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.saving import Saver
 from megatron_mux.training.step_loop import Due, StepLoop
@@ -68,6 +69,7 @@ class Loop:
                 self.parallel,
                 arguments.precision,
             )
+        self._is_frozen = False
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
         if directory is None:
@@ -123,6 +125,7 @@ class Loop:
 
     def close(self) -> None:
         """End what runs in the background; a save that is being written is finished."""
+        unfreeze_objects()
         self.registry.close()
         if self._saver is not None:
             self._saver.close()
@@ -133,6 +136,9 @@ class Loop:
         coming = list(self._due())
         run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
         steps = self._step_loop.run_burst(run, [left for left, _ in coming])
+        if not self._is_frozen:
+            freeze_objects()
+            self._is_frozen = True
         self.parallel.heartbeat.at("reporting")
         self._plan = self.engine.last_plan or self._plan
         if self._step_loop.has_timed:
