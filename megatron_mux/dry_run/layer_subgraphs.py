@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -90,14 +89,10 @@ def _of_kind(question: SubgraphQuestion, layers: list[int]) -> LayerSubgraphs:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with RealHostMode():
             one = range(layers[0], layers[0] + 1)
-            backbone = Backbone(
-                question.info, parallel, one, question.dtype, "none", "resident", NoWeights()
-            )
+            backbone = Backbone(question.info, parallel, one, question.dtype, "none", "resident", NoWeights())
             adapters = AdapterSet(backbone.base_ops(), parallel, question.dtype, backbone.shape)
             adapters.add(_task(question.rank), 1)
-            hidden = torch.empty(
-                backbone.hidden_shape(batch), dtype=question.dtype, requires_grad=True
-            )
+            hidden = torch.empty(backbone.hidden_shape(batch), dtype=question.dtype, requires_grad=True)
         traced = trace_layer(backbone, 0, adapters, batch, hidden)
     return layer_subgraphs(traced, question.profile, backbone.shape.hidden, layers, rows, divided)
 
@@ -105,5 +100,10 @@ def _of_kind(question: SubgraphQuestion, layers: list[int]) -> LayerSubgraphs:
 def _task(rank: int) -> TaskSpec:
     adapter = {"peft_type": "LORA", "r": rank, "target_modules": "all-linear"}
     return TaskSpec.model_validate(
-        {"name": "lora", "adapter": adapter, "data": {"path": "none", "max_length": 2}, "training": {"max_steps": 1}}
+        {
+            "name": "lora",
+            "adapter": adapter,
+            "data": {"path": "none", "max_length": 2},
+            "training": {"max_steps": 1},
+        }
     )

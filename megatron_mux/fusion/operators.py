@@ -29,8 +29,8 @@ _ALIASES = (operator.getitem, torch.ops._c10d_functional.wait_tensor.default)
 class OperatorCosts:
     """Predicts the seconds of an operator from its shapes.
 
-    The products of BaseOps, attention and messages are those of the profile. All others are a roofline's, each read from
-    and written to memory, so that chains of small operators, which our kernels fuse, come out too long.
+    The products of BaseOps, attention and messages are those of the profile. All others are a roofline's, which reads
+    and writes memory for each, so that chains of small operators, which our kernels fuse, come out too long.
 
     Args:
         profile: Seconds of operators.
@@ -113,7 +113,12 @@ def operators_of(graph: fx.Graph, costs: OperatorCosts, backward: bool) -> list[
 
 
 def layer_subgraphs(
-    traced: LayerGraph, profile: Profile, hidden: int, layers: Sequence[int], rows: int, sequence_parallel: bool
+    traced: LayerGraph,
+    profile: Profile,
+    hidden: int,
+    layers: Sequence[int],
+    rows: int,
+    sequence_parallel: bool,
 ) -> LayerSubgraphs:
     """Divide a traced layer into subgraphs.
 
