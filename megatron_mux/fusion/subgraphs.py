@@ -178,7 +178,7 @@ def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:
                 max((found[i].depth + 1 for i in before), default=0),
                 tuple(sorted({place[name] for name in known - messages})),
                 tuple(sorted({place[name] for name in known & messages})),
-                *((last.kind, last.bytes, last.seconds) if last.is_message else ()),  # type: ignore[arg-type]
+                *((last.kind, last.bytes, last.seconds) if last.is_message else ()),
             )
         )
     return tuple(found)

@@ -23,7 +23,7 @@ def graphs(draw: st.DrawFn) -> list[Operator]:
     for i in range(count):
         inputs = draw(st.lists(st.integers(-2, i - 1), max_size=3, unique=True))
         names = tuple(f"m.o{j}" if j >= 0 else f"input{-j}" for j in inputs)
-        found.append(Operator(f"m.o{i}", draw(st.sampled_from(KINDS)), names, float(i + 1), 8 * i))  # type: ignore[arg-type]
+        found.append(Operator(f"m.o{i}", draw(st.sampled_from(KINDS)), names, float(i + 1), 8 * i))
     return found
 
 
