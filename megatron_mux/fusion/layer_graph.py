@@ -108,7 +108,8 @@ def _make_ready(adapters: AdapterSet, batch: MicroBatch) -> None:
     """Compute what is computed when first asked for: Dynamo cannot."""
     _ = batch.groups.slot_set
     for op in adapters.ops:
-        for own in op.table.of_slot.values():
+        op.others(frozenset())
+        for own in op.tables.low_rank.of_slot.values():
             for term, _ in own:
                 term.down.requires_grad_()
                 term.up.requires_grad_()

@@ -73,7 +73,8 @@ class OperatorCosts:
         if is_product:  # `[m, k]`, perhaps after a bias, times `[k, n]`
             flops = 2 * tensors[-1].numel() * tensors[-2].shape[0]
         traffic = sum(tensor.nbytes for tensor in tensors)
-        return self._device.seconds(flops, traffic, max(tensor.element_size() for tensor in tensors))
+        itemsize = max(2, *(tensor.element_size() for tensor in tensors))  # masks are narrower
+        return self._device.seconds(flops, traffic, itemsize)
 
 
 def operators_of(graph: fx.Graph, costs: OperatorCosts, backward: bool) -> list[Operator]:

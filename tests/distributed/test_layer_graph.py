@@ -63,7 +63,7 @@ def _adapters(backbone: Backbone) -> AdapterSet:
 def _terms(adapters: AdapterSet) -> Iterator[tuple[str, Term]]:
     for op in adapters.ops:
         if op.info.layer == LAYER:
-            for slot, own in op.table.of_slot.items():
+            for slot, own in op.tables.low_rank.of_slot.items():
                 yield from ((f"{op.info.name} of {slot}", term) for term, _ in own)
 
 
