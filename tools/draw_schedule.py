@@ -1,11 +1,12 @@
-"""Draw a plan's simulated schedule and, below it on the same scale, the schedule that a run has measured.
+"""Draw a plan's simulated schedule and the one that a run has measured, or the subgraphs of a backbone's layers.
 
     python tools/draw_schedule.py --plan plan.json
     python tools/draw_schedule.py --plan plan.json --measured DIR/schedule.json --output both.svg --trace both.json
     python tools/draw_schedule.py --run DIR
+    python tools/draw_schedule.py --subgraphs --backbone DIR --tensor-parallel 2
 
-The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which also has schedule.json. The trace is
-for Perfetto or chrome://tracing.
+Both schedules have the same scale. The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which
+also has schedule.json. The trace is for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import path
+from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
@@ -50,7 +51,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="for Perfetto (schedule.trace.json)",
     )
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add = parser.add_argument_group("subgraphs between messages").add_argument
+    add(
+        "--subgraphs", action="store_true", help="trace and draw one layer of each kind instead of a schedule"
+    )
+    add("--backbone", type=path, metavar="DIR", help="Hugging Face directory; only its config.json is read")
+    add("--tensor-parallel", type=at_least(2), default=2, metavar="N", help="ranks that share each layer (2)")
+    add("--sequence-parallel", action="store_true", help="they divide the rows between attention and MLP")
+    add("--rows", type=at_least(2), default=512, metavar="T", help="tokens of the micro-batch (512)")
+    add("--lora-rank", type=at_least(1), default=16, metavar="R", help="of a LoRA on all linear modules (16)")
+    add(
+        "--device", default="cpu", metavar="NAME", help="predict seconds for cpu, or a GPU such as H100 (cpu)"
+    )
+    add("--bf16", action="store_true", help="the backbone in bfloat16 (default: fp32)")
     return parser
 
 
@@ -61,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, draw and print, with a parsed command line."""
+    if arguments.subgraphs:
+        draw_subgraphs(arguments)
+        return
     plan_file, trace_file = _sources(arguments)
 
     from megatron_mux.fusion.check import read_plan
@@ -90,6 +107,37 @@ def run(arguments: argparse.Namespace) -> None:
         return
     _print(found)
     print(f"drawn in {arguments.output}; for Perfetto: {arguments.trace}")
+
+
+def draw_subgraphs(arguments: argparse.Namespace) -> None:
+    """Trace one layer of each kind in a fake world of tensor ranks, draw and print its subgraphs."""
+    import torch
+
+    from megatron_mux.backbone.registry import info_without_weights
+    from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
+    from megatron_mux.fusion.profile_store import find_profile
+    from megatron_mux.fusion.subgraph_picture import to_svg
+    from megatron_mux.gpus import known
+
+    if arguments.backbone is None:
+        raise UserError("--subgraphs: needs --backbone DIR")
+    if arguments.device != "cpu":
+        known(arguments.device, "cpu")
+    info = info_without_weights(arguments.backbone)
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    ranks = arguments.tensor_parallel
+    profile = find_profile(info.shape, arguments.device, dtype, ranks, 1, busy=ranks)
+    found = subgraphs_of(
+        SubgraphQuestion(
+            info, profile, dtype, arguments.sequence_parallel, arguments.rows, arguments.lora_rank
+        )
+    )
+    _write("--output", arguments.output, to_svg(found))
+    if arguments.json:
+        print(json.dumps([subgraphs.to_json() for subgraphs in found]))
+        return
+    print("\n".join(map(str, found)))
+    print(f"drawn in {arguments.output}")
 
 
 def _sources(arguments: argparse.Namespace) -> tuple[Path, Path | None]:

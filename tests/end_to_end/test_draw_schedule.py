@@ -15,9 +15,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, dumps, plan_for
+from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import from_trace, to_trace
+from tests import tiny_models
 from tests.end_to_end.forked import ROOT
 
 Call = Callable[..., tuple[int, str, str]]
@@ -235,3 +238,32 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--measured FILE" in done.stdout
+
+
+def test_subgraphs(draw: Call, tmp_path: Path) -> None:
+    backbone = tiny_models.make(tmp_path, "gemma3_text")
+    arguments = ["--subgraphs", "--backbone", str(backbone), "--sequence-parallel", "--rows", "16"]
+    status, output, errors = draw(*arguments, "--json")
+    assert status == 0, errors
+    found = [LayerSubgraphs.from_json(own) for own in json.loads(output)]
+    assert [own.layers for own in found] == [(0, 2), (1, 3)]  # windows in every other one
+    for own in found:
+        forward, backward = (
+            [subgraph.message for subgraph in subgraphs if subgraph.message]
+            for subgraphs in own.passes.values()
+        )
+        assert forward == backward == ["all_gather", "reduce_scatter"] * 2
+        adapters = [s.modules for s in own.forward if s.kind == "adapter"]
+        assert adapters == [(f"{op}.adapter",) for op in BASE_OPS]
+    ElementTree.parse(tmp_path / "schedule.svg")
+
+
+def test_subgraphs_of_what_cannot_be_divided(draw: Call, tmp_path: Path) -> None:
+    backbone = tiny_models.make(tmp_path, "llama")
+    assert draw("--subgraphs")[0] == 2
+    status, _, errors = draw("--subgraphs", "--backbone", str(backbone), "--tensor-parallel", "3")
+    assert status == 2 and "3" in errors
+    status, _, errors = draw(
+        "--subgraphs", "--backbone", str(backbone), "--sequence-parallel", "--rows", "15"
+    )
+    assert status == 2 and "15 rows" in errors
