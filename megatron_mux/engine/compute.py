@@ -58,7 +58,6 @@ class TrainingCompute:
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
-        self._exchange = Exchange(finalizer.parallel)
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
         self._lowest = {name: task.load.adapter.lowest_layer for name, task in finalizer.tasks.items()}
         # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not.
@@ -108,7 +107,9 @@ class TrainingCompute:
             parts = [part if trained else part.detach() for part, trained in split]
         launch = self.finalizer.bucket(action.bucket).launch
         if launch:
-            passes = InterleavedPasses(backbone, batches, launch[action.stage], self._exchange)
+            passes = InterleavedPasses(
+                backbone, batches, launch[action.stage], Exchange(self.finalizer.parallel)
+            )
             self._interleaved[action.stage, action.unit] = passes
             made = passes.forward(hidden, self._trained_below(backbone.layers.start, action.unit))
             outputs = [self._finish(action, batch, own) for batch, own in zip(batches, made, strict=True)]

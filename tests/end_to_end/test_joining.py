@@ -41,7 +41,7 @@ def wait(self):
     self._process.wait()
     return poll(self)
 
-def step(self, most, timer=None):
+def step(self, *arguments, **more):
     global steps
     steps += 1
     if first and steps in (2, 6):
@@ -51,7 +51,7 @@ def step(self, most, timer=None):
         (watched / "joins.yaml").unlink()
     if first and steps == 8:
         os.kill(os.getpid(), signal.SIGTERM)
-    return real(self, most, timer)
+    return real(self, *arguments, **more)
 
 Engine.steps, BackgroundTokenising.poll = step, never if first else wait
 sys.exit(pretrain_mux.main(sys.argv[4:]))

@@ -33,7 +33,7 @@ def wait(self):
     self._process.wait()
     return poll(self)
 
-def step(self, most, timer=None):
+def step(self, *arguments, **more):
     global steps
     steps += 1
     print("step", steps, "tasks", ",".join(sorted(self.active)))
@@ -43,7 +43,7 @@ def step(self, most, timer=None):
     if steps == 5:
         (watched / "joins.yaml").rename(staged / "left.yaml")
         (watched / "STOP").touch()
-    return real(self, most, timer)
+    return real(self, *arguments, **more)
 
 Engine.steps, BackgroundTokenising.poll = step, wait
 sys.exit(pretrain_mux.main(sys.argv[3:]))
@@ -121,12 +121,12 @@ import pretrain_mux
 
 real, steps = Engine.steps, 0
 
-def spoil(self, most, timer=None):
+def spoil(self, *arguments, **more):
     global steps
     steps += 1
     if steps == 3:
         pathlib.Path(sys.argv[1]).write_text("{[/] no record any more\\n")
-    return real(self, most, timer)
+    return real(self, *arguments, **more)
 
 Engine.steps = spoil
 sys.exit(pretrain_mux.main(sys.argv[2:]))
