@@ -30,7 +30,7 @@ class Pieces:
 class StagePass:
     """The layers of a stage on one micro-batch; made by `Backbone.begin`.
 
-    How often `forward` and `backward` yield depends on the number of layers and on `trained_from` alone.
+    How often `forward` and `backward` yield depends on the number of layers alone: see `Backbone.pieces`.
 
     Args:
         layers: Of the stage; None where the micro-batch has no rows on this rank.
@@ -70,11 +70,9 @@ class StagePass:
             following: Key = i + 1 if i + 1 < len(self._layers) else "head"
             with self._residence.using(i, following):
                 if layer is None:
-                    for _ in range(self._messages):
-                        yield None
+                    yield from self._nothing()
                 else:
                     hidden, needed = yield from layer.forward(hidden, needed)
-        self._needed = needed
         return hidden, needed
 
     def backward(self, gradient: Tensor | None, to_input: bool) -> Exchanging[Tensor | None]:
@@ -88,12 +86,18 @@ class StagePass:
             The gradient of the input, if it is needed.
         """
         lowest = 0 if to_input else self._trained_from
-        for i in reversed(range(lowest, len(self._layers))):
-            layer = self._layers[i]
+        for i, layer in reversed(list(enumerate(self._layers))):
+            if i < lowest:
+                yield from self._nothing(self._again)
+                continue
             with self._residence.using(i, i - 1 if i > lowest else None):
                 if layer is None or gradient is None or not layer.trained:
-                    for _ in range(self._messages * self._again):
-                        yield None
+                    yield from self._nothing(self._again)
                 else:
                     gradient = yield from layer.backward(gradient)
-        return gradient
+        return gradient if to_input else None
+
+    def _nothing(self, times: int = 1) -> Exchanging[None]:
+        """Yield as often as a layer that is computed so many times."""
+        for _ in range(self._messages * times):
+            yield None
