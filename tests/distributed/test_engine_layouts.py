@@ -223,6 +223,8 @@ def test_every_layout_gives_the_same_adapters(
         (LAYOUTS[9], "spatial", "resident"),
         (LAYOUTS[9], "temporal", "resident"),
         (LAYOUTS[5], "side by side", "resident"),
+        (LAYOUTS[6], "in turns", "resident"),
+        (LAYOUTS[8], "in turns", "offloaded"),
         (LAYOUTS[7], "chunks", "resident"),
         (LAYOUTS[3], "spatial", "sharded"),
         (LAYOUTS[9], "temporal", "offloaded"),
@@ -243,7 +245,7 @@ def test_nothing_is_back_propagated_below_all_adapters(
         "last": "layers.3.mlp.up_proj",
         "third": "layers.2.self_attn.o_proj",
     }
-    if policy == "side by side":
+    if policy in ("side by side", "in turns"):
         targets["below"] = "layers.1.self_attn.q_proj"  # in one bucket with `also`
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 8, "seed": 3}
     cases = [
