@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]:
     """Seconds of a step of equal tasks on one stage, and over one task after another."""
-    from megatron_mux.fusion.launch_order import Interleave, Overlap
+    from megatron_mux.fusion.launch_order import Interleave
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.roofline import roofline
     from megatron_mux.fusion.stage_cost import StageCosts
@@ -74,12 +74,9 @@ def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]
 
     def of(sets: Sequence[tuple[int, ...]], interleave: Interleave, parts: int = 1) -> float:
         assert costs.interleaving is not None
-        overlap = Overlap(interleave, costs.interleaving.messages, costs.interleaving.share)
+        overlap = dataclasses.replace(costs.interleaving, interleave=interleave)
         hybrids = costs.hybrids(sets, parts) * parts
-        return sum(
-            overlap.seconds([(getattr(h, way)[0], getattr(h, f"communication_{way}")[0]) for h in hybrids], 0)
-            for way in ("forward", "backward")
-        )
+        return sum(overlap.seconds([h.pass_cost(0, way) for h in hybrids], 0) for way in (False, True))
 
     every, alone = tuple(range(tasks)), [(i,) for i in range(tasks)]
     serial = sum(of([own], "off") for own in alone)

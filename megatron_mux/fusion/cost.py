@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from megatron_mux.fusion.launch_order import Overlap
+from megatron_mux.fusion.launch_order import Overlap, PassCost
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import descending
 
@@ -37,11 +36,16 @@ class HybridCost(BucketCost):
             hybrid tasks in the same clock can hide; empty: none. (The paper takes all communication as hidden.)
         communication_backward: `[S]` the same in the backward pass.
         overlap: How it is hidden; None: as well as computation and link allow.
+        shares: With an overlap, for the forward and the backward pass: of a layer's computation, the part before each
+            of its messages.
+        outside: With an overlap, `[2, S]` seconds of embedding and loss head in the forward and the backward pass.
     """
 
     communication_forward: tuple[float, ...] = ()
     communication_backward: tuple[float, ...] = ()
     overlap: Overlap | None = None
+    shares: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    outside: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     @property
     def communicates(self) -> bool:
@@ -52,6 +56,13 @@ class HybridCost(BucketCost):
     def gains_by_company(self) -> bool:
         """Whether other hybrid tasks in the same bucket can hide its communication."""
         return self.communicates and (self.overlap is None or self.overlap.interleave != "halves")
+
+    def pass_cost(self, stage: int, backward: bool) -> PassCost:
+        """A pass through a stage, for its launch order."""
+        seconds = self.backward if backward else self.forward
+        messages = self.communication_backward if backward else self.communication_forward
+        outside = self.outside[backward][stage]
+        return PassCost(seconds[stage] - outside, messages[stage], self.shares[backward], outside)
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""
@@ -82,33 +93,29 @@ def bucket_cost(costs: Sequence[HybridCost]) -> BucketCost:
     if len(costs) == 1 and not costs[0].communicates:
         return costs[0]
     stages = range(costs[0].stages)
-    clock = partial(_clock, overlap=costs[0].overlap)
     return BucketCost(
         micro_batches=max(cost.micro_batches for cost in costs),
-        forward=tuple(clock([(c.forward, c.communication_forward) for c in costs], s) for s in stages),
-        backward=tuple(clock([(c.backward, c.communication_backward) for c in costs], s) for s in stages),
+        forward=tuple(_clock(costs, s, backward=False) for s in stages),
+        backward=tuple(_clock(costs, s, backward=True) for s in stages),
         memory=tuple(sum(c.memory[s] for c in costs) for s in stages),
         working=tuple(_working(costs, s) for s in stages),
         transfer=tuple(sum(c.transfer[s] for c in costs) for s in stages[:-1]),
     )
 
 
-def _clock(
-    passes: Sequence[tuple[Sequence[float], Sequence[float]]], stage: int, overlap: Overlap | None
-) -> float:
+def _clock(costs: Sequence[HybridCost], stage: int, backward: bool) -> float:
     """Seconds of several hybrid tasks' passes in one clock, as their launch order leads to.
 
     Without one: the stage computes one at a time, the link carries one at a time, and a pass cannot overlap with
     itself; the longest of these three.
     """
-    computation = sum(compute[stage] for compute, _ in passes)
-    if not any(messages for _, messages in passes):
-        return computation
+    overlap = costs[0].overlap
     if overlap is not None:
-        return overlap.seconds([(compute[stage], messages[stage]) for compute, messages in passes], stage)
-    link = sum(messages[stage] for _, messages in passes if messages)
-    longest = max(compute[stage] + (messages[stage] if messages else 0.0) for compute, messages in passes)
-    return max(computation, link, longest)
+        return overlap.seconds([cost.pass_cost(stage, backward) for cost in costs], stage)
+    compute = [(cost.backward if backward else cost.forward)[stage] for cost in costs]
+    messages = [cost.communication_backward if backward else cost.communication_forward for cost in costs]
+    sent = [own[stage] if own else 0.0 for own in messages]
+    return max(sum(compute), sum(sent), *map(sum, zip(compute, sent, strict=True)))
 
 
 def _working(costs: Sequence[HybridCost], stage: int) -> float:

@@ -53,7 +53,7 @@ class Frozen:
         lowest: npt.NDArray[np.int64],
         recomputes: bool,
     ) -> Array:
-        """`[B, 2, S]` of B batches.
+        """`[B, 2, S]` of the layers, for B batches.
 
         Args:
             rows: `[B]`.
@@ -74,16 +74,27 @@ class Frozen:
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
         cut = cut + np.where(op > 0, attention[:, 1], 0.0)
         found[:, 1] = np.maximum(0.0, found[:, 1] - here * cut[:, None])
-        found[:, 0, 0] += self.curves["entry"].many(rows)[0]
-        head = self.curves["head"].many(labels)
-        found[:, 0, -1] += trimmed[0] - mlp[0] + head[0]
-        found[:, 1, -1] = np.maximum(
-            0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0) + head[1]
-        )
+        found[:, 0, -1] += trimmed[0] - mlp[0]
+        found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0))
         if recomputes:
             found[:, 1] += whole[0][:, None] * above
             found[:, 1, -1] += (trimmed[0] - mlp[0]) * (above[:, -1] > 0)
         return found
+
+    def outside(self, rows: Array, labels: Array) -> Array:
+        """`[B, 2, S]` seconds of embedding and loss head, for `[B]` rows and labels."""
+        found = np.zeros((len(rows), 2, len(self.layers)))
+        found[:, 0, 0] += self.curves["entry"].many(rows)[0]
+        found[:, :, -1] += self.curves["head"].many(labels).T
+        return found
+
+    def halves(self, rows: Array, attention: Array) -> Array:
+        """`[B, 2 (attention, MLP), 2]` seconds of the halves of a layer, forward and backward.
+
+        Args:
+            rows, attention: See `seconds`.
+        """
+        return np.stack([self.half.many(rows).T + attention, self.mlp.many(rows).T], axis=1)
 
     def all_reduces(self, lowest: npt.NDArray[np.int64], recomputes: bool) -> Array:
         """`[B, 2, S]` all-reduces of hidden states over tensor ranks: two a layer in either pass, but none of a

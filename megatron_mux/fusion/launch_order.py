@@ -25,8 +25,8 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MOST_CHAINS = len(_DIGITS)
 """Hybrid tasks that one bucket may interleave."""
 
-_FEW_MESSAGES = 8
-"""Messages of a pass that are simulated to price it."""
+_FEW_LAYERS = 4
+"""Layers of a pass that are simulated to price it."""
 
 _PERMUTED = 4
 """Chains of which every order of precedence is tried; of more, the longest goes first."""
@@ -99,7 +99,48 @@ def encode(order: Sequence[int]) -> str:
 
 def decode(text: str) -> list[int]:
     """Inverse of `encode`."""
-    return [_DIGITS.index(digit) for digit in text]
+    return [int(digit, MOST_CHAINS) for digit in text]
+
+
+class _Stage:
+    """A stage and its link, as a launch order is followed.
+
+    Args:
+        chains, share: See `simulate`.
+    """
+
+    def __init__(self, chains: Sequence[Chain], share: float) -> None:
+        self._chains = chains
+        self._share = share
+        self._clock = self._link_free = 0.0
+        self._ready = [0.0] * len(chains)
+        self.done = [0] * len(chains)
+        self.compute: list[Span] = []
+        self.messages: list[Span] = []
+
+    @property
+    def open(self) -> list[int]:
+        """Chains with pieces left."""
+        return [i for i, chain in enumerate(self._chains) if self.done[i] < len(chain)]
+
+    def start(self, index: int) -> float:
+        """When the next piece of a chain could begin."""
+        return max(self._clock, self._ready[index])
+
+    def launch(self, index: int) -> None:
+        """Compute the next piece of a chain, then issue its message."""
+        number = self.done[index]
+        piece, start = self._chains[index][number], self.start(index)
+        # Messages issued so far keep the link busy until `_link_free`, and slow computation down meanwhile.
+        busy = max(0.0, self._link_free - start)
+        taken = min(piece.compute / (1 - self._share), piece.compute + self._share * busy)
+        self._clock = self._ready[index] = start + taken
+        self.compute.append(Span(index, number, start, self._clock))
+        if piece.message:
+            begin = max(self._clock, self._link_free)
+            self._ready[index] = self._link_free = begin + piece.message
+            self.messages.append(Span(index, number, begin, self._link_free))
+        self.done[index] += 1
 
 
 def simulate(chains: Sequence[Chain], order: Sequence[int], share: float = 0.0) -> Timeline:
@@ -110,29 +151,10 @@ def simulate(chains: Sequence[Chain], order: Sequence[int], share: float = 0.0) 
         order: The chain of each piece.
         share: Part of the processor's time that a message takes while it is on its way: computation is slower by it.
     """
-    clock, link_free = 0.0, 0.0
-    done = [0] * len(chains)
-    ready = [0.0] * len(chains)
-    compute: list[Span] = []
-    messages: list[Span] = []
+    stage = _Stage(chains, share)
     for index in order:
-        piece = chains[index][done[index]]
-        start = max(clock, ready[index])
-        # Messages issued so far keep the link busy until `link_free`.
-        clock = start + _slowed(piece.compute, max(0.0, link_free - start), share)
-        compute.append(Span(index, done[index], start, clock))
-        ready[index] = clock
-        if piece.message:
-            begin = max(clock, link_free)
-            ready[index] = link_free = begin + piece.message
-            messages.append(Span(index, done[index], begin, link_free))
-        done[index] += 1
-    return Timeline(tuple(compute), tuple(messages))
-
-
-def _slowed(compute: float, busy: float, share: float) -> float:
-    """Seconds of a computation that begins with the link busy for `busy` seconds; see `simulate`."""
-    return min(compute / (1 - share), compute + share * busy)
+        stage.launch(index)
+    return Timeline(tuple(stage.compute), tuple(stage.messages))
 
 
 def one_after_another(chains: Sequence[Chain]) -> list[int]:
@@ -158,20 +180,33 @@ def list_schedule(chains: Sequence[Chain], precedence: Sequence[int], share: flo
     Unlike Algorithm 1 it does not wait for a message while another chain could go on, whatever their depths are.
     """
     rank = {chain: place for place, chain in enumerate(precedence)}
-    clock, link_free = 0.0, 0.0
-    done = [0] * len(chains)
-    ready = [0.0] * len(chains)
-    order: list[int] = []
-    while open_ := [i for i, chain in enumerate(chains) if done[i] < len(chain)]:
-        index = min(open_, key=lambda i: (max(clock, ready[i]), rank[i]))
-        piece = chains[index][done[index]]
-        clock = max(clock, ready[index]) + piece.compute
-        ready[index] = clock
-        if piece.message:
-            ready[index] = link_free = max(clock, link_free) + piece.message
-        done[index] += 1
-        order.append(index)
-    return order
+    stage = _Stage(chains, share)
+    while open_ := stage.open:
+        stage.launch(min(open_, key=lambda i: (stage.start(i), rank[i])))
+    return [span.chain for span in stage.compute]
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """A pass of one hybrid task through a stage.
+
+    Attributes:
+        compute: Seconds of computation in its layers.
+        messages: Seconds of its messages.
+        shares: Of a layer's computation, the part before each of its messages; their sum is 1.
+        outside: Seconds besides its layers, of embedding and loss head: they are not interleaved.
+    """
+
+    compute: float
+    messages: float
+    shares: tuple[float, ...]
+    outside: float = 0.0
+
+    def chain(self, layers: int, of: int) -> list[PieceCost]:
+        """The pieces of the first so many layers, all of which are alike, of a stage with `of` layers."""
+        message = self.messages / (of * len(self.shares))
+        layer = [PieceCost(self.compute / of * share, message) for share in self.shares]
+        return [*(layer * layers), PieceCost(0.0)]
 
 
 @dataclass(frozen=True)
@@ -180,49 +215,33 @@ class Overlap:
 
     Attributes:
         interleave: How launch orders are chosen.
-        messages: `[S]` messages in a forward pass through each stage.
+        layers: `[S]` layers of each stage.
         share: See `simulate`.
     """
 
     interleave: Interleave
-    messages: tuple[int, ...]
+    layers: tuple[int, ...]
     share: float = 0.0
 
-    def chains(self, passes: Sequence[tuple[float, float]], count: int) -> list[list[PieceCost]]:
-        """Chains of passes whose computation and messages are spread evenly.
-
-        Args:
-            passes: Seconds of computation and of messages of each.
-            count: Messages of a pass.
-        """
-        return [
-            [*([PieceCost(compute / count, messages / count)] * count), PieceCost(0.0)]
-            for compute, messages in passes
-        ]
-
-    def seconds(self, passes: Sequence[tuple[float, float]], stage: int) -> float:
-        """Seconds in which a stage computes these passes, which share a clock.
-
-        Args:
-            passes: As in `chains`, of the whole stage.
-            stage: Which.
-        """
-        count = self.messages[stage]
-        if count <= _FEW_MESSAGES:
-            return self._simulated(passes, count)
+    def seconds(self, passes: Sequence[PassCost], stage: int) -> float:
+        """Seconds in which a stage computes these passes, which share a clock."""
+        layers, few, less = self.layers[stage], _FEW_LAYERS, _FEW_LAYERS // 2
+        outside = sum(own.outside for own in passes)
+        if layers <= few:
+            return outside + self._simulated(passes, layers, layers)
         # All layers are alike: what a layer more takes is known after a few.
-        few, less = _FEW_MESSAGES, _FEW_MESSAGES // 2
-        parts = [(compute * few / count, messages * few / count) for compute, messages in passes]
-        halved = [(compute * less / few, messages * less / few) for compute, messages in parts]
-        begun = self._simulated(parts, few)
-        return begun + (count - few) * (begun - self._simulated(halved, less)) / (few - less)
+        begun = self._simulated(passes, few, layers)
+        another = (begun - self._simulated(passes, less, layers)) / (few - less)
+        return outside + begun + (layers - few) * another
 
-    def order(self, passes: Sequence[tuple[float, float]], count: int) -> str:
-        """The launch order of passes with so many messages each."""
-        return encode(best_order(self.chains(passes, count), self.interleave, self.share))
+    def order(self, passes: Sequence[PassCost], stage: int) -> str:
+        """The launch order of these passes through a stage."""
+        layers = self.layers[stage]
+        chains = [own.chain(layers, layers) for own in passes]
+        return encode(best_order(chains, self.interleave, self.share))
 
-    def _simulated(self, passes: Sequence[tuple[float, float]], count: int) -> float:
-        chains = self.chains(passes, count)
+    def _simulated(self, passes: Sequence[PassCost], layers: int, of: int) -> float:
+        chains = [own.chain(layers, of) for own in passes]
         return simulate(chains, best_order(chains, self.interleave, self.share), self.share).seconds
 
 

@@ -16,13 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.pieces import without_collectives
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.probes import SEGMENT, STACK, Probe, Probes
 from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
+
+_MOST_TAKEN = 0.5
+"""A message never takes more of the processor."""
 
 Progress = Callable[[int, int], None]
 """Told how many measurements are done, of how many."""
@@ -51,9 +56,11 @@ def measure(
         progress: Told how far it is.
     """
     bench = _Bench(backbone, most_tokens, rounds)
-    bench.choose_kernels()
-    probes = bench.probes.all()
-    bench.take_turns(probes, progress)
+    # The cost model adds messages by itself, so that it can tell which of them other hybrid tasks hide.
+    with without_collectives(*(info.module for info in backbone.base_ops())):
+        bench.choose_kernels()
+        probes = bench.probes.all()
+        bench.take_turns(probes, progress)
     measured: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         measured.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -156,8 +163,6 @@ class _Bench:
             curves[f"utilisation:{kind}"] = _utilisation(
                 _less(both, plain[op]), curves[name.rpartition(":")[0]]
             )
-        if tp > 1:
-            _take_out_all_reduces(curves)
         for name, curve in estimated.curves.items():
             # A rank that is neither first nor last has no entry or head; one alone has nobody to send to.
             if name in ("entry", "head", "transfer", "all_reduce"):
@@ -168,6 +173,7 @@ class _Bench:
             source="measured",
             about=about,
             curves=curves,
+            message_share=self._message_share() if tp > 1 else 0.0,
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.chosen,
@@ -216,6 +222,39 @@ class _Bench:
         tensor = small / 64
         return tensor, max(0.0, large - 16 * tensor) / (16 << 16)
 
+    def _message_share(self) -> float:
+        """Part of the processor's time that messages take while they are on their way; of the slowest rank."""
+        parallel, most = self.backbone.parallel, self.backbone.parallel.most
+        x = torch.zeros(
+            self.probes.rows[-1], self.backbone.shape.hidden, dtype=self.dtype, device=self.device
+        )
+        weight: torch.Tensor = self.backbone.base_ops()[0].module.weight  # type: ignore[assignment]
+
+        def seconds(messages: int, products: int) -> float:
+            """A message's seconds, or those of products that it may be beside."""
+            most([0.0])  # a barrier
+            start = time.perf_counter()
+            sent = [dist.all_reduce(x, group=parallel.tp_group, async_op=True) for _ in range(messages)]
+            for _ in range(products):
+                x @ weight.t()
+            if not products:
+                for own in sent:
+                    own.wait()
+            self.synchronize()
+            taken = time.perf_counter() - start
+            for own in sent:
+                own.wait()
+            return most([taken])[0]
+
+        rounds = []
+        for _ in range(self.rounds + 1):
+            message, product = seconds(1, 0), seconds(0, 1)
+            # So many that the message is there before the last of them.
+            count = min(_MOST_REPEATS, 1 + math.ceil(2 * message / product))
+            together, alone = seconds(1, count), seconds(0, count)
+            rounds.append((together - alone) / message)
+        return min(_MOST_TAKEN, max(0.0, statistics.median(rounds[1:])))
+
     def _sequence(self) -> float:
         """Seconds of laying out one sequence."""
         rounds = []
@@ -224,22 +263,6 @@ class _Bench:
             self.probes.batch(32 * SEGMENT)
             rounds.append((time.perf_counter() - start) / 32)
         return statistics.median(rounds[1:])
-
-
-def _take_out_all_reduces(curves: dict[str, Curve]) -> None:
-    """Leave products their computation only: Megatron's modules were timed with the all-reduce that ends a pass.
-
-    The cost model adds all-reduces by itself, so that it can tell which of them other hybrid tasks hide.
-    """
-    messages = curves["all_reduce"]
-    none = (0.0,) * len(messages.sizes)
-    for op in BASE_OPS:
-        ends_forward = op in (
-            "linear_proj",
-            "linear_fc2",
-        )  # row-parallel; the others end their backward pass with one
-        passes = (messages.forward, none) if ends_forward else (none, messages.forward)
-        curves[op] = _less(curves[op], Curve(messages.sizes, *passes))
 
 
 def _less(whole: Curve, part: Curve) -> Curve:

@@ -252,19 +252,12 @@ class PlanEvaluator:
             buckets.append(replace(bucket, launch=launch))
         return replace(plan, buckets=tuple(buckets))
 
-    def _launch(self, costs: Sequence[HybridCost], overlap: Overlap) -> tuple[LaunchOrder, ...]:
-        again = 2 if self.costs.recomputes else 1
-
+    @staticmethod
+    def _launch(costs: Sequence[HybridCost], overlap: Overlap) -> tuple[LaunchOrder, ...]:
         def order(stage: int, backward: bool) -> str:
-            passes = [
-                (c.backward[stage], c.communication_backward[stage])
-                if backward
-                else (c.forward[stage], c.communication_forward[stage])
-                for c in costs
-            ]
-            return overlap.order(passes, overlap.messages[stage] * (again if backward else 1))
+            return overlap.order([cost.pass_cost(stage, backward) for cost in costs], stage)
 
-        return tuple(LaunchOrder(order(s, False), order(s, True)) for s in range(len(overlap.messages)))
+        return tuple(LaunchOrder(order(s, False), order(s, True)) for s in range(len(overlap.layers)))
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""

@@ -293,7 +293,10 @@ class Probes:
 
             def run() -> tuple[Tensor, Sequence[Tensor]]:
                 with layout.activate(batch):
-                    return attached.forward(x)[0], (x, *parameters)
+                    y, _ = attached.forward(x)
+                    if not info.column_parallel:
+                        y, _ = attached.finish(y)
+                    return y, (x, *parameters)
 
             return run
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 
 DENSE = (
     "norm",
@@ -103,6 +103,8 @@ class Profile:
         curves: By name. Over rows: those of `DENSE`, `entry` (embedding, angles), `all_reduce`, `transfer`,
             `<KIND>:<BaseOp>:<size>` (what an adapter adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in
             seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
+        message_share: Part of the processor's time that a message of tensor ranks takes while it is on its way: of a
+            core, the communication thread's; of a GPU, that of the multiprocessors that move the message.
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.
@@ -117,6 +119,7 @@ class Profile:
     source: Literal["measured", "roofline"]
     about: dict[str, Any]
     curves: dict[str, Curve]
+    message_share: float = 0.0
     links: bool = False
     attention_in_one_call: bool = False
     kernels: KernelChoice = ()
@@ -124,7 +127,7 @@ class Profile:
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0
     step_seconds: float = 0.0
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
 
     @property
     def key(self) -> str:

@@ -11,6 +11,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,10 +33,6 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
 
 Array = npt.NDArray[np.float64]
-
-MESSAGE_SHARE = {"cpu": 0.2, "cuda": 0.06}
-"""Share of a device that a message takes while it is on its way: of a core, gloo's thread; of an H100's 132
-multiprocessors, 8 CTAs."""
 
 
 class StageCosts:
@@ -76,9 +73,9 @@ class StageCosts:
         kind = profile.about.get("kind", "cpu")
         self.interleaving: Overlap | None = None
         if overlap and interleave is not None:
-            each = 4 if method.sequence_parallel else 2
-            messages = tuple(each * len(layers) for layers in self.stages)
-            self.interleaving = Overlap(interleave, messages, MESSAGE_SHARE[kind])
+            layers = tuple(map(len, self.stages))
+            self.interleaving = Overlap(interleave, layers, profile.message_share)
+        self._gathers = method.sequence_parallel
         known = find(str(profile.about.get("device", "")))
         gpu = known.gpu if known is not None else Gpu()
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
@@ -177,11 +174,14 @@ class StageCosts:
         total = rows.sum(axis=1)
         nothing = len(BASE_OPS) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
-        adapters = self._adapters(rows)  # [B, 2, S]
+        of_ops = self._adapters(rows)  # [B, 2, S, ops]
+        adapters = of_ops.sum(axis=3)
         if self.recomputes:
             adapters[:, 1] += adapters[:, 0]
         launched = attention + self._cores.launch
         seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters
+        outside = self._frozen.outside(total, labels)
+        seconds += outside
         messages = np.zeros((len(rows), 2, 0))
         if self.tensor > 1:
             one = self._curves["all_reduce"].many(total)[0]
@@ -198,16 +198,40 @@ class StageCosts:
         passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
         columns = (*passes, memory.lasting, memory.working, transfer, *messages)
         listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
-        hidden = self.interleaving if messages.shape[2] else None
-        return [
-            HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back, hidden)
+        found = [
+            HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back)
             for count, forward, backward, kept, working, sent, ahead, back in listed
         ]
+        if self.interleaving is None or not messages.shape[2]:
+            return found
+        seconds_of_halves = self._frozen.halves(total, launched) * self.shape.layers
+        seconds_of_halves += of_ops.sum(axis=2).reshape(len(rows), 2, 2, -1).sum(axis=3).swapaxes(1, 2)
+        extended = zip(found, seconds_of_halves.tolist(), outside.tolist(), strict=True)
+        return [
+            replace(own, overlap=self.interleaving, shares=self._shares(*halves), outside=both)
+            for own, halves, both in extended
+        ]
+
+    def _shares(
+        self, attention: tuple[float, float], mlp: tuple[float, float]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of a layer's computation, the part before each message, forward and backward.
+
+        Args:
+            attention, mlp: Seconds of the halves of a layer, forward and backward.
+        """
+        forward, backward = [attention[0], mlp[0]], [mlp[1], attention[1]]
+        found = []
+        for pieces in (forward, forward + backward if self.recomputes else backward):
+            # With sequence parallelism a message comes before each half, too: little but a norm is before that.
+            parts = [part for own in pieces for part in (0.0, own)] if self._gathers else pieces
+            found.append(tuple(part / sum(parts) for part in parts))
+        return found[0], found[1]
 
     # -- adapters
 
     def _adapters(self, rows: Array) -> Array:
-        """`[B, 2, S]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
+        """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
         shape = (len(rows), 2, len(self.stages), len(BASE_OPS))
         fused, longest = np.zeros(shape), np.zeros(shape)
         for task in range(len(self.loads)):
@@ -218,7 +242,7 @@ class StageCosts:
             known = np.stack([self._adapters_at(task, size) for size in sizes.tolist()])[which]
             fused[present] += known[:, 1]
             longest[present] = np.maximum(longest[present], known[:, 0])
-        found: Array = np.maximum(fused, longest).sum(axis=3)
+        found: Array = np.maximum(fused, longest)
         return found
 
     def _adapters_of(self, task: int, rows: float) -> Array:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_mux.fusion.launch_order import (
     Chain,
     Overlap,
+    PassCost,
     PieceCost,
     best_order,
     decode,
@@ -80,12 +81,17 @@ def test_computation_is_slower_while_a_message_takes_its_share() -> None:
     assert simulate([of("2-5 1"), of("2")], [0, 1, 0], share=0.2).compute[1].end == pytest.approx(4.5)
 
 
-@pytest.mark.parametrize("messages", [2, 8, 64])
+@pytest.mark.parametrize("layers", [1, 4, 32])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_pass_is_priced_as_its_launch_order_leads_to(messages: int, count: int) -> None:
-    overlap = Overlap("auto", (messages,))
-    passes = [(1.0 + i, 0.5) for i in range(count)]
-    wanted = [[*([PieceCost(c / messages, m / messages)] * messages), PieceCost(0.0)] for c, m in passes]
-    exact = simulate(wanted, decode(overlap.order(passes, messages))).seconds
+def test_a_pass_is_priced_as_its_launch_order_leads_to(layers: int, count: int) -> None:
+    overlap = Overlap("auto", (layers,))
+    passes = [PassCost(1.0 + i, 0.5, (0.3, 0.7), outside=0.25) for i in range(count)]
+    wanted = [own.chain(layers, layers) for own in passes]
+    exact = simulate(wanted, decode(overlap.order(passes, 0))).seconds + 0.25 * count
     assert overlap.seconds(passes, 0) == pytest.approx(exact, rel=0.05)
-    assert overlap.seconds(passes[:1], 0) == pytest.approx(1.5), "nothing hides one pass's own messages"
+    assert overlap.seconds(passes[:1], 0) == pytest.approx(1.75), "nothing hides one pass's own messages"
+
+
+def test_the_pieces_of_a_pass_are_those_of_its_layers() -> None:
+    chain = PassCost(8.0, 4.0, (0.25, 0.75)).chain(1, of=2)
+    assert chain == [PieceCost(1.0, 1.0), PieceCost(3.0, 1.0), PieceCost(0.0)]

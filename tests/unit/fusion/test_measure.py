@@ -36,24 +36,12 @@ HALVES = {
 
 
 def timed(profile: Profile) -> dict[str, Curve]:
-    """What probes of this device would give: modules with the all-reduces that end their passes, layers stacked."""
+    """What probes of this device would give: adapters with their BaseOps, layers stacked."""
     curves = {name: curve for name, curve in profile.curves.items() if not name.startswith("utilisation")}
-    messages = profile.curves.get("all_reduce", Curve((1.0,), (0.0,), (0.0,)))  # one rank alone has none
-
-    def more(curve: Curve, op: str) -> Curve:
-        at = {size: curve.at(size) for size in curve.sizes}
-        row = op in ("linear_proj", "linear_fc2")
-        return points(
-            {n: (f + row * messages.at(n)[0], b + (not row) * messages.at(n)[0]) for n, (f, b) in at.items()}
-        )
-
     for name in list(curves):
         kind, _, rest = name.partition(":")
-        if name in BASE_OPS:
-            curves[name] = more(curves[name], name)
-        elif rest and kind != "attention":  # an adapter is timed with its BaseOp
-            op = rest.partition(":")[0]
-            alone, base = curves[name], more(profile.curves[op], op)
+        if rest and kind != "attention":  # an adapter is timed with its BaseOp
+            alone, base = curves[name], profile.curves[rest.partition(":")[0]]
             curves[name] = points(
                 {n: (base.at(n)[0] + alone.at(n)[0], base.at(n)[1] + alone.at(n)[1]) for n in alone.sizes}
             )
@@ -74,7 +62,6 @@ def timed(profile: Profile) -> dict[str, Curve]:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each all-reduce is counted once, although modules are timed with theirs and the cost model adds all of them."""
     device = backbone.profile(LAYERS, tensor_parallel=tensor)
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
@@ -83,6 +70,7 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     bench.probes = SimpleNamespace(layers=[None] * LAYERS, most_tokens=2048, chosen=())
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
     monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
+    monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
     curves = timed(device)
     found = bench.profile(dict(device.about), curves)
 
