@@ -30,7 +30,7 @@ SIDES = {
 }
 """What each side is; (f) and (g) are (a) without its messages, and its messages."""
 
-TURNS: tuple[tuple[str, str, Interleave], ...] = (
+IN_TURNS: tuple[tuple[str, str, Interleave], ...] = (
     ("c", "halves", "auto"),
     ("d", "tasks", "kahn"),
     ("e", "tasks", "auto"),
@@ -75,7 +75,7 @@ def in_turn(plan: Plan, layers: int) -> Plan:
 
 
 @dataclass
-class Profile:
+class PlanTimes:
     """What is measured of a plan before the sides are.
 
     Attributes:
@@ -109,8 +109,8 @@ class MessageCosts:
 
 
 @dataclass
-class Turns:
-    """Batches that take turns: predicts their steps.
+class ChainTimes:
+    """Seconds of the pieces and messages of batches that take turns; predicts their steps.
 
     Attributes:
         costs: Of messages.
@@ -126,8 +126,8 @@ class Turns:
 
     @classmethod
     def of(
-        cls, profile: Profile, costs: MessageCosts, slowest: Callable[[list[float]], list[float]]
-    ) -> Turns:
+        cls, profile: PlanTimes, costs: MessageCosts, slowest: Callable[[list[float]], list[float]]
+    ) -> ChainTimes:
         """From a profile.
 
         Args:

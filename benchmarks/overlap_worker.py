@@ -16,10 +16,10 @@ import torch.distributed as dist
 from engine_bench import SwitchablePlanning, environment, random_backbone, spec_of
 from namespaces import limit_bandwidth
 from overlap_sides import (
-    TURNS,
+    IN_TURNS,
+    ChainTimes,
     MessageCosts,
-    Profile,
-    Turns,
+    PlanTimes,
     figures,
     in_halves,
     in_one_batch,
@@ -112,12 +112,14 @@ class _Case:
         }
         rate = None if self._share is None else self._calibrate(plain["a"])
         costs = self._message_costs([*plain.values(), *profiles.values()])
-        turns = {name: Turns.of(profile, costs, self.parallel.most) for name, profile in profiles.items()}
+        turns = {
+            name: ChainTimes.of(profile, costs, self.parallel.most) for name, profile in profiles.items()
+        }
         predicted = {
             side: plain[side].compute + turns[like].waits + costs.seconds(plain[side].sent)
             for side, like in (("a", "tasks"), ("b", "halves"))
         }
-        for side, name, interleave in TURNS:
+        for side, name, interleave in IN_TURNS:
             orders = turns[name].orders(interleave)
             plans[side] = in_order(taking_turns[name], *orders)
             predicted[side] = turns[name].predicted(orders)
@@ -151,7 +153,7 @@ class _Case:
             ],
         }
 
-    def _profile(self, plan: Plan) -> Profile:
+    def _profile(self, plan: Plan) -> PlanTimes:
         """Time steps without messages, batches in turns piece by piece."""
         run = partial(self._steps.take, plan, left_out=True)
         sent = run()
@@ -161,9 +163,9 @@ class _Case:
                 seconds.append(self._timed(run).seconds)
             if passes:
                 found.append((passes[0], passes[1]))
-        return Profile(statistics.median(seconds), sent, found)
+        return PlanTimes(statistics.median(seconds), sent, found)
 
-    def _calibrate(self, profile: Profile) -> float:
+    def _calibrate(self, profile: PlanTimes) -> float:
         """Limit the link so that messages take their share of a step; returns its bits per second."""
         tensors = tensors_of(profile.sent)
         wanted = profile.compute * self._share / (1 - self._share)
@@ -175,7 +177,7 @@ class _Case:
         limit_bandwidth(rate)
         return rate
 
-    def _message_costs(self, profiles: Sequence[Profile]) -> MessageCosts:
+    def _message_costs(self, profiles: Sequence[PlanTimes]) -> MessageCosts:
         """Time messages without computing anything, and beside products."""
         group, costs = self.parallel.tp_group, MessageCosts()
         with Beside() as undisturbed:

@@ -44,14 +44,14 @@ def test_bound_and_speed_up() -> None:
 
 
 def test_prediction_follows_the_launch_order() -> None:
-    from overlap_sides import MessageCosts, Profile, Turns
+    from overlap_sides import ChainTimes, MessageCosts, PlanTimes
     from tensor_messages import TimedPass, TimedPiece
 
     sent = (4, "fp32")
     pieces = [TimedPiece(i, t, t + 1.0, sent if t < 4 else None) for t, i in enumerate((0, 1, 0, 1, 0, 1))]
-    profile: Any = Profile(13.0, [sent] * 8, [(TimedPass(pieces), TimedPass(pieces))])
+    profile: Any = PlanTimes(13.0, [sent] * 8, [(TimedPass(pieces), TimedPass(pieces))])
     costs: Any = MessageCosts({sent: 1.0}, {sent: 1.0})
-    turns = Turns.of(profile, costs, lambda values: values)
+    turns = ChainTimes.of(profile, costs, lambda values: values)
     assert turns.rest == pytest.approx(1.0)  # 13 seconds, of which twice six are pieces
     one_after_another, in_turn = [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]
     assert turns.predicted((one_after_another, one_after_another)) == pytest.approx(1.0 + 2 * 10.0)
