@@ -173,7 +173,7 @@ class AttachedBaseOp:
         y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
         if module.explicit_expert_comm:
             return y3, None  # the caller sums it, and calls `finish`
-        return self.finish(self._reduce(y3))
+        return self._behind(self._reduce(y3), present, batch, grouped)
 
     def finish(self, summed: Tensor) -> tuple[Tensor, Tensor | None]:
         """What a row-parallel BaseOp does after its sum over tensor ranks: adapters that act there, and the bias.
@@ -184,9 +184,13 @@ class AttachedBaseOp:
         Returns:
             Likewise, and the bias if the module skips it.
         """
-        module: Any = self.info.module
         batch, grouped = layout.active(), self._grouped(summed)
-        present = self._present(batch, grouped)
+        return self._behind(summed, self._present(batch, grouped), batch, grouped)
+
+    def _behind(
+        self, summed: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self.info.module
         y, bias = summed.view(-1, summed.shape[-1]), module.bias
         if bias is not None and not module.skip_bias_add:
             y, bias = y + bias, None
