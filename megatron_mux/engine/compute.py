@@ -99,21 +99,22 @@ class TrainingCompute:
         backbone, batches = self.stages[action.stage], self.batches[action.unit]
         if len(batches) == 1:
             return self._forward(action, batches[0], hidden)
-        sizes = [backbone.hidden_shape(batch)[0] for batch in batches]
-        parts: Sequence[Tensor | None] = [None] * len(batches)
-        if hidden is not None:
-            needed = self._trained_below(backbone.layers.start, action.unit)
-            split = zip(hidden.split(sizes), needed, strict=True)
-            parts = [part if trained else part.detach() for part, trained in split]
+        needed = self._trained_below(backbone.layers.start, action.unit)
         launch = self.finalizer.bucket(action.bucket).launch
         if launch:
             passes = InterleavedPasses(
                 backbone, batches, launch[action.stage], Exchange(self.finalizer.parallel)
             )
             self._interleaved[action.stage, action.unit] = passes
-            made = passes.forward(hidden, self._trained_below(backbone.layers.start, action.unit))
+            made = passes.forward(hidden, needed)
             outputs = [self._finish(action, batch, own) for batch, own in zip(batches, made, strict=True)]
         else:
+            parts: Sequence[Tensor | None] = [None] * len(batches)
+            if hidden is not None:
+                split = hidden.split([backbone.hidden_shape(batch)[0] for batch in batches])
+                parts = [
+                    part if trained else part.detach() for part, trained in zip(split, needed, strict=True)
+                ]
             outputs = [self._forward(action, batch, part) for batch, part in zip(batches, parts, strict=True)]
         self._outputs[action.stage, action.unit] = outputs
         # Each batch is back-propagated by itself, below.
