@@ -38,6 +38,9 @@ SEGMENT = 64
 STACK = 4
 """Layers that are run on top of each other to measure what a layer takes beyond its operators."""
 
+_MANY_TASKS = 16
+"""Tasks of a probe for which kernels that launch something for each task take long."""
+
 _MOST_READ = 1 << 28
 """Bytes of weights that are read before a cold probe: more than caches hold."""
 
@@ -247,13 +250,17 @@ class Probes:
         return lambda: (self.backbone.loss(norm(x), batch)[0], (x,))
 
     def kernels(self) -> list[Probe]:
-        """Low-rank terms of several tasks at each BaseOp, by each of several kernels; empty where there is one."""
+        """Low-rank terms at each BaseOp, by each of several kernels; empty where there is one.
+
+        Of one task, and of many with dropout. The default kernels come first.
+        """
         here = alternatives(self.device, self.dtype)
         sample, found = KINDS["LORA"].samples()[0], list[Probe]()
         for op in BASE_OPS if len(here) > 1 else ():
             section = sample.section(op, [path.rpartition(".")[2] for path in self.ops[op].parts])
-            for name in here:
-                found.append(self._adapted_by(section, op, self.coarse[-1], 8, name))
+            dropping = section.model_copy(update={"lora_dropout": 0.1})
+            for own, tasks in ((section, 1), (dropping, _MANY_TASKS)):
+                found += [self._adapted_by(own, op, self.coarse[-1], tasks, name) for name in here]
         return found
 
     def _adapters(self) -> list[Probe]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,20 +113,53 @@ class Slow(LoopKernels):
         return LoopKernels.down(x, table, groups)
 
 
-def test_kernels_are_chosen_by_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two, the fastest at each BaseOp; the profile keeps them, its adapters are timed with them."""
-    used: list[str] = []
+class SlowForMany(LoopKernels):
+    """The reference, with a longer wait where several tasks share the rows."""
 
-    def kernels_of(name: str) -> type[LoopKernels]:
-        used.append(name)
-        return Slow if name == "triton" else LoopKernels
+    @staticmethod
+    def down(x: torch.Tensor, table: TermTable, groups: RowGroups) -> torch.Tensor:
+        """See `LowRankKernels.down`."""
+        if len(groups.slots) > 1:
+            time.sleep(20e-3)
+        return LoopKernels.down(x, table, groups)
 
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Backbone]:
+    """A tiny backbone on a CPU."""
     parallel = runtime.initialize(device="cpu")
-    stage = Backbone.load(make(tmp_path, "llama"), parallel, torch.float32)
+    try:
+        yield Backbone.load(make(tmp_path, "llama"), parallel, torch.float32)
+    finally:
+        runtime.shutdown()
+
+
+Kernels = dict[str, type[LoopKernels]]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], list[str]]:
+    """Makes kernels the alternatives, the default first; returns the list of those that are used from then on."""
+
+    def of(kernels: Kernels) -> list[str]:
+        used: list[str] = []
+
+        def named(name: str) -> type[LoopKernels]:
+            used.append(name)
+            return kernels[name]
+
+        for owner in (probes, low_rank_choice):
+            monkeypatch.setattr(owner, "alternatives", lambda device, dtype: tuple(kernels))
+        monkeypatch.setattr(low_rank_choice, "_kernels", named)
+        return used
+
+    return of
+
+
+def test_kernels_are_chosen_by_measurement(stage: Backbone, install: Callable[[Kernels], list[str]]) -> None:
+    """Of two, the fastest at each BaseOp; the profile keeps them, its adapters are timed with them."""
     assert module._Bench(stage, 32, 1).probes.kernels() == [], "on a CPU there is one"
-    for owner in (probes, low_rank_choice):
-        monkeypatch.setattr(owner, "alternatives", lambda device, dtype: ("triton", "loop"))
-    monkeypatch.setattr(low_rank_choice, "_kernels", kernels_of)
+    used = install({"triton": Slow, "loop": LoopKernels})
     bench = module._Bench(stage, 32, 1)
     bench.choose_kernels()
     assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "loop") and set(used) == {"triton", "loop"}
@@ -133,3 +167,12 @@ def test_kernels_are_chosen_by_measurement(tmp_path: Path, monkeypatch: pytest.M
     adapted = bench.probes._adapted(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
     bench.take_turns(adapted)
     assert set(used) == {"loop"}
+
+
+def test_default_kernels_stay_unless_others_are_always_faster(
+    stage: Backbone, install: Callable[[Kernels], list[str]]
+) -> None:
+    install({"triton": Slow, "loop": SlowForMany})
+    bench = module._Bench(stage, 32, 1)
+    bench.choose_kernels()
+    assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "triton")
