@@ -51,6 +51,27 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism for N ranks"
     )
+    _add_run_flags(parser)
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, or a GPU of another machine such as H100 (default: this machine's)",
+    )
+    add(
+        "--threads",
+        type=at_least(1),
+        metavar="N",
+        help="threads per rank on a CPU (default: torch's; 1 if there are several ranks)",
+    )
+    add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
+    add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that a run has, too."""
+    add = parser.add_argument
     add("--memory-limit", type=size, metavar="SIZE", help="memory that a rank may use, such as 40GiB")
     add(
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"), default="resident",
@@ -90,21 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="how tensor ranks hide their messages, as --mux-interleave (default: auto)",
     )
-    add(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda, or a GPU of another machine such as H100 (default: this machine's)",
-    )
-    add(
-        "--threads",
-        type=at_least(1),
-        metavar="N",
-        help="threads per rank on a CPU (default: torch's; 1 if there are several ranks)",
-    )
-    add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
-    add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
-    add("--json", action="store_true", help="print one JSON object instead of tables")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
