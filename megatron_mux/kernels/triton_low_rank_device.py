@@ -70,6 +70,21 @@ def _terms_of(slot, first_entry, slots):
 
 
 @triton.jit
+def _term_of(entries, first_entry, slots, group, number):
+    """The entry of a task's term of this number, and whether the task of `group` has that many at this BaseOp."""
+    at, end = _terms_of(tl.load(group), first_entry, slots)
+    at += number
+    return entries + at * _FIELDS, at < end
+
+
+@triton.jit
+def _rows_of(tile, ROWS: tl.constexpr):
+    """The rows of a tile, and which of ROWS there are."""
+    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
+    return rows, rows < tl.load(tile + 2)
+
+
+@triton.jit
 def _places_of(values, stride, entry, rows, features, count, UP: tl.constexpr, ALIGNED: tl.constexpr):
     """Where rows x features lie in `values`: a term's output columns may be listed."""
     columns = features
@@ -227,11 +242,9 @@ def reduce_kernel(
     first = tl.load(tile + 1) + place % (TILE // ROWS) * ROWS
     stop = tl.load(tile + 2)
     group = table + tl.load(tile) * 4
-    at, end = _terms_of(tl.load(group), first_entry, slots)
-    at += tl.program_id(0) // rank_blocks
-    if (at >= end) | (first >= stop):
+    entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
+    if (not exists) | (first >= stop):
         return
-    entry = entries + at * _FIELDS
     rank = _multiple(entry, _RANK, ALIGNED)
     first_rank = tl.program_id(0) % rank_blocks * RANKS
     if first_rank >= rank:
@@ -294,18 +307,15 @@ def up_kernel(
 ):  # fmt: skip
     """Latent columns to output columns: a program for a tile, a column block and a term."""
     tile = tiles + tl.program_id(0) * 3
-    at, end = _terms_of(tl.load(table + tl.load(tile) * 4), first_entry, slots)
-    at += tl.program_id(2)
-    if at >= end:
+    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
+    if not exists:
         return
-    entry = entries + at * _FIELDS
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     if tl.program_id(1) * WIDTH >= count:
         return
     features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = features < count
-    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
-    row_mask = rows < tl.load(tile + 2)
+    rows, row_mask = _rows_of(tile, ROWS)
     total = _expand_tile(
         entry, latent, latent_stride, rows, row_mask, features, count,
         True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
@@ -334,8 +344,7 @@ def input_gradient_kernel(
     if at >= end:
         return
     features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
-    row_mask = rows < tl.load(tile + 2)
+    rows, row_mask = _rows_of(tile, ROWS)
     steps = tl.load(group + 3)
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for i in range(at, end):

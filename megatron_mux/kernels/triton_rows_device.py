@@ -17,7 +17,6 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _BY_TABLE,
     _COLUMN_COUNT,
     _DOWN_BIAS,
-    _FIELDS,
     _LATENT,
     _RANK,
     _UP_FACTORS,
@@ -28,7 +27,8 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _multiple,
     _places_of,
     _pointer,
-    _terms_of,
+    _rows_of,
+    _term_of,
 )
 
 
@@ -59,18 +59,17 @@ def activation_kernel(
 ):  # fmt: skip
     """`activation(latent + bias)` to `hidden`; BACKWARD: `d_latent` times the derivative, too."""
     tile = tiles + tl.program_id(0) * 3
-    at, end = _terms_of(tl.load(table + tl.load(tile) * 4), first_entry, slots)
-    at += tl.program_id(1) // rank_blocks
-    if at >= end:
+    number = tl.program_id(1) // rank_blocks
+    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, number)
+    if not exists:
         return
-    entry = entries + at * _FIELDS
     rank = _multiple(entry, _RANK, ALIGNED)
     first_rank = tl.program_id(1) % rank_blocks * RANKS
     if first_rank >= rank:
         return
     ranks = first_rank + tl.arange(0, RANKS)
-    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
-    mask = (rows < tl.load(tile + 2))[:, None] & (ranks < rank)[None, :]
+    rows, row_mask = _rows_of(tile, ROWS)
+    mask = row_mask[:, None] & (ranks < rank)[None, :]
     places = rows.to(tl.int64)[:, None] * stride + (_multiple(entry, _LATENT, ALIGNED) + ranks)[None, :]
     bias = _pointer(entry, _DOWN_BIAS, latent.dtype.element_ty, ALIGNED)
     block = tl.load(latent + places, mask=mask, other=0.0).to(tl.float32)
@@ -89,17 +88,15 @@ def scale_kernel(
 ):  # fmt: skip
     """Columns times their factors: a program for a tile, a column block and a term."""
     tile = tiles + tl.program_id(0) * 3
-    at, end = _terms_of(tl.load(table + tl.load(tile) * 4), first_entry, slots)
-    at += tl.program_id(2)
-    if at >= end:
+    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
+    if not exists:
         return
-    entry = entries + at * _FIELDS
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     if tl.program_id(1) * WIDTH >= count:
         return
     features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    rows = tl.load(tile + 1) + tl.arange(0, ROWS)
-    mask = (rows < tl.load(tile + 2))[:, None] & (features < count)[None, :]
+    rows, row_mask = _rows_of(tile, ROWS)
+    mask = row_mask[:, None] & (features < count)[None, :]
     places = _places_of(values, stride, entry, rows, features, count, True, ALIGNED)
     factors = _factors_of(entry, _UP_FACTORS, features, count, FACTORS)
     block = tl.load(places, mask=mask, other=0.0).to(tl.float32) * factors[None, :]
@@ -115,11 +112,9 @@ def factor_gradient_kernel(
     group = table + tl.program_id(1) * 4
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
-    at, end = _terms_of(tl.load(group), first_entry, slots)
-    at += tl.program_id(2)
-    if (at >= end) | (first >= stop):
+    entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(2))
+    if (not exists) | (first >= stop):
         return
-    entry = entries + at * _FIELDS
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
     if tl.program_id(0) * WIDTH >= count:
         return

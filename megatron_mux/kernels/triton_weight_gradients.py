@@ -20,7 +20,6 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _DOWN_BIAS_GRADIENT,
     _DOWN_FACTORS_GRADIENT,
     _DOWN_GRADIENT,
-    _FIELDS,
     _KEEP_SCALE,
     _RANK,
     _SCALE,
@@ -35,7 +34,7 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _number,
     _pointer,
     _row_hash,
-    _terms_of,
+    _term_of,
     _values_of,
     _weights_of,
 )
@@ -105,6 +104,25 @@ def _up_factors_gradient(
 
 
 @triton.jit
+def _factors_gradient(
+    entry, values, stride, latent, d_latent, latent_stride, first, stop, features, width, ranks, rank, first_rank,
+    UP: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of b (UP) or of d, by one program for each of its blocks, if the term trains them."""
+    if UP:
+        if first_rank == 0 and tl.load(entry + _UP_FACTORS_GRADIENT) != 0:
+            _up_factors_gradient(
+                entry, values, stride, latent, latent_stride, first, stop, features, width, rank,
+                FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+            )  # fmt: skip
+    elif tl.program_id(1) == 0 and tl.load(entry + _DOWN_FACTORS_GRADIENT) != 0:
+        _down_factors_gradient(
+            entry, latent, d_latent, latent_stride, first, stop, ranks, rank, ALIGNED, ROWS, RANKS
+        )
+
+
+@triton.jit
 def _bias_gradient(
     entry, values, stride, d_latent, latent_stride, first, stop, places, count,
     UP: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -141,11 +159,9 @@ def weight_gradient_kernel(
     group = table + tl.program_id(2) * 4
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
-    at, end = _terms_of(tl.load(group), first_entry, slots)
-    at += tl.program_id(0) // rank_blocks
-    if (at >= end) | (first >= stop):
+    entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
+    if (not exists) | (first >= stop):
         return
-    entry = entries + at * _FIELDS
     rank = _multiple(entry, _RANK, ALIGNED)
     first_rank = tl.program_id(0) % rank_blocks * RANKS
     width = features_in
@@ -184,13 +200,7 @@ def weight_gradient_kernel(
         else:
             _add_to(gradient + ranks[:, None] * width + features[None, :], tl.trans(mask), tl.trans(total))
     elif FACTORS is not None:
-        if UP:
-            if first_rank == 0 and tl.load(entry + _UP_FACTORS_GRADIENT) != 0:
-                _up_factors_gradient(
-                    entry, values, stride, latent, latent_stride, first, stop, features, width, rank,
-                    FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
-                )  # fmt: skip
-        elif tl.program_id(1) == 0 and tl.load(entry + _DOWN_FACTORS_GRADIENT) != 0:
-            _down_factors_gradient(
-                entry, latent, d_latent, latent_stride, first, stop, ranks, rank, ALIGNED, ROWS, RANKS
-            )
+        _factors_gradient(
+            entry, values, stride, latent, d_latent, latent_stride, first, stop, features, width, ranks, rank,
+            first_rank, UP, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+        )  # fmt: skip
