@@ -19,11 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Runs `pretrain_mux.py` and, between steps, does what a person at the directory would do at that moment.
 DRIVER = """
-import pathlib, shutil, sys
+import gc, pathlib, shutil, sys
 from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.engine import Engine
 import pretrain_mux
 
+gc.unfreeze()  # objects that the process this one was forked from had frozen
 watched, staged = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 real, steps = Engine.steps, 0
 poll = BackgroundTokenising.poll
@@ -36,7 +37,7 @@ def wait(self):
 def step(self, *arguments, **more):
     global steps
     steps += 1
-    print("step", steps, "tasks", ",".join(sorted(self.active)))
+    print("step", steps, "tasks", ",".join(sorted(self.active)), "frozen", gc.get_freeze_count())
     if steps == 2:
         shutil.copy(staged / "joins.yaml", watched / "joins.yaml")
         shutil.copy(staged / "wrong.yaml", watched / "wrong.yaml")
@@ -86,6 +87,10 @@ def test_tasks_join_and_leave_a_running_run(tmp_path: Path, server: Server) -> N
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
     together = [int(words[1]) for words in lines if words[3] == "joins-task,lora"]
+    frozen = [int(words[5]) for words in lines]
+    assert frozen[0] == 0 and min(frozen[1:]) > 1000, (
+        "from the second step on, collections leave out old objects"
+    )
     assert together == [4, 5], "it joins for the step after its data were tokenised, and leaves likewise"
     assert "wrong.yaml refused" in run.stdout and "no_such_module" in run.stdout
     assert "Traceback" not in run.stderr
