@@ -5,13 +5,19 @@ Needs root and Debian's iproute2.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from processes import flag_words
 
 _PORT = "29500"  # free: each namespace has ports of its own
 _BURST = "96kb"
@@ -86,6 +92,25 @@ def run_in_namespaces(command: Sequence[str], environment: Mapping[str, str]) ->
                     process.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def measure_in_namespaces(arguments: argparse.Namespace, script: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Run a script again as two ranks in namespaces; returns what rank 0 writes to the file of `--worker`.
+
+    Args:
+        arguments: The script's command line.
+        script: Its `__file__`.
+        flags: Flags of the command line to pass on to the ranks.
+
+    Raises:
+        NamespacesRefused: There can be none.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "result.json"
+        command = [sys.executable, script, *flag_words(arguments, flags), "--worker", str(file)]
+        run_in_namespaces(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
 
 def _await(running: Sequence[subprocess.Popen[bytes]]) -> None:

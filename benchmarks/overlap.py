@@ -11,16 +11,13 @@ of a step that computes one task after another. The same step is computed in sev
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from namespaces import NamespacesRefused, run_in_namespaces
-from processes import add_worker_flag, flag_words, run_in_processes
+from namespaces import NamespacesRefused, measure_in_namespaces
+from processes import add_worker_flag, run_in_processes
 from script import add_output, command_line, measured_on, publish, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = run_in_processes(arguments, 2, __file__, _FLAGS, _measure)
     else:
         try:
-            result = _in_namespaces(arguments)
+            result = measure_in_namespaces(arguments, __file__, _FLAGS)
         except NamespacesRefused as error:
             print(f"network namespaces need root and iproute2: {error}", file=sys.stderr)
             return 2
@@ -72,15 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             del case["picture"]
         publish(result, markdown(result), arguments.output, arguments.json)
     return 0
-
-
-def _in_namespaces(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "result.json"
-        command = [sys.executable, __file__, *flag_words(arguments, _FLAGS), "--worker", str(file)]
-        run_in_namespaces(command, {**os.environ, "OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:

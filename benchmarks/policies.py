@@ -2,12 +2,14 @@
 
 python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: ten minutes
 python benchmarks/policies.py --stages 2            # a random Llama on a pipeline, a process and a core to a stage
+python benchmarks/policies.py --link 1000           # as root: two tensor ranks, over a link of so many Mbit/s
 python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
 
 The task sets are made of random sequences and adapters of mixed kinds; none of them is what the profile was measured
 on. In each round every policy takes one step of every task, on a pipeline several without a flush, in turns; a plan
 that is the same as another's is measured once, and a policy that is far from the fastest in one round only. "serial" is
-one task at a time, summed.
+one task at a time, summed. Over a link, "off", "kahn" and "halves" are the planner's plans with that
+`--mux-interleave`; the plain policies hide no messages.
 
 A shared machine may be faster or slower than when the profile was measured. Therefore the same products are timed
 beside the profile and in each round, and errors are given twice: as they are, and with the machine's speed taken out.
@@ -20,14 +22,17 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from namespaces import NamespacesRefused, limit_bandwidth, measure_in_namespaces
 from processes import add_worker_flag, pin_to_core, run_in_processes
 from script import add_machine, add_output, command_line, measured_on, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.fusion.launch_order import Interleave
 from megatron_mux.gpus import set_allocator_options
 
 # Tasks, shortest and longest max_length, tokens of a step, all of them together.
@@ -50,6 +55,9 @@ LIMIT = 1.03
 STEPS_ON_A_PIPELINE = 3
 """Without a flush, in each turn."""
 
+HIDING: tuple[Interleave, ...] = ("off", "kahn", "halves")
+"""What `--mux-interleave` may be, besides `auto`."""
+
 FAR = 1.3
 """A policy whose warm-up took so many times the fastest one's is measured in one round only."""
 
@@ -60,7 +68,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
     add_machine(parser)
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, help="default: 5; on two stages 3")
+    parser.add_argument(
+        "--link", type=float, metavar="MBIT", help="two tensor ranks, joined by a link of so many Mbit/s"
+    )
+    parser.add_argument("--rounds", type=int, help="default: 5; on two ranks 3")
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     add_worker_flag(parser)
     add_output(parser)
@@ -71,9 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
     set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
-    flags = ("--stages", "--rounds", "--sets", "--device", "--backbone")
-    alone = arguments.stages == 1
-    result = measure(arguments) if alone else run_in_processes(arguments, 2, __file__, flags, measure)
+    flags = ("--stages", "--link", "--rounds", "--sets", "--device", "--backbone")
+    result: dict[str, Any] | None
+    if arguments.link is not None and arguments.worker is None:
+        try:
+            result = measure_in_namespaces(arguments, __file__, flags)
+        except NamespacesRefused as error:
+            print(f"network namespaces need root and iproute2: {error}", file=sys.stderr)
+            return 2
+    elif arguments.stages > 1 or arguments.worker is not None:
+        result = run_in_processes(arguments, 2, __file__, flags, measure)
+    else:
+        result = measure(arguments)
     if result is not None:
         publish(result, markdown(result), arguments.output)
     return 0
@@ -89,30 +109,39 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
-    pipeline = arguments.stages > 1
-    if pipeline:
+    tensor = 1 if arguments.link is None else 2
+    pipeline, two = arguments.stages > 1, arguments.stages * tensor > 1
+    if two:
         pin_to_core()
     else:
         torch.set_num_threads(arguments.threads)
-    rounds = arguments.rounds or (3 if pipeline else 5)
+    rounds = arguments.rounds or (3 if two else 5)
     threads = torch.get_num_threads()
-    parallel = initialize(device=arguments.device)
+    parallel = initialize(tensor_parallel=tensor, device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = arguments.backbone
     if path is None:
-        path = random_backbone("mid", dtype, parallel.rank) if pipeline else QUICKSTART / "backbone"
+        shape = "mid" if pipeline else "wide"
+        path = random_backbone(shape, dtype, parallel.rank) if two else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
+    if arguments.link is not None:
+        limit_bandwidth(1e6 * arguments.link)
     speed = MachineSpeed(parallel)
     reference = [speed.seconds() for _ in range(3)]
     profile = load_or_measure_profile(backbone, remeasure=True)
     reference += [speed.seconds() for _ in range(3)]
     result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
-    result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
+    result |= {"costs": profile.description, "stages": arguments.stages, "link": arguments.link, "sets": []}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
-        profile, backbone.info, Mesh(pipeline=arguments.stages), dtype.itemsize, rolling=rolling
+        profile,
+        backbone.info,
+        Mesh(tensor=tensor, pipeline=arguments.stages),
+        dtype.itemsize,
+        rolling=rolling,
+        interleave="auto" if tensor > 1 else "off",
     )
-    parallel = initialize(pipeline_parallel=arguments.stages, device=arguments.device)
+    parallel = initialize(tensor, arguments.stages, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
         found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
         found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
@@ -138,18 +167,21 @@ def _one_set(
     steps = context.rolling
     try:
         planner, loads = bench.planner, bench.loads
-        auto = planner.plan(loads)
         plans = {
             "serial": bench.alone(),
             "spatial": [planner.fixed("spatial", loads)],
             "temporal": [planner.fixed("temporal", loads)],
-            "auto": [auto],
         }
+        for hiding in HIDING if context.mesh.tensor > 1 else ():
+            plans[hiding] = [type(planner)(replace(planner.context, interleave=hiding)).plan(loads)]
+        predicted = {name: made[0].predicted_latency_s for name, made in plans.items() if name in HIDING}
+        auto = planner.plan(loads)
+        plans["auto"] = [auto]
         # A plan that is the same as another's is measured once, and both have its seconds.
         first: dict[str, str] = {}
         for name, made in plans.items():
-            buckets = [plan.buckets for plan in made]
-            first[name] = next(n for n in plans if [plan.buckets for plan in plans[n]] == buckets)
+            layout = [_layout(plan) for plan in made]
+            first[name] = next(n for n in plans if [_layout(plan) for plan in plans[n]] == layout)
         same = [name for name in plans if name != "auto" and first[name] == first["auto"]]
         plans = {name: made for name, made in plans.items() if first[name] == name}
         warm = {name: bench.seconds(made) for name, made in plans.items()}
@@ -164,7 +196,7 @@ def _one_set(
     finally:
         bench.close()
     measured = {name: statistics.median(taken[alike]) for name, alike in first.items()}
-    best = min(("serial", "spatial", "temporal"), key=lambda name: measured[name])
+    best = min((name for name in first if name != "auto"), key=lambda name: measured[name])
     # Rounds are compared with each other: what the machine does meanwhile hits both.
     ratio = statistics.median(a / b for a, b in zip(taken[first["auto"]], taken[first[best]], strict=False))
     return {
@@ -175,11 +207,21 @@ def _one_set(
         "micro_batches": [bucket.micro_batches for bucket in auto.buckets],
         "same_as": same,
         "measured": measured,
-        "predicted": {**planner.compare(loads).alternatives, "auto": auto.predicted_latency_s},
+        "halves": [bucket.halves for bucket in auto.buckets],
+        "predicted": {
+            **planner.compare(loads).alternatives,
+            **predicted,
+            "auto": auto.predicted_latency_s,
+        },
         "best": best,
         "auto_against_best": ratio,
         "reference": statistics.median(reference),
     }
+
+
+def _layout(plan: Any) -> list[Any]:
+    """What a plan computes, whatever it was predicted to take."""
+    return [(b.hybrid_tasks, b.micro_batches, b.chunk, b.halves, b.launch) for b in plan.buckets]
 
 
 def errors(result: dict[str, Any], at_equal_speed: bool = False) -> dict[str, list[float]]:
@@ -202,6 +244,9 @@ def errors(result: dict[str, Any], at_equal_speed: bool = False) -> dict[str, li
 def markdown(result: dict[str, Any]) -> str:
     """The tables."""
     where = "one stage" if result["stages"] == 1 else f"{result['stages']} stages, a process and a core each"
+    if result["link"] is not None:
+        where = f"two tensor ranks, a core each, over a link of {result['link']:.0f} Mbit/s"
+    policies = [name for name in result["sets"][0]["measured"] if name != "auto"]
     rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
     lines = [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
@@ -213,11 +258,11 @@ def markdown(result: dict[str, Any]) -> str:
         lengths = sorted(one["max_lengths"])
         span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
         same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
-        seconds = [f"{one['measured'][name]:.3f}" for name in ("serial", "spatial", "temporal", "auto")]
+        seconds = [f"{one['measured'][name]:.3f}" for name in (*policies, "auto")]
         ratios = (f"{one['auto_against_best']:.3f}", f"{one['slower_than_profile']:.2f}")
         rows.append((one["tasks"], span, one["tokens"], *seconds, same, *ratios))
     lines += table(
-        "tasks | max_length | tokens | serial s | spatial s | temporal s | auto s | auto's buckets | auto / best | "
+        f"tasks | max_length | tokens | {' s | '.join(policies)} s | auto s | auto's buckets | auto / best | "
         "machine slower than at the profile",
         rows,
     )

@@ -344,7 +344,7 @@ def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], se
     compared.add_row("this plan", f"{latency:.4g}", "")
     for name, value in comparison.alternatives.items():
         compared.add_row(
-            "zero-padded" if name == "padded" else name,
+            {"padded": "zero-padded", "interleave_off": "--interleave off"}.get(name, name),
             "does not fit" if value is None else f"{value:.4g}",
             "" if value is None or not latency else f"{value / latency:.2f}x",
         )

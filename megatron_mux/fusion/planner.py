@@ -44,7 +44,8 @@ class Comparison:
 
     Attributes:
         alternatives: Predicted seconds of a step of every task by `serial`, `temporal`, `spatial` and `padded`
-            (spatial, all sequences padded to the longest `max_length`); None: does not fit into memory.
+            (spatial, all sequences padded to the longest `max_length`); None: does not fit into memory. Where tensor
+            ranks may hide messages also `interleave_off`: the plan that would be made if none were hidden.
         padding: Shares of computed tokens that carry no information: `plan`, `within_tasks`, `zero_padded`.
     """
 
@@ -113,6 +114,9 @@ class Planner:
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
             known = by.best_order(by.of_policy(policy))
             found[name] = known.latency if known.fits else None
+        if self.context.interleave != "off" and self.context.mesh.tensor > 1:
+            off = Planner(replace(self.context, interleave="off")).plan(tasks)
+            found["interleave_off"] = off.predicted_latency_s
         padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
         return Comparison(found, padding.shares)
 

@@ -84,6 +84,16 @@ def test_hidden_messages_are_worth_it(interleave: Interleave, share: float, gain
         )
 
 
+def test_what_is_gained_is_reported() -> None:
+    context = PlanningContext(
+        backbone.profile(LAYERS, tensor_parallel=2), backbone.info(LAYERS), Mesh(2, 2), interleave="auto"
+    )
+    alternatives = Planner(context).compare(LOADS).alternatives
+    assert alternatives["interleave_off"] == seconds(planned("off", stages=2))
+    off = Planner(dataclasses.replace(context, interleave="off")).compare(LOADS)
+    assert "interleave_off" not in off.alternatives, "nothing to compare with"
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_launch_orders_have_the_pieces_of_the_stages(stages: int, sequence_parallel: bool) -> None:
