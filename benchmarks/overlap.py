@@ -106,7 +106,7 @@ def markdown(result: dict[str, Any]) -> str:
     said = "came out alike to the bit" if same else "DIFFER"
     lines += [
         "",
-        f"Adapters of (a), (d) and (e) after two steps, and the messages of both ranks: {said}.",
+        f"Adapters of tasks one after another and in turns after two steps, and the messages of both ranks: {said}.",
         "",
     ]
     return "\n".join(lines)
@@ -127,8 +127,8 @@ def _heading(case: dict[str, Any]) -> str:
     return (
         f"**{case['tasks']} tasks, {link}**: {case['messages']} messages of {case['megabytes']:.1f} MB take "
         f"{case['share_of_messages']:.1%} of a step, and {slower}. Bound "
-        f"{case['bound']:.3f}x ({case['bound_with_kernel']:.3f}x with what slows computation); (e) "
-        f"reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
+        f"{case['bound']:.3f}x ({case['bound_with_kernel']:.3f}x with what slows computation); (e), "
+        f"{case['ours']}, reaches {case['of_bound']:.1%} of it (goal {GOALS['of_bound']:.0%}), and "
         f"{case['over_best_of_others']:.3f} of the best of the others (goal {GOALS['over_best_of_others']}). Predicted "
         f"fastest: ({case['predicted_fastest']}), which reaches {case['predicted_fastest_over_best']:.3f} of the best."
     )

@@ -123,11 +123,19 @@ class _Case:
             orders = turns[name].orders(interleave)
             plans[side] = in_order(taking_turns[name], *orders)
             predicted[side] = turns[name].predicted(orders)
+        ours = {name: own.orders("auto") for name, own in turns.items()}
+        candidates = {f"{name} in turns": turns[name].predicted(order) for name, order in ours.items()}
+        candidates["one batch"] = predicted["b"]
+        fastest = min(candidates, key=lambda name: candidates[name])
+        name = fastest.partition(" ")[0]
+        plans["e"] = in_order(taking_turns[name], *ours[name]) if name in ours else plans["b"]
+        predicted["e"] = candidates[fastest]
         measured = self._measure(plans, plain["a"].sent)
         with timed_pieces() as passes:
             self._steps.take(plans["e"])
         self._steps.close()
         return {
+            "ours": fastest,
             "tasks": len(names),
             "share": self._share,
             "megabits_per_s": None if rate is None else rate / 1e6,
@@ -146,7 +154,7 @@ class _Case:
                 for side, plan in plans.items()
                 for launch in plan.buckets[0].launch
             },
-            **self._compared(plans),
+            **self._compared({**plans, "tasks": in_order(taking_turns["tasks"], *ours["tasks"])}),
             "picture": [
                 {"compute": [(p.chain, p.start, p.end) for p in one.pieces], "messages": one.messages}
                 for one in passes
@@ -233,7 +241,7 @@ class _Case:
         return found
 
     def _compared(self, plans: Mapping[str, Plan]) -> dict[str, Any]:
-        """Whether the sides train the same adapters to the bit, and all ranks issue the same messages."""
+        """Whether tasks in turns train the same adapters to the bit, and all ranks issue the same messages."""
         adapters, logs = {}, {}
         for side, plan in plans.items():
             steps = _Steps(self._backbone, *_with_rate(self._tasks, 1e-3))
@@ -241,7 +249,9 @@ class _Case:
             adapters[side] = [steps.values(name) for name in self._names]
             steps.close()
         same = {
-            side: all(map(torch.equal, own, adapters["a"])) for side, own in adapters.items() if side in "de"
+            side: all(map(torch.equal, own, adapters["a"]))
+            for side, own in adapters.items()
+            if side in ("d", "tasks")
         }
         others = self._of_all({side: [(n, str(dtype)) for n, dtype in log] for side, log in logs.items()})
         return {
