@@ -4,6 +4,7 @@
     python tools/draw_schedule.py --plan plan.json --measured DIR/schedule.json --output both.svg --trace both.json
     python tools/draw_schedule.py --run DIR
     python tools/draw_schedule.py --subgraphs --backbone DIR --tensor-parallel 2
+    python tools/draw_schedule.py --subgraphs --plan plan.json    # of tools/plan.py --subgraphs
 
 Both schedules have the same scale. The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which
 also has schedule.json. The trace is for Perfetto or chrome://tracing.
@@ -26,6 +27,7 @@ from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
     from megatron_mux.fusion.plan import Plan
+    from megatron_mux.fusion.subgraphs import LayerSubgraphs
     from megatron_mux.pipeline.action import TimedAction
 
 _HOW_TO_PLAN = (
@@ -54,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON instead of a table")
     add = parser.add_argument_group("subgraphs between messages").add_argument
     add(
-        "--subgraphs", action="store_true", help="trace and draw one layer of each kind instead of a schedule"
+        "--subgraphs",
+        action="store_true",
+        help="draw one layer of each kind instead of a schedule: as a plan keeps it, or traced with --backbone",
     )
     add("--backbone", type=path, metavar="DIR", help="Hugging Face directory; only its config.json is read")
     add("--tensor-parallel", type=at_least(2), default=2, metavar="N", help="ranks that share each layer (2)")
@@ -110,34 +114,51 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw_subgraphs(arguments: argparse.Namespace) -> None:
-    """Trace one layer of each kind in a fake world of tensor ranks, draw and print its subgraphs."""
-    import torch
-
-    from megatron_mux.backbone.registry import info_without_weights
-    from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
-    from megatron_mux.fusion.profile_store import find_profile
+    """Draw and print the subgraphs of one layer of each kind: a plan's, or traced in a fake world of tensor ranks."""
     from megatron_mux.fusion.subgraph_picture import to_svg
-    from megatron_mux.gpus import known
 
-    if arguments.backbone is None:
-        raise UserError("--subgraphs: needs --backbone DIR")
-    if arguments.device != "cpu":
-        known(arguments.device, "cpu")
-    info = info_without_weights(arguments.backbone)
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    ranks = arguments.tensor_parallel
-    profile = find_profile(info.shape, arguments.device, dtype, ranks, 1, busy=ranks)
-    found = subgraphs_of(
-        SubgraphQuestion(
-            info, profile, dtype, arguments.sequence_parallel, arguments.rows, arguments.lora_rank
-        )
-    )
+    found = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
     _write("--output", arguments.output, to_svg(found))
     if arguments.json:
         print(json.dumps([subgraphs.to_json() for subgraphs in found]))
         return
     print("\n".join(map(str, found)))
     print(f"drawn in {arguments.output}")
+
+
+def _kept(arguments: argparse.Namespace) -> Sequence[LayerSubgraphs]:
+    from megatron_mux.fusion.check import read_plan
+
+    if arguments.plan is None and arguments.run is None:
+        raise UserError(
+            "--subgraphs: needs --backbone DIR, or a plan that keeps them: --plan FILE or --run DIR"
+        )
+    file, _ = _sources(arguments)
+    plan = read_plan(file)
+    if not plan.layers:
+        raise UserError(f"{file}: keeps no subgraphs: trace them with --backbone DIR")
+    return plan.layers
+
+
+def _traced(arguments: argparse.Namespace) -> Sequence[LayerSubgraphs]:
+    import torch
+
+    from megatron_mux.backbone.registry import info_without_weights
+    from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
+    from megatron_mux.fusion.profile_store import find_profile
+    from megatron_mux.gpus import known
+
+    if arguments.device != "cpu":
+        known(arguments.device, "cpu")
+    info = info_without_weights(arguments.backbone)
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    ranks = arguments.tensor_parallel
+    profile = find_profile(info.shape, arguments.device, dtype, ranks, 1, busy=ranks)
+    return subgraphs_of(
+        SubgraphQuestion(
+            info, profile, dtype, arguments.sequence_parallel, arguments.rows, arguments.lora_rank
+        )
+    )
 
 
 def _sources(arguments: argparse.Namespace) -> tuple[Path, Path | None]:

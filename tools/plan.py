@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.planner import Comparison, Planner
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.fusion.profile import Profile
+
+_LORA_RANK = 16
+"""Of the adapters with which subgraphs are traced: as `tools/draw_schedule.py` does by default."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="threads per rank on a CPU (default: torch's; 1 if there are several ranks)",
     )
     add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
+    add(
+        "--subgraphs",
+        action="store_true",
+        help="keep the subgraphs of a layer of each kind with the plan (tensor parallelism only; takes seconds)",
+    )
     add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -152,6 +160,8 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
+    if arguments.subgraphs:
+        best = _with_subgraphs(best, planner.context, loads)
     if arguments.output is not None:
         _write(arguments.output, best)
     if arguments.json:
@@ -163,6 +173,25 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.gpus is not None:
         _print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
+
+
+def _with_subgraphs(plan: Plan, context: PlanningContext, loads: Mapping[str, TaskLoad]) -> Plan:
+    """The plan with the subgraphs of its layers, for the rows of an average micro-batch."""
+    import torch
+
+    from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
+
+    if plan.tensor == 1:
+        raise UserError(
+            "--subgraphs: end with messages of tensor ranks: needs --tensor-parallel of at least 2"
+        )
+    micro_batches = sum(bucket.micro_batches * len(bucket.hybrid_tasks) for bucket in plan.buckets)
+    rows = round(sum(load.total for load in loads.values()) / micro_batches / plan.data)
+    dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
+    question = SubgraphQuestion(
+        context.info, context.profile, dtype, context.sequence_parallel, max(2, rows), _LORA_RANK
+    )
+    return replace(plan, layers=tuple(subgraphs_of(question)))
 
 
 def _plans(

@@ -24,6 +24,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
 from megatron_mux.fusion.launch_order import LaunchOrder
 from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
@@ -113,6 +114,7 @@ class Plan:
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
         kernels: Which kernels compute the low-rank terms of each BaseOp; empty: the default ones.
+        layers: The subgraphs of a layer of each kind, if somebody asked for them; for people.
         costs: Where the predictions come from, for people.
         predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
         memory_bytes: Predicted peak of each rank of the pipeline.
@@ -136,6 +138,7 @@ class Plan:
     alignment: Mode = "dense"
     weights: Weights = field(default_factory=Weights)
     kernels: KernelChoice = ()
+    layers: tuple[LayerSubgraphs, ...] = ()
     costs: str = ""
     predicted_latency_s: _Amount | None = None
     memory_bytes: _Amounts = ()
@@ -194,7 +197,7 @@ class Plan:
             lines.append(
                 f"  bucket {i}: {hybrid} in {bucket.micro_batches} micro-batch(es){cut}{halves}{turns}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(str, self.layers)])
 
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)

@@ -92,6 +92,19 @@ def test_a_profile_that_stands_in_is_said(plan: Call, workplace: Workplace, tmp_
     assert f"{file}: is no profile" in errors and "going on without it" in errors
 
 
+def test_a_plan_keeps_subgraphs(plan: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "plan.json", tmp_path / "subgraphs.svg"
+    status, output, _ = plan("--tensor-parallel", "2", "--subgraphs", "--output", file, "--json")
+    assert status == 0
+    (layers,) = Plan.from_json(json.loads(file.read_text())).layers
+    assert layers.tensor == 2 and [own.message for own in layers.forward if own.message] == ["all_reduce"] * 2
+    assert json.loads(output)["alternatives"]["interleave_off"] > 0
+    assert tool("draw_schedule").main(["--subgraphs", "--plan", str(file), "--output", str(picture)]) == 0
+    assert str(layers) in capsys.readouterr().out and picture.exists()
+    status, _, errors = plan("--subgraphs")
+    assert status == 2 and "needs --tensor-parallel of at least 2" in errors
+
+
 def test_ranks_are_divided(plan: Call) -> None:
     status, output, _ = plan("--gpus", "4", "--device", "H100", "--bf16", "--json")
     found = json.loads(output)
