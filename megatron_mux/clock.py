@@ -33,9 +33,11 @@ class Clock:
         return event
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """The times of marks on the host's monotonic clock; on a GPU this waits for the last of them."""
+        """The times of marks on the host's monotonic clock; on a GPU this waits for what has been enqueued."""
         if not marks or not self._is_gpu:
             return list(marks)
-        marks[-1].synchronize()
+        # A new mark, so that moments read in several calls are on one clock, however long ago they were.
+        last = self.mark()
+        last.synchronize()
         now = time.perf_counter()
-        return [now - mark.elapsed_time(marks[-1]) / 1000 for mark in marks]
+        return [now - mark.elapsed_time(last) / 1000 for mark in marks]

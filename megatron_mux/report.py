@@ -21,7 +21,8 @@ from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.pipeline.draw import to_svg, to_trace
+from megatron_mux.pipeline.draw import to_svg
+from megatron_mux.pipeline.trace import to_trace
 
 _HEADINGS = (
     "task",

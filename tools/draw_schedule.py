@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
     plan_file, trace_file = _sources(arguments)
 
     from megatron_mux.fusion.check import read_plan
-    from megatron_mux.pipeline.draw import to_svg, to_trace
+    from megatron_mux.pipeline.draw import to_svg
+    from megatron_mux.pipeline.trace import to_trace
 
     plan = None if arguments.run is None or trace_file is None else timed_plan(trace_file)
     if plan is None:
@@ -209,7 +210,7 @@ def measured(file: Path, plan: Plan) -> list[TimedAction]:
     Raises:
         UserError: The file is not such a schedule, or has another number of stages than the plan.
     """
-    from megatron_mux.pipeline.draw import from_trace
+    from megatron_mux.pipeline.trace import from_trace
 
     try:
         schedules = from_trace(file.read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -87,13 +87,35 @@ class Course(Generic[Made]):
     batch: MicroBatch
 
 
-def interleave(courses: Sequence[Course[Made]], order: Sequence[int], exchange: Exchange) -> list[Made]:
+class Observer(Protocol):
+    """Is told what `interleave` does, as it does it."""
+
+    def begins(self, index: int) -> None:
+        """A piece of a computation begins: what it needs has been awaited."""
+        ...
+
+    def ends(self, index: int) -> None:
+        """The piece has been computed, or enqueued on a GPU."""
+        ...
+
+    def issued(self, index: int, message: Message, pending: Pending) -> None:
+        """The message after the piece is on its way."""
+        ...
+
+
+def interleave(
+    courses: Sequence[Course[Made]],
+    order: Sequence[int],
+    exchange: Exchange,
+    observer: Observer | None = None,
+) -> list[Made]:
     """Run computations piece by piece, in an order in which the pieces of one hide the messages of another.
 
     Args:
         courses: The computations.
         order: For each piece, the index of the computation that it belongs to: as often as that yields, and once more.
         exchange: Carries their messages.
+        observer: Is told of pieces and messages.
 
     Returns:
         What each has made.
@@ -109,13 +131,20 @@ def interleave(courses: Sequence[Course[Made]], order: Sequence[int], exchange: 
         waiting, pending[index] = pending[index], None
         result = None if waiting is None else waiting.wait()
         course = courses[index]
+        if observer is not None:
+            observer.begins(index)
+        message = None
         try:
             with layout.activate(course.batch):
                 message = course.steps.send(result)
         except StopIteration as end:
             made[index] = end.value
-            continue
-        pending[index] = None if message is None else exchange.issue(message)
+        if observer is not None:
+            observer.ends(index)
+        if message is not None:
+            sent = pending[index] = exchange.issue(message)
+            if observer is not None:
+                observer.issued(index, message, sent)
     if len(made) < len(courses):
         raise RuntimeError(
             f"the launch order ends before computations {set(range(len(courses))) - set(made)}"

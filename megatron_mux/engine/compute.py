@@ -14,6 +14,7 @@ from megatron_mux.engine.batches import StepBatches
 from megatron_mux.engine.bucket_finalizer import COLUMNS, BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.part_times import PartTimes, PassTimes
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -39,6 +40,9 @@ class TrainingCompute:
         batches: For each unit, a batch for each hybrid task in it: computed one after the other.
         finalizer: Of the buckets' steps.
         copied: On a GPU, the end of a copy of optimizers' state, which they await before they step.
+
+    Attributes:
+        times: Takes the times of pieces and messages; None: nobody wants to know them.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class TrainingCompute:
         copied: torch.cuda.Event | None = None,
     ) -> None:
         self.copied = copied
+        self.times: PartTimes | None = None
         self.stages = stages
         self.batches = batches
         self.finalizer = finalizer
@@ -106,7 +111,7 @@ class TrainingCompute:
                 backbone, batches, launch[action.stage], Exchange(self.finalizer.parallel)
             )
             self._interleaved[action.stage, action.unit] = passes
-            made = passes.forward(hidden, needed)
+            made = passes.forward(hidden, needed, self._observer(action, passes))
             outputs = [self._finish(action, batch, own) for batch, own in zip(batches, made, strict=True)]
         else:
             parts: Sequence[Tensor | None] = [None] * len(batches)
@@ -158,13 +163,17 @@ class TrainingCompute:
         passes = self._interleaved.pop((action.stage, action.unit), None)
         if passes is not None:
             own_parts = zip(gradients, trained, strict=True)
-            passes.backward(outputs, [own if is_trained else None for own, is_trained in own_parts])
+            used = [own if is_trained else None for own, is_trained in own_parts]
+            passes.backward(outputs, used, self._observer(action, passes))
         for batch, out, own, is_trained in zip(batches, outputs, gradients, trained, strict=True):
             if passes is None and is_trained and out.requires_grad:  # not below all adapters
                 with layout.activate(batch):
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
                 batch.carry.forget(batch.segments, backbone.layers)
+
+    def _observer(self, action: Action, passes: InterleavedPasses) -> PassTimes | None:
+        return None if self.times is None else self.times.of(action, passes.labels)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone.exchange import Course, Exchange, interleave
+from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Exchanging
 from megatron_mux.errors import UserError
@@ -68,12 +68,20 @@ class InterleavedPasses:
         self._passes = [backbone.begin(batch, labelled_only=True) for batch in batches]
         self._hidden: Tensor | None = None
 
-    def forward(self, hidden: Tensor | None, needed: Sequence[bool]) -> list[Tensor]:
+    @property
+    def labels(self) -> list[str]:
+        """The tasks of each batch."""
+        return ["+".join(batch.task_rows) for batch in self._batches]
+
+    def forward(
+        self, hidden: Tensor | None, needed: Sequence[bool], observer: Observer | None = None
+    ) -> list[Tensor]:
         """Compute the layers.
 
         Args:
             hidden: `[T, 1, H]` of all batches; None on the first stage.
             needed: For each batch, whether an earlier stage needs the gradient of its part.
+            observer: See `interleave`.
 
         Returns:
             For each batch its hidden states, after the final norm on the last stage: without a graph.
@@ -85,21 +93,28 @@ class InterleavedPasses:
         else:
             parts = list(hidden.split([backbone.hidden_shape(batch)[0] for batch in batches]))
         steps = [p.forward(part, own) for p, part, own in zip(self._passes, parts, needed, strict=True)]
-        made = self._run(steps, self._order.forward)
+        made = self._run(steps, self._order.forward, observer)
         self._made = [output.requires_grad_(is_trained and backbone.last) for output, is_trained in made]
         return self._made
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def backward(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        observer: Observer | None = None,
+    ) -> None:
         """Back-propagate to the adapters and to the hidden states received.
 
         Args:
             outputs: On the last stage each batch's loss, computed from what `forward` returned.
             gradients: On other stages those of what `forward` returned; None for zero.
+            observer: See `interleave`.
         """
         if self._backbone.last:
             gradients = [self._of_loss(*own) for own in zip(outputs, self._made, self._batches, strict=True)]
         parts = zip(self._passes, gradients, self._needed, strict=True)
-        found = self._run([p.backward(own, to_input) for p, own, to_input in parts], self._order.backward)
+        steps = [p.backward(own, to_input) for p, own, to_input in parts]
+        found = self._run(steps, self._order.backward, observer)
         if self._hidden is None or not any(self._needed):
             return
         sizes = [self._backbone.hidden_shape(batch)[0] for batch in self._batches]
@@ -118,7 +133,7 @@ class InterleavedPasses:
         with layout.activate(batch):
             return self._backbone.embed(batch)
 
-    def _run(self, steps: Sequence[Exchanging[Made]], order: str) -> list[Made]:
+    def _run(self, steps: Sequence[Exchanging[Made]], order: str, observer: Observer | None) -> list[Made]:
         courses = [Course(own, batch) for own, batch in zip(steps, self._batches, strict=True)]
         # A unit may lack the last ones: shorter packs have fewer chunks.
-        return interleave(courses, [i for i in decode(order) if i < len(courses)], self._exchange)
+        return interleave(courses, [i for i in decode(order) if i < len(courses)], self._exchange, observer)

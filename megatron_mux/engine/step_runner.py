@@ -14,6 +14,7 @@ from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.interleaved import check_launch_orders
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.part_times import PartTimes
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
 from megatron_mux.engine.task_state import StepResult, TaskState
@@ -198,6 +199,9 @@ class StepRunner:
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""
         dtype = next(iter(self.stages.values())).dtype
+        if timer is not None:
+            compute.times = PartTimes(self.parallel.device)
+            timer = compute.times.added(timer)
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, timer, plan.stages)
 
     def _for_this_mesh(self, plan: Plan) -> Plan:

@@ -113,6 +113,27 @@ class Action:
 
 
 @dataclass(frozen=True)
+class TimedPart:
+    """When a part of a pass ran whose batches are computed in turns: a piece of one batch, or the message after it.
+
+    Attributes:
+        batch: Index of the batch.
+        piece: Index of the piece among those of its batch.
+        start, stop: Seconds, on the clock of the pass. A message starts once it has been issued and the one before it
+            has arrived, and stops when it has arrived.
+        label: Text that names the batch in pictures.
+        message: The kind of the message; empty: this is a piece.
+    """
+
+    batch: int
+    piece: int
+    start: float
+    stop: float
+    label: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class TimedAction:
     """When an action ran, measured or simulated.
 
@@ -121,9 +142,11 @@ class TimedAction:
         start, stop: Seconds, without the time spent waiting for a neighbour's tensor. Measured times are on the host's
             monotonic clock, simulated ones start from zero.
         label: Text shown on the action in pictures.
+        parts: Pieces and messages of a pass whose batches are computed in turns.
     """
 
     action: Action
     start: float
     stop: float
     label: str
+    parts: tuple[TimedPart, ...] = ()

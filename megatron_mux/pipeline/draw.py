@@ -1,4 +1,4 @@
-"""Pictures of schedules: an SVG for people, a Chrome/Perfetto trace for zooming in.
+"""Pictures of schedules as SVG, for people. `trace.py` writes them for zooming in.
 
 A bucket has the same colour in every picture of a run, simulated or measured: colours depend on the labels only, not on
 what ran first. Labels with a task in common share a colour, since a task is in one bucket, and differ by hatching.
@@ -6,30 +6,27 @@ what ran first. Labels with a task in common share a colour, since a task is in 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from xml.sax.saxutils import escape
 
-from megatron_mux.pipeline.action import Action, TimedAction
+from megatron_mux.pipeline import svg
+from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.pipeline.lanes import draw_passes
+from megatron_mux.pipeline.svg import COLOURS, LEFT, WIDTH
 
 Schedules = Sequence[TimedAction] | Mapping[str, Sequence[TimedAction]]
 """Actions of all stages on one clock (seconds): one schedule, or several by name, each on its own clock."""
 
-# Colour-blind safe (Okabe-Ito).
-_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2", "#999999")
 _FILL = {"F": 1.0, "B": 0.68}
 """Brightness of a pass's colour. All other actions are short and drawn as narrow black ticks."""
 _TICK = "#222222"
-_CATEGORY = {"F": "forward", "B": "backward"}
 _LEAST = 1e-9
 """Shortest duration in seconds that can be drawn."""
 # Angle of the lines in degrees, and whether others cross them.
 _HATCHES = ((45, False), (135, False), (45, True), (0, False), (90, False), (0, True))
-_ROW, _LEFT, _WIDTH, _RIGHT, _HEAD, _NAME, _LINE = 44, 70, 1080, 100, 34, 22, 18
+_ROW, _HEAD, _NAME, _LINE = 44, 34, 22, 18
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,12 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
         bucket_of.update(dict.fromkeys(together, together))
     # Larger groups have replaced the smaller ones they grew from, so each task is in exactly one group.
     buckets = sorted(set(bucket_of.values()), key=min)
-    of_colour: dict[str, list[tuple[bool, int, int, str]]] = {colour: [] for colour in _COLOURS}
+    of_colour: dict[str, list[tuple[bool, int, int, str]]] = {colour: [] for colour in COLOURS}
     for i, bucket in enumerate(buckets):
         own = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
         for place, (size, label) in enumerate(own):
             # Parts of buckets come last, so that they do not change the style of whole buckets.
-            of_colour[_COLOURS[i % len(_COLOURS)]].append((place > 0, i, size, label))
+            of_colour[COLOURS[i % len(COLOURS)]].append((place > 0, i, size, label))
     return {
         label: Style(colour, hatch)
         for colour, entries in of_colour.items()
@@ -137,6 +134,8 @@ def bubble(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
 def to_svg(actions: Schedules, title: str, ranks: int = 0) -> str:
     """Draw one row per rank, with time to the right; several schedules below each other on one scale.
 
+    Below it: lanes of pieces and messages, for passes whose batches are computed in turns.
+
     Args:
         actions: One schedule, or several by name.
         title: Title of the picture.
@@ -145,8 +144,8 @@ def to_svg(actions: Schedules, title: str, ranks: int = 0) -> str:
     Returns:
         The SVG document.
     """
-    schedules = _named(actions)
-    drawn = _styles(schedules)
+    schedules = named(actions)
+    drawn = pass_styles(schedules)
     span = max((latency(schedule) for schedule in schedules.values()), default=0.0)
     span = span if span > _LEAST else 1.0
     parts: list[str] = []
@@ -156,33 +155,26 @@ def to_svg(actions: Schedules, title: str, ranks: int = 0) -> str:
         if name:
             y += _NAME
             head = y - 6
-            parts.append(f'<text x="8" y="{head}" font-weight="bold">{_text(name)}</text>')
-        end = _LEFT + _WIDTH
-        parts.append(f'<text x="{end}" y="{head}" text-anchor="end">{_seconds(latency(schedule))}</text>')
+            parts.append(f'<text x="8" y="{head}" font-weight="bold">{svg.text(name)}</text>')
+        end = LEFT + WIDTH
+        parts.append(f'<text x="{end}" y="{head}" text-anchor="end">{svg.seconds(latency(schedule))}</text>')
         parts += _rows(schedule, y, span, drawn, ranks)
         y += len(busy(schedule, ranks)) * _ROW
     parts += _axis(y, span)
     foot = _legend([t for schedule in schedules.values() for t in schedule], y + 28, drawn)
-    height = y + 28 + _LINE * len(foot)
-    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{height}"'
     patterns = "".join(pattern for style in drawn.values() for pattern in style.patterns())
-    document = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        *([f"<defs>{patterns}</defs>"] if patterns else []),
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{_text(title)}</text>',
-        *parts,
-        *foot,
-        "</svg>",
-    ]
-    return "\n".join(document) + "\n"
+    heads = [f"<defs>{patterns}</defs>"] if patterns else []
+    heads.append(f'<text x="8" y="20" font-size="14">{svg.text(title)}</text>')
+    lanes, height = draw_passes(schedules, y + 28 + _LINE * len(foot))
+    return svg.document([*heads, *parts, *foot, *lanes], height)
 
 
-def _named(actions: Schedules) -> dict[str, Sequence[TimedAction]]:
+def named(actions: Schedules) -> dict[str, Sequence[TimedAction]]:
+    """Schedules by name; one alone has none."""
     return dict(actions) if isinstance(actions, Mapping) else {"": actions}
 
 
-def _styles(schedules: Mapping[str, Sequence[TimedAction]]) -> dict[str, Style]:
+def pass_styles(schedules: Mapping[str, Sequence[TimedAction]]) -> dict[str, Style]:
     """Styles of the passes' labels. Ticks have no colour, so their labels must not affect the passes."""
     return styles(t.label for s in schedules.values() for t in s if t.action.kind in _FILL)
 
@@ -194,15 +186,16 @@ def _rows(
     shares = bubble(schedule, ranks)
     for row, idle in enumerate(shares):
         y = top + row * _ROW
-        yield f'<text x="8" y="{y + 24}">{_row_name(row, len(shares), schedule)}</text>'
-        yield f'<rect x="{_LEFT}" y="{y + 4}" width="{_WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
-        yield f'<text x="{_LEFT + _WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
+        yield f'<text x="8" y="{y + 24}">{row_name(row, len(shares), schedule)}</text>'
+        yield f'<rect x="{LEFT}" y="{y + 4}" width="{WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
+        yield f'<text x="{LEFT + WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
     # Ticks are drawn on top: the actions are narrower than their ticks.
     for timed in sorted(schedule, key=lambda t: (t.action.kind not in _FILL, t.start)):
         yield _box(timed, top + timed.action.stage % len(shares) * _ROW, begin, span, drawn)
 
 
-def _row_name(row: int, rows: int, schedule: Iterable[TimedAction]) -> str:
+def row_name(row: int, rows: int, schedule: Iterable[TimedAction]) -> str:
+    """Text that names a rank by its stages."""
     own = range(row, stages_of(schedule), rows)
     return f"stage {row}" if len(own) < 2 else f"stages {','.join(map(str, own))}"
 
@@ -210,15 +203,15 @@ def _row_name(row: int, rows: int, schedule: Iterable[TimedAction]) -> str:
 def _box(timed: TimedAction, row: int, begin: float, span: float, drawn: Mapping[str, Style]) -> str:
     action = timed.action
     tick = action.kind not in _FILL
-    x = _LEFT + (timed.start - begin) / span * _WIDTH
-    width = max((timed.stop - timed.start) / span * _WIDTH, 2.0 if tick else 1.0)
+    x = LEFT + (timed.start - begin) / span * WIDTH
+    width = max((timed.stop - timed.start) / span * WIDTH, 2.0 if tick else 1.0)
     y = row + 4
     number = str(action.micro_batch) if width > 12 and not tick else ""
     fill = _TICK if tick else drawn[timed.label].fill(action.kind)
     edge = "" if tick else ' stroke="white" stroke-width="0.6"'
     hint = f"{action} {timed.label}: {(timed.stop - timed.start) * 1e3:.1f} ms"
     return (
-        f'<g><title>{_text(hint)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" '
+        f'<g><title>{svg.text(hint)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" '
         f'fill="{fill}"{edge}/>'
         f'<text x="{x + width / 2:.1f}" y="{y + 23}" text-anchor="middle">{number}</text></g>'
     )
@@ -230,7 +223,7 @@ def _axis(y: int, span: float) -> Iterator[str]:
     power = 10.0 ** math.floor(math.log10(span / 8))
     step = next((m * power for m in (1, 2, 5) if span / (m * power) <= 8), 10 * power)
     for i in range(int(span / step * (1 + 1e-9)) + 1):
-        x = _LEFT + i * step / span * _WIDTH
+        x = LEFT + i * step / span * WIDTH
         yield f'<path d="M{x:.1f} {y}v4" stroke="black"/>'
         yield f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{i * step * scale:.6g} {unit}</text>'
 
@@ -242,111 +235,17 @@ def _legend(actions: Sequence[TimedAction], top: int, drawn: Mapping[str, Style]
     for label in (label for label in drawn if label in seen):
         y = top + _LINE * len(lines)
         squares = "".join(
-            f'<rect x="{_LEFT + 14 * i}" y="{y}" width="12" height="12" fill="{drawn[label].fill(kind)}"/>'
+            f'<rect x="{LEFT + 14 * i}" y="{y}" width="12" height="12" fill="{drawn[label].fill(kind)}"/>'
             for i, kind in enumerate(_FILL)
         )
-        lines.append(f'{squares}<text x="{_LEFT + 32}" y="{y + 11}">{_text(label)}</text>')
+        lines.append(f'{squares}<text x="{LEFT + 32}" y="{y + 11}">{svg.text(label)}</text>')
     others = ", ".join(sorted({t.action.kind for t in actions} - set(_FILL)))
     if actions:
-        text = "light: forward, dark: backward" + (f", black: {_text(others)}" if others else "")
-        lines.append(f'<text x="{_LEFT}" y="{top + _LINE * len(lines) + 11}">{text}</text>')
+        text = "light: forward, dark: backward" + (f", black: {svg.text(others)}" if others else "")
+        lines.append(f'<text x="{LEFT}" y="{top + _LINE * len(lines) + 11}">{text}</text>')
     return lines
-
-
-def _text(text: str) -> str:
-    """Escape text for XML."""
-    return escape("".join(c if c.isprintable() else "?" for c in text))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _shade(colour: str, brightness: float) -> str:
     red, green, blue = (int(int(colour[i : i + 2], 16) * brightness) for i in (1, 3, 5))
     return f"#{red:02x}{green:02x}{blue:02x}"
-
-
-def to_trace(actions: Schedules, ranks: int = 0, plan: Mapping[str, Any] | None = None) -> str:
-    """Write a Chrome trace (open it in Perfetto or chrome://tracing): a process per schedule, a thread per rank.
-
-    Viewers choose colours by a slice's name, which is the same for a label's passes in every schedule. A slice's
-    arguments name its colour in the SVG.
-
-    Args:
-        actions: One schedule, or several by name.
-        ranks: Number of ranks; 0 for one per stage.
-        plan: The plan that the actions followed, kept as it is for whoever reads the file.
-
-    Returns:
-        JSON text.
-    """
-    schedules = _named(actions)
-    drawn = _styles(schedules)
-    names: list[dict[str, Any]] = []
-    events: list[dict[str, Any]] = []
-    for pid, (name, schedule) in enumerate(schedules.items()):
-        if name:
-            names.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
-        rows = ranks or stages_of(schedule)
-        for row in sorted({timed.action.stage % rows for timed in schedule}):
-            told = {"name": _row_name(row, rows, schedule)}
-            names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": row, "args": told})
-        begin = min((t.start for t in schedule), default=0.0)
-        for timed in schedule:
-            told = {"action": str(timed.action)}
-            if timed.action.kind in _FILL:
-                told["colour"] = drawn[timed.label].colour
-            event = {
-                "name": f"{timed.action.kind} {timed.label}",
-                "cat": _CATEGORY.get(timed.action.kind, timed.action.kind),
-                "ph": "X",
-                "ts": (timed.start - begin) * 1e6,
-                "dur": (timed.stop - timed.start) * 1e6,
-                "pid": pid,
-                "tid": timed.action.stage % rows,
-                "args": told,
-            }
-            events.append(event)
-    also = {} if plan is None else {"plan": plan}
-    return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms", **also}) + "\n"
-
-
-def from_trace(text: str) -> dict[str, list[TimedAction]]:
-    """Read a trace written by `to_trace`; its clocks start at zero.
-
-    Returns:
-        The schedules by name; a schedule that was written without a name has the empty name.
-
-    Raises:
-        ValueError: `text` is not such a trace; the message says what is wrong, and where.
-    """
-    value: Any = json.loads(text)
-    events = value.get("traceEvents") if isinstance(value, dict) else None
-    if not isinstance(events, list):
-        raise ValueError("is no trace: it must be a JSON object with a list of traceEvents")
-    names: dict[Any, str] = {}
-    schedules: dict[Any, list[TimedAction]] = {}
-    for i, event in enumerate(events):
-        try:
-            if event["ph"] == "M" and event["name"] == "process_name":
-                names[event["pid"]] = str(event["args"]["name"])
-                schedules.setdefault(event["pid"], [])
-            elif event["ph"] == "X":
-                schedules.setdefault(event["pid"], []).append(_timed(event))
-        except KeyError as error:
-            raise ValueError(f"traceEvents[{i}]: is no action of a schedule: it has no {error}") from error
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"traceEvents[{i}]: is no action of a schedule: {error}") from error
-    found = {names.get(pid, ""): schedule for pid, schedule in schedules.items()}
-    if len(found) < len(schedules):
-        raise ValueError("is no trace of schedules: its processes must have different names")
-    return found
-
-
-def _timed(event: Mapping[str, Any]) -> TimedAction:
-    action = Action.parse(event["args"]["action"])
-    start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
-    if not (math.isfinite(start) and 0 <= seconds < math.inf):
-        raise ValueError(f"ts and dur must be numbers of microseconds, got {event['ts']!r}, {event['dur']!r}")
-    return TimedAction(action, start, start + seconds, event["name"].partition(" ")[2])

@@ -12,9 +12,10 @@ import pytest
 
 from megatron_mux.pipeline.action import Action, TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
-from megatron_mux.pipeline.draw import bubble, busy, from_trace, latency, styles, to_svg, to_trace
+from megatron_mux.pipeline.draw import bubble, busy, latency, styles, to_svg
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.template import interleaved
+from megatron_mux.pipeline.trace import from_trace, to_trace
 
 ACTIONS = [
     TimedAction(Action(0, "F", 0, 0), 10.0, 10.5, "a+b<&>"),
