@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     if result is not None:
         if arguments.output is not None and not arguments.no_namespaces:
-            from overlap_picture import draw
-
-            arguments.output.with_suffix(".svg").write_text(draw(result["cases"][-1]))
+            arguments.output.with_suffix(".svg").write_text(result["cases"][-1]["picture"])
         for case in result["cases"]:
             del case["picture"]
         publish(result, markdown(result), arguments.output, arguments.json)

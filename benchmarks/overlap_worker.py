@@ -34,6 +34,9 @@ from workload import RANK, TaskShape, random_records
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.pipeline.execute import Timer
+from megatron_mux.pipeline.lanes import passes_to_svg
 from megatron_mux.runtime import initialize
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
@@ -131,8 +134,9 @@ class _Case:
         plans["e"] = in_order(taking_turns[name], *ours[name]) if name in ours else plans["b"]
         predicted["e"] = candidates[fastest]
         measured = self._measure(plans, plain["a"].sent)
-        with timed_pieces() as passes:
-            self._steps.take(plans["e"])
+        timed: list[TimedAction] = []
+        tasks_in_turns = in_order(taking_turns["tasks"], *ours["tasks"])
+        self._steps.take(plans["e"] if name in ours else tasks_in_turns, timer=timed.append)
         self._steps.close()
         return {
             "ours": fastest,
@@ -154,11 +158,8 @@ class _Case:
                 for side, plan in plans.items()
                 for launch in plan.buckets[0].launch
             },
-            **self._compared({**plans, "tasks": in_order(taking_turns["tasks"], *ours["tasks"])}),
-            "picture": [
-                {"compute": [(p.chain, p.start, p.end) for p in one.pieces], "messages": one.messages}
-                for one in passes
-            ],
+            **self._compared({**plans, "tasks": tasks_in_turns}),
+            "picture": passes_to_svg(timed),
         }
 
     def _profile(self, plan: Plan) -> PlanTimes:
@@ -269,11 +270,11 @@ class _Steps:
         self.engine = Engine(backbone, backbone.parallel, self._planning)
         self.engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
 
-    def take(self, plan: Plan, left_out: bool = False) -> list[Sent]:
+    def take(self, plan: Plan, left_out: bool = False, timer: Timer | None = None) -> list[Sent]:
         """One step; returns its messages of tensor ranks, which may be left out."""
         self._planning.plan = plan
         with watched(self._group, left_out) as log:
-            self.engine.step()
+            self.engine.step(timer)
         return log
 
     def values(self, name: str) -> torch.Tensor:

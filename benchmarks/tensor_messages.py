@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,27 +132,39 @@ class TimedPiece:
 
 @dataclass
 class TimedPass:
-    """One forward or backward pass of hybrid tasks in turns.
+    """One forward or backward pass of hybrid tasks in turns: an `Observer`.
 
     Attributes:
         pieces: In the order in which they were computed.
-        messages: For each message its chain, when it was issued, and when it had arrived; the last is not known before.
     """
 
     pieces: list[TimedPiece] = field(default_factory=list)
-    messages: list[tuple[int, float, float]] = field(default_factory=list)
+    _start: float = 0.0
+
+    def begins(self, index: int) -> None:
+        """A piece begins."""
+        self._start = time.perf_counter()
+
+    def ends(self, index: int) -> None:
+        """It has been computed."""
+        self.pieces.append(TimedPiece(index, self._start, time.perf_counter(), None))
+
+    def issued(self, index: int, message: Message, pending: Pending) -> None:
+        """It has a message."""
+        sent = message.tensor.numel(), message.tensor.dtype
+        self.pieces[-1] = replace(self.pieces[-1], message=sent)
 
 
 @contextmanager
 def timed_pieces() -> Iterator[list[TimedPass]]:
-    """Context that times the pieces of hybrid tasks computed in turns, and their messages."""
+    """Context that times the pieces of hybrid tasks computed in turns."""
     passes: list[TimedPass] = []
 
-    def timed(courses: Sequence[Course[Any]], order: Sequence[int], exchange: Exchange) -> list[Any]:
-        found = TimedPass()
-        passes.append(found)
-        steps = [Course(_TimedSteps(own, i, found), own.batch) for i, own in enumerate(courses)]
-        return interleave(steps, order, _TimedExchange(exchange, found))  # type: ignore[arg-type]
+    def timed(
+        courses: Sequence[Course[Any]], order: Sequence[int], exchange: Exchange, observer: object = None
+    ) -> list[Any]:
+        passes.append(TimedPass())
+        return interleave(courses, order, exchange, passes[-1])
 
     original = interleaved.interleave
     interleaved.interleave = timed
@@ -160,39 +172,3 @@ def timed_pieces() -> Iterator[list[TimedPass]]:
         yield passes
     finally:
         interleaved.interleave = original
-
-
-class _TimedSteps:
-    """A course's generator."""
-
-    def __init__(self, course: Course[Any], chain: int, found: TimedPass) -> None:
-        self._steps = course.steps
-        self._chain = chain
-        self._found = found
-
-    def send(self, result: Tensor | None) -> Message | None:
-        """The generator's own."""
-        start, sent = time.perf_counter(), None
-        try:
-            message = self._steps.send(result)
-            sent = None if message is None else (message.tensor.numel(), message.tensor.dtype)
-            return message
-        finally:
-            self._found.pieces.append(TimedPiece(self._chain, start, time.perf_counter(), sent))
-
-
-class _TimedExchange:
-    """An exchange."""
-
-    def __init__(self, exchange: Exchange, found: TimedPass) -> None:
-        self._exchange = exchange
-        self._found = found
-
-    def issue(self, message: Message) -> Pending:
-        """The exchange's own."""
-        chain, start, found = self._found.pieces[-1].chain, time.perf_counter(), self._found
-        pending = self._exchange.issue(message)
-        if hasattr(pending.work, "get_future"):
-            arrived = pending.work.get_future()
-            arrived.then(lambda _: found.messages.append((chain, start, time.perf_counter())))
-        return pending

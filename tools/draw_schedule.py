@@ -6,7 +6,8 @@
     python tools/draw_schedule.py --subgraphs --backbone DIR --tensor-parallel 2
     python tools/draw_schedule.py --subgraphs --plan plan.json    # of tools/plan.py --subgraphs
 
-Both schedules have the same scale. The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which
+Both schedules have the same scale. Below them are the first layers of passes that have a launch order: pieces and
+messages of a stage over time. The plan comes from tools/plan.py --output FILE, or from a run's --save DIR, which
 also has schedule.json. The trace is for Perfetto or chrome://tracing.
 """
 
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"note: {trace_file}: {note}", file=sys.stderr)
     title = f"{plan.policy}, {plan.stages} stage(s), {len(plan.buckets)} bucket(s), {steps} step(s)"
     _write("--output", arguments.output, to_svg(schedules, title, ranks=plan.ranks))
-    _write("--trace", arguments.trace, to_trace(schedules, ranks=plan.ranks))
+    _write("--trace", arguments.trace, to_trace(schedules, plan.ranks, plan.to_json()))
     found = figures(plan, schedules, steps)
     if arguments.json:
         print(json.dumps({**found, "output": str(arguments.output), "trace": str(arguments.trace)}))
@@ -186,6 +187,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
+    from megatron_mux.fusion.predicted_turns import with_turns
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 
@@ -201,7 +203,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
     found = simulate(
         step_template(plan, sizes), costs, [bucket.label for bucket in plan.buckets], sizes=sizes
     )
-    return [timed for stage in found.timed for timed in stage]
+    return with_turns((timed for stage in found.timed for timed in stage), plan)
 
 
 def measured(file: Path, plan: Plan) -> list[TimedAction]:

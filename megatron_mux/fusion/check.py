@@ -95,13 +95,19 @@ def _wrong_tasks(plan: Plan, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
-    """Launch orders in which not every batch has equally many pieces."""
+    """Launch orders in which not every batch has equally many pieces, or that were chosen by other batches."""
     for stage, launch in enumerate(bucket.launch):
         for name, order in (("forward", launch.forward), ("backward", launch.backward)):
             counts = Counter(decode(order))
             if set(counts) != set(range(bucket.batches)) or len(set(counts.values())) > 1:
                 wanted = f"0 to {bucket.batches - 1}, each as often as the others"
                 yield f"{place}.launch[{stage}].{name}: must name {wanted}, got {order[:20]!r}"
+    for stage, turns in enumerate(bucket.turns):
+        for name, passes in (("forward", turns.forward), ("backward", turns.backward)):
+            if len(passes) != bucket.batches:
+                yield f"{place}.turns[{stage}].{name}: has {len(passes)} entries, {bucket.batches} are needed"
+            if not all(own.shares for own in passes):
+                yield f"{place}.turns[{stage}].{name}: has a pass without shares"
 
 
 def _wrong_buckets(plan: Plan) -> Iterator[str]:
@@ -112,6 +118,7 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
             ("backward", bucket.backward, plan.stages),
             ("memory", bucket.memory, plan.stages),
             ("launch", bucket.launch, plan.stages),
+            ("turns", bucket.turns, plan.stages),
             ("transfer", bucket.transfer, plan.stages - 1),
         ):
             if found and len(found) != wanted:

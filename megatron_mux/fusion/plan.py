@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
-from megatron_mux.fusion.launch_order import LaunchOrder
+from megatron_mux.fusion.launch_order import LaunchOrder, PassCost
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.kernels.low_rank_choice import KernelChoice
@@ -52,6 +52,22 @@ class HybridTask:
 
 
 @dataclass(frozen=True)
+class StageTurns:
+    """What a stage's launch order was chosen by: predictions for the pass with the most batches.
+
+    Attributes:
+        forward, backward: The pass of each batch.
+        share: Part of the processor's time that a message takes while it is on its way.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    forward: tuple[PassCost, ...]
+    backward: tuple[PassCost, ...]
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Hybrid tasks that share pipeline clocks.
 
@@ -66,6 +82,7 @@ class Bucket:
         halves: Whether each hybrid task is computed in two halves, which hide each other's messages.
         launch: `[S]` in which order the pieces of its hybrid tasks, or of their halves, are computed; empty: one after
             another.
+        turns: `[S]` what these orders were chosen by, for pictures; empty without the planner.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -80,6 +97,7 @@ class Bucket:
     transfer: _Amounts = ()
     halves: Annotated[bool, Field(strict=True)] = False
     launch: tuple[LaunchOrder, ...] = ()
+    turns: tuple[StageTurns, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -271,9 +289,10 @@ def keep_tasks(plan: Plan, names: Collection[str]) -> Plan:
             if (kept := tuple(t for t in h.tasks if t in names))
         ]
         if hybrids:
-            # Without one of its hybrid tasks a bucket has no launch order until it is planned anew.
-            launch = bucket.launch if len(hybrids) == len(bucket.hybrid_tasks) else ()
-            buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=(), launch=launch))
+            if len(hybrids) < len(bucket.hybrid_tasks):
+                # Without one of its hybrid tasks a bucket has no launch order until it is planned anew.
+                bucket = replace(bucket, launch=(), turns=())
+            buckets.append(replace(bucket, hybrid_tasks=tuple(hybrids), chunks=()))
     return _changed(plan, buckets)
 
 

@@ -20,9 +20,9 @@ from megatron_mux.fusion.cost import (
     seconds_per_step,
     works_with,
 )
-from megatron_mux.fusion.launch_order import LaunchOrder, Overlap
+from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
 from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.step import (
     Lengths,
@@ -248,16 +248,29 @@ class PlanEvaluator:
         for b, bucket in enumerate(plan.buckets):
             own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
             most = max(own, key=len, default=())
-            launch = self._launch(self.costs.chunks(most), overlap) if len(most) == bucket.batches > 1 else ()
-            buckets.append(replace(bucket, launch=launch))
+            if len(most) == bucket.batches > 1:
+                turns = self._turns(self.costs.chunks(most), overlap)
+                buckets.append(replace(bucket, launch=self._launch(turns, overlap), turns=turns))
+            else:
+                buckets.append(replace(bucket, launch=(), turns=()))
         return replace(plan, buckets=tuple(buckets))
 
     @staticmethod
-    def _launch(costs: Sequence[HybridCost], overlap: Overlap) -> tuple[LaunchOrder, ...]:
-        def order(stage: int, backward: bool) -> str:
-            return overlap.order([cost.pass_cost(stage, backward) for cost in costs], stage)
+    def _turns(costs: Sequence[HybridCost], overlap: Overlap) -> tuple[StageTurns, ...]:
+        """`[S]` predictions for these batches of a pass."""
 
-        return tuple(LaunchOrder(order(s, False), order(s, True)) for s in range(len(overlap.layers)))
+        def passes(stage: int, backward: bool) -> tuple[PassCost, ...]:
+            return tuple(cost.pass_cost(stage, backward) for cost in costs)
+
+        stages = range(len(overlap.layers))
+        return tuple(StageTurns(passes(s, False), passes(s, True), overlap.share) for s in stages)
+
+    @staticmethod
+    def _launch(turns: Sequence[StageTurns], overlap: Overlap) -> tuple[LaunchOrder, ...]:
+        return tuple(
+            LaunchOrder(overlap.order(own.forward, stage), overlap.order(own.backward, stage))
+            for stage, own in enumerate(turns)
+        )
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""

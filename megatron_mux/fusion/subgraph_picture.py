@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from xml.sax.saxutils import escape
 
 from megatron_mux.fusion.subgraphs import LayerSubgraphs, Subgraph
+from megatron_mux.pipeline.lanes import Lanes, Span, draw
+from megatron_mux.pipeline.svg import document
 
 _COLOURS = {"compute": "#56B4E9", "adapter": "#E69F00", "message": "#999999"}
-_LEFT, _WIDTH, _LANE, _HEAD = 90, 1080, 30, 24
 
 
 def timeline(subgraphs: Sequence[Subgraph]) -> Iterator[tuple[str, float, float, str]]:
@@ -30,38 +30,15 @@ def timeline(subgraphs: Sequence[Subgraph]) -> Iterator[tuple[str, float, float,
 
 def to_svg(layers: Sequence[LayerSubgraphs]) -> str:
     """Draw both passes of each kind of layer: a lane for computation, below it one for messages."""
-    drawn = [
-        (f"{str(own).partition(';')[0]}, {name}", list(timeline(subgraphs)))
-        for own in layers
-        for name, subgraphs in own.passes.items()
-    ]
-    span = max((end for _, spans in drawn for _, _, end, _ in spans), default=0.0) or 1.0
-    parts: list[str] = []
-    y = 0
-    for title, spans in drawn:
-        seconds = max(end for _, _, end, _ in spans)
-        parts.append(f'<text x="8" y="{y + 18}">{escape(title)}: {seconds * 1e3:.4g} ms</text>')
-        for lane, name in enumerate(("compute", "messages")):
-            parts.append(f'<text x="8" y="{y + _HEAD + lane * _LANE + 19}">{name}</text>')
-        parts += [_box(span, own, y + _HEAD) for own in spans]
-        y += _HEAD + 2 * _LANE + 12
-    for i, (kind, colour) in enumerate(_COLOURS.items()):
-        x = _LEFT + 110 * i
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{y + 11}">{kind}</text>')
-    size = f'width="{_LEFT + _WIDTH + 20}" height="{y + 24}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    rows = []
+    for own in layers:
+        for name, subgraphs in own.passes.items():
+            spans = [_span(*one) for one in timeline(subgraphs)]
+            whole = max((span.stop for span in spans), default=0.0)
+            rows.append(Lanes(f"{str(own).partition(';')[0]}, {name}: {whole * 1e3:.4g} ms", spans))
+    parts, height = draw(rows, _COLOURS)
+    return document(parts, height + 6)
 
 
-def _box(span: float, own: tuple[str, float, float, str], top: int) -> str:
-    kind, start, end, text = own
-    x, width = _LEFT + start / span * _WIDTH, max((end - start) / span * _WIDTH, 1.0)
-    y = top + _LANE * (kind == "message")
-    number = text.partition(":")[0] if width > 14 else ""
-    return (
-        f"<g><title>{escape(text)}, {(end - start) * 1e3:.3g} ms</title>"
-        f'<rect x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{_LANE - 6}" fill="{_COLOURS[kind]}" '
-        f'stroke="white" stroke-width="0.6"/><text x="{x + width / 2:.1f}" y="{y + 19}" '
-        f'text-anchor="middle">{number}</text></g>'
-    )
+def _span(kind: str, start: float, stop: float, text: str) -> Span:
+    return Span(kind == "message", start, stop, _COLOURS[kind], text, text.partition(":")[0])

@@ -56,14 +56,3 @@ def test_prediction_follows_the_launch_order() -> None:
     one_after_another, in_turn = [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]
     assert turns.predicted((one_after_another, one_after_another)) == pytest.approx(1.0 + 2 * 10.0)
     assert turns.predicted((in_turn, in_turn)) == pytest.approx(1.0 + 2 * 6.0)
-
-
-def test_picture_has_a_lane_for_messages() -> None:
-    from overlap_picture import draw
-
-    one = {
-        "compute": [(0, 0.0, 1.0), (1, 1.0, 2.0), (0, 2.0, 3.0)],
-        "messages": [(0, 1.0, 1.8), (1, 2.0, 2.5)],
-    }
-    picture = draw({"tasks": 2, "picture": [one, one]})
-    assert picture.count("<rect") == 1 + 2 * (3 + 2) + 2  # background, spans, legend
