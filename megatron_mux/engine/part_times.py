@@ -7,6 +7,7 @@ a reduce-scatter's arrival only when it is awaited, so on a CPU it may seem to t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,21 +85,25 @@ class PassTimes:
             sent.stop = now
 
     def parts(self) -> tuple[TimedPart, ...]:
-        """What has ended, each lane in order of time: the link carries one message at a time."""
+        """What has ended: the pieces, then the messages, each in order of time."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)  # its last event is read, too
         ended = [part for part in self._parts if part.stop is not None]
         times = iter(self._clock.seconds([mark for part in ended for mark in (part.start, part.stop)]))
-        found: list[TimedPart] = []
-        link_free = float("-inf")
-        for part in ended:
-            start, stop = next(times), next(times)
-            if part.message:
-                start = min(max(start, link_free), stop)
-                link_free = max(link_free, stop)
-            label = self._labels[part.batch]
-            found.append(TimedPart(part.batch, part.piece, start, stop, label, part.message))
-        return tuple(found)
+        found = [
+            TimedPart(
+                part.batch, part.piece, next(times), next(times), self._labels[part.batch], part.message
+            )
+            for part in ended
+        ]
+        pieces = [part for part in found if not part.message]
+        # One after another, as they arrive: gloo has two threads, so messages may overtake each other.
+        messages = sorted((part for part in found if part.message), key=lambda part: part.stop)
+        link_free = -math.inf
+        for i, part in enumerate(messages):
+            messages[i] = replace(part, start=max(part.start, link_free))
+            link_free = part.stop
+        return (*pieces, *messages)
 
 
 class PartTimes:

@@ -15,6 +15,8 @@ from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
+from megatron_mux.fusion.launch_order import decode
+from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
@@ -76,3 +78,30 @@ def test_in_turns_as_one_after_another(
     assert losses == again
     for name in adapters:
         assert torch.equal(adapters[name], others[name]), name
+
+
+def test_timed_pieces_are_those_of_the_launch_order(path: Path, joined: Callable[..., Parallel]) -> None:
+    layout = Layout(2, 2)
+    parallel = joined(*layout[:2])
+    cases = cases_of("llama", 96)
+    stages = load_stages(path, parallel, torch.float32)
+    engine = Engine(stages, parallel, planning_of("in turns", stages[0], parallel, cases, ()))
+    engine.register_tasks([case.task for case in cases])
+    engine.step()
+    timed: list[TimedAction] = []
+    engine.step(timed.append)
+    assert engine.last_plan is not None
+    launched = [t for t in timed if t.action.is_pass and engine.last_plan.buckets[t.action.bucket].launch]
+    in_turn = [t for t in launched if t.parts]
+    assert {t.action.kind for t in in_turn} == {"F", "B"}
+    assert not any(t.parts for t in timed if t not in launched)
+    for own in in_turn:
+        order = engine.last_plan.buckets[own.action.bucket].launch[own.action.stage]
+        pieces = [part for part in own.parts if not part.message]
+        sent = [part for part in own.parts if part.message]
+        indices = decode(order.backward if own.action.is_backward else order.forward)
+        assert [part.batch for part in pieces] == [i for i in indices if i < own.label.count("|") + 1]
+        assert sent and {part.message for part in sent} == {"all_reduce"}
+        for lane in (pieces, sent):
+            assert all(one.stop <= after.start for one, after in zip(lane, lane[1:], strict=False))
+        assert all(own.start <= part.start <= part.stop <= own.stop for part in own.parts)
