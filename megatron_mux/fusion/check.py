@@ -106,8 +106,9 @@ def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
         for name, passes in (("forward", turns.forward), ("backward", turns.backward)):
             if len(passes) != bucket.batches:
                 yield f"{place}.turns[{stage}].{name}: has {len(passes)} entries, {bucket.batches} are needed"
-            if not all(own.shares for own in passes):
-                yield f"{place}.turns[{stage}].{name}: has a pass without shares"
+            messages = len(getattr(bucket.launch[stage], name)) // bucket.batches - 1 if bucket.launch else 0
+            if any(not own.shares or messages % len(own.shares) for own in passes):
+                yield f"{place}.turns[{stage}].{name}: has shares that are not for {messages} messages"
 
 
 def _wrong_buckets(plan: Plan) -> Iterator[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.launch_order import decode
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.predicted_turns import with_turns
 from megatron_mux.fusion.step import bucket_costs, step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.simulate import simulate
-from tests.unit.fusion.test_interleave import planned, slowness
+from tests.unit.fusion.test_interleave import FINGERPRINT, LOADS, planned, slowness
 
 
 def scheduled(plan: Plan) -> list[TimedAction]:
@@ -39,8 +43,12 @@ def test_the_parts_of_a_pass_are_those_of_its_launch_order(stages: int) -> None:
         for lane in (pieces, sent):
             for one, after in zip(lane, lane[1:], strict=False):
                 assert one.stop <= after.start + 1e-12
-        assert min(part.start for part in pieces) == timed.start
-        assert max(part.stop for part in timed.parts) == pytest.approx(timed.stop)
+        turns = bucket.turns[timed.action.stage]
+        costs = turns.backward if timed.action.is_backward else turns.forward
+        first, last = min(part.start for part in pieces), max(part.stop for part in timed.parts)
+        assert timed.start <= first and last <= timed.stop + 1e-12
+        outside = timed.stop - timed.start - (last - first)  # all micro-batches are alike
+        assert outside == pytest.approx(sum(own.outside for own in costs), rel=0.05, abs=1e-9)
         assert {part.label for part in pieces} == {"+".join(own.tasks) for own in bucket.hybrid_tasks}
 
 
@@ -51,8 +59,22 @@ def test_the_costs_of_its_hybrid_tasks_are_those_of_the_bucket() -> None:
         (turns,) = bucket.turns
         assert len(turns.forward) == len(turns.backward) == bucket.batches == 2
         for passes, whole in ((turns.forward, bucket.forward), (turns.backward, bucket.backward)):
-            computation, messages = map(sum, zip(*passes, strict=True))
+            computation = sum(own.compute + own.outside for own in passes)
+            messages = sum(own.messages for own in passes)
             assert max(computation, messages) <= whole[0] * 1.05 and whole[0] < computation + messages
+
+
+def test_predictions_for_other_pieces_are_refused() -> None:
+    plan = planned("kahn", slower=slowness(1 / 2))
+    index = next(i for i, bucket in enumerate(plan.buckets) if bucket.launch)
+    (turns,) = plan.buckets[index].turns
+    fewer, uneven = replace(turns, forward=turns.forward[1:]), replace(turns.forward[0], shares=(0.2,) * 5)
+    for wrong in (fewer, replace(turns, forward=(uneven,) * len(turns.forward))):
+        buckets = list(plan.buckets)
+        buckets[index] = replace(buckets[index], turns=(wrong,))
+        edited = replace(plan, buckets=tuple(buckets))
+        with pytest.raises(UserError, match=rf"buckets\[{index}\].turns\[0\].forward"):
+            check_plan(edited, FINGERPRINT, Mesh(2), sorted(LOADS))
 
 
 def test_without_launch_orders_nothing_is_added() -> None:
