@@ -261,10 +261,8 @@ def best_order(chains: Sequence[Chain], interleave: Interleave, share: float = 0
     longest = sorted(
         range(len(chains)), key=lambda i: -sum(piece.compute + piece.message for piece in chains[i])
     )
-    tried = permutations(longest) if len(chains) <= _PERMUTED else [longest, longest[::-1]]
-    candidates = [
-        found,
-        one_after_another(chains),
-        *(list_schedule(chains, precedence, share) for precedence in tried),
-    ]
+    candidates = [found, one_after_another(chains)]
+    for precedence in permutations(longest) if len(chains) <= _PERMUTED else (longest, longest[::-1]):
+        candidates.append(list_schedule(chains, precedence, share))
+        candidates.append([index for index in precedence for _ in chains[index]])
     return min(candidates, key=lambda order: simulate(chains, order, share).seconds)
