@@ -1,4 +1,4 @@
-"""Process groups beside those of Megatron-Core: for transfers between stages, and for saves."""
+"""Process groups beside those of Megatron-Core: for transfers between stages, hidden messages, and saves."""
 
 from __future__ import annotations
 
@@ -33,16 +33,45 @@ def pair_groups(
     Returns:
         The groups of this ring. This rank can use only those of pairs that it belongs to.
     """
-    rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(rings, list(ring))
     found = {}
-    for other in sorted({tuple(ranks) for ranks in rings}):
+    for other in _all_of(ring):
         for pair in pairs:
             for backward in (False, True):
                 group = _pair_group([other[place] for place in (pair[::-1] if backward else pair)], device)
                 if other == tuple(ring):
                     found[pair, backward] = group
     return found
+
+
+def _all_of(ring: Sequence[int]) -> list[tuple[int, ...]]:
+    """The rings of all ranks of the world, in the same order on each of them. Every rank calls it."""
+    rings: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rings, list(ring))
+    return sorted({tuple(ranks) for ranks in rings})
+
+
+def bounded_tensor_group(parallel: Parallel, ctas: int) -> dist.ProcessGroup:
+    """The tensor ranks as a group of their own on GPUs, connected, for messages beside computation.
+
+    Every rank of the world calls it.
+
+    Args:
+        parallel: Where this rank stands.
+        ctas: CTAs that a collective of the group takes at most from computation.
+    """
+    own = tuple(dist.get_process_group_ranks(parallel.tp_group))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in _all_of(own):
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = ctas
+        options.is_high_priority_stream = (
+            True  # blocks of a message start before those of products that wait already
+        )
+        made[ranks] = new_group(list(ranks), parallel.device, "nccl", options)
+    # Connected now: at its first collective the host would wait for the other ranks.
+    dist.all_reduce(torch.zeros(1, device=parallel.device), group=made[own])
+    torch.cuda.synchronize(parallel.device)
+    return made[own]
 
 
 def new_group(ranks: list[int], device: torch.device, backend: str, options: Any = None) -> dist.ProcessGroup:

@@ -126,6 +126,8 @@ def _planning(arguments: MuxArguments) -> list[str]:
             for flag in given
             if flag in _IN_PLAN
         ]
+    if arguments.mux_communication_ctas is not None and arguments.tensor_model_parallel_size == 1:
+        problems.append("--mux-communication-ctas: needs --tensor-model-parallel-size of at least 2")
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: --mux-policy {arguments.mux_policy} does not respect it: use --mux-policy auto"

@@ -158,6 +158,12 @@ class MuxArguments:
         "auto",
         choices=("off", "kahn", "halves", "auto"),
     )
+    mux_communication_ctas: int | None = _flag(
+        "mux",
+        "CTAs that a message of tensor ranks takes at most from the computation that hides it, on GPUs, 1 to 32 (8)",
+        type=at_least(1, 32),
+        metavar="N",
+    )
     mux_align: Literal["dense", "max-length", "longest"] = _flag(
         "mux",
         "dense: no padding (default); max-length: pad sequences to their task's max_length; longest: to the longest "
@@ -269,13 +275,15 @@ class MuxArguments:
         return replace(self, bf16=bf16), said
 
     def check_device(self, kind: str) -> None:
-        """Check `--distributed-backend` and `--mux-tf32` against the kind of device, `cpu` or `cuda`.
+        """Check flags that a kind of device, `cpu` or `cuda`, does not support.
 
         Raises:
             UserError: The device does not support a flag.
         """
         if self.mux_tf32:
             check_tf32(kind)
+        if self.mux_communication_ctas is not None and kind != "cuda":
+            raise UserError("--mux-communication-ctas: bounds messages between GPUs: remove it on a CPU")
         backend = "nccl" if kind == "cuda" else "gloo"
         if self.distributed_backend not in (None, backend):
             where = "GPUs" if kind == "cuda" else "CPUs"

@@ -27,16 +27,17 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A whole number of at least `least`."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least `least`, and of `most` at most."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def whole(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, got {text!r}")
         return value
 
     return whole

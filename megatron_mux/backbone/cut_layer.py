@@ -20,7 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone.pieces import Exchanging, Message, MessageKind, Piece, some, without_collectives
+from megatron_mux.backbone.pieces import (
+    Exchanging,
+    Message,
+    MessageKind,
+    Piece,
+    received,
+    without_collectives,
+)
 from megatron_mux.backbone.rotary import Angles
 from megatron_mux.layout import MicroBatch
 
@@ -146,13 +153,13 @@ class CutLayer:
     def _spread(self, normed: Tensor) -> Exchanging[Tensor]:
         if not self.sequence_parallel:
             return normed
-        return some((yield Message("all_gather", normed)))
+        return received((yield Message("all_gather", normed)))
 
     def _spread_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
         return (yield None if gradient is None else Message(self._summing, gradient))
 
     def _sum(self, partial: Tensor) -> Exchanging[Tensor]:
-        return some((yield Message(self._summing, partial)))
+        return received((yield Message(self._summing, partial)))
 
     def _sum_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
         if not self.sequence_parallel:

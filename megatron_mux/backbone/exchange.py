@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.pieces import Exchanging, Message
 from megatron_mux.layout import MicroBatch
-from megatron_mux.runtime import Parallel
 
 Made = TypeVar("Made")
 
 
-class Exchange:
-    """Issues the messages of one rank, in the same order on all ranks of its tensor group.
+class Exchange(ABC):
+    """Issues the messages of one rank, in the same order on all ranks of its tensor group."""
 
-    On a GPU the group's own stream carries a message, after what the current stream has computed so far; waiting for
-    it makes the current stream wait, not the host. On a CPU a thread of the group does.
-
-    Args:
-        parallel: Where this rank stands.
-
-    Attributes:
-        log: Kinds and sizes of the messages issued so far, if somebody wants to know; else None.
-    """
-
-    def __init__(self, parallel: Parallel) -> None:
-        self._group = parallel.tp_group
-        self._size = parallel.tp_size
-        self.log: list[tuple[str, int]] | None = None
-
+    @abstractmethod
     def issue(self, message: Message) -> Pending:
-        """Begin to exchange a message."""
-        tensor = message.tensor.contiguous()
-        if self.log is not None:
-            self.log.append((message.kind, tensor.numel()))
-        if message.kind == "all_reduce":
-            return Pending(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
-        rows, *width = tensor.shape
-        if message.kind == "all_gather":
-            made = tensor.new_empty(rows * self._size, *width)
-            return Pending(
-                made, dist.all_gather_into_tensor(made, tensor, group=self._group, async_op=True), tensor
-            )
-        made = tensor.new_empty(rows // self._size, *width)
-        return Pending(
-            made, dist.reduce_scatter_tensor(made, tensor, group=self._group, async_op=True), tensor
-        )
+        """Begin to exchange a message, after what the current stream has computed so far.
+
+        The host waits for nothing: neither for the computation nor for the other ranks.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,7 +33,7 @@ class Pending:
 
     Attributes:
         result: What it makes.
-        work: Tells when it is there.
+        work: Its `wait` holds up what follows until the result is there: on a GPU the current stream, not the host.
         sent: Kept until then.
     """
 

@@ -41,7 +41,7 @@ Exchanging = Generator[Message | None, Tensor | None, Made]
 """Yields messages, is sent their results, and returns what it has made."""
 
 
-def some(result: Tensor | None) -> Tensor:
+def received(result: Tensor | None) -> Tensor:
     """The result of a message that was sent."""
     assert result is not None
     return result

@@ -39,6 +39,7 @@ class TrainingCompute:
         stages: This rank's.
         batches: For each unit, a batch for each hybrid task in it: computed one after the other.
         finalizer: Of the buckets' steps.
+        exchange: Carries messages that other hybrid tasks' computation hides.
         copied: On a GPU, the end of a copy of optimizers' state, which they await before they step.
 
     Attributes:
@@ -50,10 +51,12 @@ class TrainingCompute:
         stages: Stages,
         batches: StepBatches,
         finalizer: BucketFinalizer,
+        exchange: Exchange,
         copied: torch.cuda.Event | None = None,
     ) -> None:
         self.copied = copied
         self.times: PartTimes | None = None
+        self.exchange = exchange
         self.stages = stages
         self.batches = batches
         self.finalizer = finalizer
@@ -107,9 +110,7 @@ class TrainingCompute:
         needed = self._trained_below(backbone.layers.start, action.unit)
         launch = self.finalizer.bucket(action.bucket).launch
         if launch:
-            passes = InterleavedPasses(
-                backbone, batches, launch[action.stage], Exchange(self.finalizer.parallel)
-            )
+            passes = InterleavedPasses(backbone, batches, launch[action.stage], self.exchange)
             self._interleaved[action.stage, action.unit] = passes
             made = passes.forward(hidden, needed, self._observer(action, passes))
             outputs = [self._finish(action, batch, own) for batch, own in zip(batches, made, strict=True)]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.backbone.communication import GroupExchange
+from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem
@@ -42,6 +44,8 @@ class Engine:
         planning: How tasks share a step; by default all in one hybrid task.
         tries_plans: Whether a plan is tried on each rank before its steps count (see `trial`); by default where memory
             can run out: on a GPU.
+        exchange: Carries messages of tensor ranks that computation hides (see `make_exchange`); by default collectives
+            of their group.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Engine:
         parallel: Parallel,
         planning: Planning | None = None,
         tries_plans: bool | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
         self.backbone = own[0]
@@ -64,7 +69,10 @@ class Engine:
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
-        self._runner = StepRunner(self.stages, parallel, self.planning, self.communicator, self._trials)
+        exchange = exchange or GroupExchange(parallel.tp_group)
+        self._runner = StepRunner(
+            self.stages, parallel, self.planning, self.communicator, exchange, self._trials
+        )
         self._tasks: dict[str, TaskState] = {}
 
     # -- tasks come and go

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
@@ -39,6 +40,7 @@ class StepRunner:
         parallel: Where this rank stands.
         planning: Is told which steps were taken, and which plans did not fit.
         communicator: This rank's transfers.
+        exchange: Carries messages of tensor ranks that computation hides.
         trials: Tries plans first; None: memory cannot run out, or only where a pass recovers from it.
 
     Attributes:
@@ -53,6 +55,7 @@ class StepRunner:
     parallel: Parallel
     planning: Planning
     communicator: Communicator
+    exchange: Exchange
     trials: Trials | None
     last_plan: Plan | None = None
     copied: torch.cuda.Event | None = None
@@ -128,7 +131,7 @@ class StepRunner:
             finalizer = BucketFinalizer(
                 tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates
             )
-            return TrainingCompute(self.stages, batches, finalizer, self.copied)
+            return TrainingCompute(self.stages, batches, finalizer, self.exchange, self.copied)
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]

@@ -186,12 +186,17 @@ def local_collectives() -> Iterator[None]:
 
 
 class _LocalCollectives(TorchDispatchMode):
-    """Intercepts `c10d` operators: every operation of `torch.distributed` becomes one, whoever calls it."""
+    """Intercepts `c10d` operators: every operation of `torch.distributed` becomes one, whoever calls it.
+
+    Those of `symm_mem` return what they write to, their input or their last argument.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "symm_mem":
+            return args[0] if func._schema.name.endswith("_") else args[-1].zero_()
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         if func._schema.name.removeprefix("c10d::") not in _INPUTS:

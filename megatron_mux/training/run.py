@@ -13,6 +13,8 @@ import torch
 
 from megatron_mux import checkpoint
 from megatron_mux.arguments import MuxArguments
+from megatron_mux.backbone.communication import CTAS, make_exchange
+from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.data.dataset import DataFiles
@@ -69,7 +71,9 @@ def run(arguments: MuxArguments) -> None:
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
-            engine = Engine(_load_backbone(arguments, parallel, planning, reporter), parallel, planning)
+            exchange = _make_exchange(arguments, parallel, reporter)
+            backbone = _load_backbone(arguments, parallel, planning, reporter)
+            engine = Engine(backbone, parallel, planning, exchange=exchange)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             with closing(loop):
                 loop.registry.register(tasks)
@@ -113,6 +117,15 @@ def _load_backbone(
         planning.split,
         arguments.mux_backbone_weights,
     )
+
+
+def _make_exchange(arguments: MuxArguments, parallel: Parallel, reporter: Reporter) -> Exchange | None:
+    """What carries hidden messages of tensor ranks; None where the run hides none."""
+    if parallel.tp_size == 1 or arguments.mux_policy != "auto" or arguments.mux_interleave == "off":
+        return None
+    exchange, said = make_exchange(parallel, arguments.mux_communication_ctas or CTAS)
+    reporter.say(said)
+    return exchange
 
 
 @contextmanager

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.exchange import Exchange, Pending
 from megatron_mux.backbone.model import Recompute, load_stages
-from megatron_mux.backbone.pieces import Message
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
+from tests.distributed.message_log import logged
 from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
 
 
@@ -40,15 +39,7 @@ def train(
     planning = planning_of(policy, stages[0], parallel, cases, layout.split)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks([case.task for case in cases])
-    log: list[tuple[str, int]] = []
-    issue = Exchange.issue
-
-    def logged(self: Exchange, message: Message) -> Pending:
-        log.append((message.kind, message.tensor.numel()))
-        return issue(self, message)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "issue", logged)
+    with logged() as log:
         steps = [engine.step() for _ in range(2)]
     logs: list[list[tuple[str, int]]] = [[]] * parallel.tp_size
     dist.all_gather_object(logs, log, group=parallel.tp_group)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.cut_layer import CutLayer
-from megatron_mux.backbone.exchange import Course, Exchange, interleave
+from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.pieces import some
+from megatron_mux.backbone.pieces import received
 from megatron_mux.fusion.layer_graph import LayerGraph, trace_layer
 from megatron_mux.fusion.operators import layer_subgraphs
 from megatron_mux.fusion.roofline import roofline
@@ -28,6 +29,7 @@ from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests import tiny_models
+from tests.distributed.message_log import logged
 
 LAYER = 1
 LENGTHS = {"everywhere": (9, 5), "some": (10,)}
@@ -72,7 +74,7 @@ def _cut(
 ) -> tuple[Tensor, Tensor, list[list[tuple[str, int]]]]:
     """Output, gradient of the input, and the messages of both passes of the layer cut by hand."""
     parallel = backbone.parallel
-    exchange, logs = Exchange(parallel), []
+    exchange, logs = GroupExchange(parallel.tp_group), []
     layer = CutLayer(
         layer=backbone.model.decoder.layers[LAYER],
         batch=batch,
@@ -86,14 +88,14 @@ def _cut(
     messages = 4 if parallel.sequence_parallel else 2
 
     def run(steps: Any) -> Any:
-        exchange.log = []
-        (made,) = interleave([Course(steps, batch)], [0] * (messages + 1), exchange)
-        logs.append(exchange.log)
+        with logged() as log:
+            (made,) = interleave([Course(steps, batch)], [0] * (messages + 1), exchange)
+        logs.append(log)
         return made
 
     y, trained = run(layer.forward(x, True))
     assert trained
-    return y, some(run(layer.backward(dy))), logs
+    return y, received(run(layer.backward(dy))), logs
 
 
 def _messages(traced: LayerGraph, parallel: Parallel, backbone: Backbone) -> list[list[tuple[str, int]]]:

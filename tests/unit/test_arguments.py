@@ -79,6 +79,7 @@ def test_defaults() -> None:
         mux_plan=None,
         mux_align="dense",
         mux_interleave="auto",
+        mux_communication_ctas=None,
         mux_chunk_size="auto",
         mux_memory_limit="auto",
         mux_backbone_weights="resident",
@@ -199,6 +200,12 @@ def test_everything_given() -> None:
         ("--load model", "--load model: is a model, not a run of megatron-mux: use --backbone model"),
         ("--mux-watch nowhere", "--mux-watch nowhere: no such directory"),
         ("--backbone nowhere", "--backbone nowhere: no such directory"),
+        ("--mux-communication-ctas 4", "needs --tensor-model-parallel-size of at least 2"),
+        (
+            "--tensor-model-parallel-size 2 --mux-communication-ctas 33",
+            "must be a whole number from 1 to 32, got '33'",
+        ),
+        ("--tensor-model-parallel-size 2 --mux-communication-ctas 0", "must be a whole number from 1 to 32"),
         ("--mux-tasks nowhere", "--mux-tasks nowhere: no such file"),
         ("--mux-tasks model", "--mux-tasks model: is a directory"),
     ],
@@ -284,6 +291,14 @@ def test_a_backend_must_go_with_the_device() -> None:
         parse("--distributed-backend", "nccl").check_device("cpu")
     with pytest.raises(UserError, match="processes on GPUs communicate over nccl"):
         parse("--distributed-backend", "gloo").check_device("cuda")
+
+
+@pytest.mark.usefixtures("place")
+def test_ctas_of_messages_are_for_gpus_that_exchange_some() -> None:
+    given = parse("--mux-communication-ctas", "4", "--tensor-model-parallel-size", "2")
+    given.check_device("cuda")
+    with pytest.raises(UserError, match="--mux-communication-ctas: bounds messages between GPUs"):
+        given.check_device("cpu")
 
 
 @pytest.mark.usefixtures("place")

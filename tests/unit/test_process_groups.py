@@ -68,6 +68,34 @@ def test_a_link_is_connected_in_its_own_direction(rank: int, monkeypatch: pytest
     assert done == [(verbs[0], other, forward), (verbs[1], other, backward)]
 
 
+def test_messages_have_a_group_of_few_ctas(limit: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks make all groups, in one order; each joins its own once."""
+    asked: list[tuple[list[int], Any]] = []
+    joined: list[object] = []
+
+    def new_group(ranks: list[int], **named: Any) -> str:
+        assert named["backend"] == "nccl" and named["timeout"] == named["pg_options"]._timeout == limit
+        asked.append((ranks, named["pg_options"]))
+        return f"group of {ranks}"
+
+    def gather(found: list[Any], own: list[int]) -> None:
+        assert own == [2, 3]
+        found[:] = [[2, 3], [2, 3], [0, 1], [0, 1]]
+
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 3])
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    places: Any = SimpleNamespace(tp_group="tensor", device=CPU)
+    assert process_groups.bounded_tensor_group(places, 12) == "group of [2, 3]"
+    assert [ranks for ranks, _ in asked] == [[0, 1], [2, 3]] and joined == ["group of [2, 3]"]
+    assert all(own.config.max_ctas == 12 and own.is_high_priority_stream for _, own in asked)
+
+
 def test_groups_of_several_ranks_are_connected_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[object] = []
     monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))

@@ -50,7 +50,7 @@ def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
         return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, 3, 7, failed)  # type: ignore[list-item]
     finalizer: Any = SimpleNamespace(failed=failed, tokens=[{}], buckets=[0], tasks={}, parallel=parallel())
     batches: Any = Batches()
-    return TrainingCompute(stages, batches, finalizer)
+    return TrainingCompute(stages, batches, finalizer, exchange=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("number", "last"), [(0, False), (1, False), (1, True)])
