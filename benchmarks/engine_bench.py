@@ -174,11 +174,15 @@ class MachineSpeed:
         return self.parallel.most([time.perf_counter() - start])[0]
 
 
-def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:
-    """Return the directory of a random backbone; rank 0 writes it if it does not exist yet."""
-    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}-{str(dtype).removeprefix('torch.')}"
+def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0, layers: int | None = None) -> Path:
+    """Return the directory of a random backbone; rank 0 writes it if it does not exist yet.
+
+    `layers` replaces those of the shape.
+    """
+    name = f"{shape}-{str(dtype).removeprefix('torch.')}" + (f"-{layers}" if layers else "")
+    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{name}"
     if rank == 0:
-        write_random_backbone(shape, path, dtype)
+        write_random_backbone(shape, path, dtype, layers)
     dist.barrier()
     return path
 

@@ -36,6 +36,7 @@ CHECKS = (
     "test_steady_steps",
     "test_triton_on_gpu",
     "test_triton_rows_on_gpu",
+    "test_messages",
     "test_isolation_on_gpu",
     "test_on_gpu",
 )

@@ -96,6 +96,18 @@ def test_a_pipeline_against_megatron_on_a_tiny_backbone(
     assert "over Megatron-Core's 1F1B" in (tmp_path / "result.md").read_text()
 
 
+def test_messages_on_several_gpus_without_one(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/communication_gpus.py", "--dry"]
+    result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
+    assert [one["way"] for one in result["sweep"]] == ["gloo", "gloo"] and result["ranks"] == 2
+    assert all(one["message_s"] > 0 and one["bus_bytes_per_s"] > 0 for one in result["sweep"])
+    assert [one["order"] for one in result["steps"]] == ["one after another", "in turns"]
+    for step in result["steps"]:
+        assert 0 < step["compute"] <= 1 and 0 < step["links"] <= 1
+        assert step["both"] <= min(step["compute"], step["links"])
+    assert "the figures mean nothing" in (tmp_path / "result.md").read_text()
+
+
 def test_overlap_comes_out_as_one_after_another(tmp_path: Path, server: Server) -> None:
     command = [server.python, "benchmarks/overlap.py", "--no-namespaces", "--backbone-shape", "tiny"]
     command += ["--tasks", "2", "--turns", "1", "--tokens", "128", "--output", str(tmp_path / "result.json")]

@@ -91,7 +91,8 @@ def test_messages_have_a_group_of_few_ctas(limit: timedelta, monkeypatch: pytest
     monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     places: Any = SimpleNamespace(tp_group="tensor", device=CPU)
-    assert process_groups.bounded_tensor_group(places, 12) == "group of [2, 3]"
+    found: Any = process_groups.bounded_tensor_group(places, 12)
+    assert found == "group of [2, 3]"
     assert [ranks for ranks, _ in asked] == [[0, 1], [2, 3]] and joined == ["group of [2, 3]"]
     assert all(own.config.max_ctas == 12 and own.is_high_priority_stream for _, own in asked)
 
