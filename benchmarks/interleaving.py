@@ -15,11 +15,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from script import add_output, command_line, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.registry import BackboneInfo
+    from megatron_mux.fusion.profile import Profile
+    from megatron_mux.fusion.stage_cost import StageCosts
 
 SIZES = (2, 4, 8)
 """Tensor ranks, and tasks."""
@@ -53,24 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]:
     """Seconds of a step of equal tasks on one stage, and over one task after another."""
     from megatron_mux.fusion.launch_order import Interleave
-    from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.roofline import roofline
-    from megatron_mux.fusion.stage_cost import StageCosts
-    from megatron_mux.memory.forms.method import Method
 
-    info = _info(shape)
-    profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, tensor)
-    curve = profile.curves["all_reduce"]
-    # The roofline's all-reduce is a latency and bytes over its own link: here over this one.
-    latency = 2 * curve.forward[0] - curve.forward[1] if curve.sizes[1] == 2 * curve.sizes[0] else 0.0
-    moved = [2 * info.shape.hidden * 2 * (tensor - 1) / tensor * size for size in curve.sizes]
-    seconds = tuple(latency + count / LINKS[link] for count in moved)
-    curves = {**profile.curves, "all_reduce": dataclasses.replace(curve, forward=seconds, backward=seconds)}
-    profile = dataclasses.replace(profile, curves=curves)
-    load = TaskLoad.of(_spec(), *_lengths(), info.shape)
-    loads = [dataclasses.replace(load, name=f"task-{i}") for i in range(tasks)]
-    stages = [range(info.shape.layers)]
-    costs = StageCosts(profile, info.shape, loads, stages, Method(tensor=tensor), 2, True, "auto")
+    info = info_of(shape)
+    costs = equal_tasks(info, h100(info, tensor, LINKS[link]), tensor, tasks)
 
     def of(sets: Sequence[tuple[int, ...]], interleave: Interleave, parts: int = 1) -> float:
         assert costs.interleaving is not None
@@ -80,8 +70,6 @@ def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]
 
     every, alone = tuple(range(tasks)), [(i,) for i in range(tasks)]
     serial = sum(of([own], "off") for own in alone)
-    one = costs.hybrids([alone[0]], 1)[0]
-    messages = one.communication_forward[0] + one.communication_backward[0]
     found = {
         "batched": of([every], "off"),
         "in turns, Algorithm 1": of(alone, "kahn"),
@@ -92,13 +80,14 @@ def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]
         "link": link,
         "tensor": tensor,
         "tasks": tasks,
-        "share_of_messages": messages / sum(one.alone()),
+        "share_of_messages": share_of_messages(costs),
         "seconds": {"one after another": serial, **found},
         "speedup": {name: serial / own for name, own in found.items()},
     }
 
 
-def _info(shape: str) -> Any:
+def info_of(shape: str) -> BackboneInfo:
+    """A backbone of a shape of `workload.SHAPES`."""
     from workload import SHAPES
 
     from megatron_mux.backbone.registry import info_without_weights
@@ -110,18 +99,55 @@ def _info(shape: str) -> Any:
         return info_without_weights(directory)
 
 
-def _spec() -> Any:
+def h100(info: BackboneInfo, tensor: int, bandwidth: float) -> Profile:
+    """The roofline of an H100 in bf16, its tensor ranks joined by a link of so many bytes a second."""
+    from megatron_mux.fusion.roofline import roofline
+
+    profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, tensor)
+    curve = profile.curves["all_reduce"]
+    # The roofline's all-reduce is a latency and bytes over its own link: here over this one.
+    latency = 2 * curve.forward[0] - curve.forward[1] if curve.sizes[1] == 2 * curve.sizes[0] else 0.0
+    moved = [2 * info.shape.hidden * 2 * (tensor - 1) / tensor * size for size in curve.sizes]
+    return with_messages(profile, [latency + count / bandwidth for count in moved])
+
+
+def with_messages(profile: Profile, seconds: Sequence[float]) -> Profile:
+    """A profile whose all-reduces, of the sizes that it has, take these seconds."""
+    curve = dataclasses.replace(profile.curves["all_reduce"], forward=tuple(seconds), backward=tuple(seconds))
+    return dataclasses.replace(profile, curves={**profile.curves, "all_reduce": curve})
+
+
+def equal_tasks(
+    info: BackboneInfo,
+    profile: Profile,
+    tensor: int,
+    tasks: int,
+    stages: int = 1,
+    sequences: int = SEQUENCES,
+    tokens: int = TOKENS,
+) -> StageCosts:
+    """Costs of equal LoRA tasks, each with so many sequences of so many tokens in a step, on equal stages."""
+    import numpy as np
     from engine_bench import spec_of
 
+    from megatron_mux.fusion.load import TaskLoad
+    from megatron_mux.fusion.stage_cost import StageCosts
+    from megatron_mux.memory.forms.method import Method
+
     adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
-    return spec_of("task", adapter, SEQUENCES, TOKENS)
+    lengths = np.full(sequences, tokens, np.int32)
+    load = TaskLoad.of(spec_of("task", adapter, sequences, tokens), lengths, lengths // 2, info.shape)
+    loads = [dataclasses.replace(load, name=f"task-{i}") for i in range(tasks)]
+    each = info.shape.layers // stages
+    layers = [range(s * each, (s + 1) * each) for s in range(stages)]
+    itemsize = 2 if profile.about["kind"] == "cuda" else 4
+    return StageCosts(profile, info.shape, loads, layers, Method(tensor=tensor), itemsize, True, "auto")
 
 
-def _lengths() -> tuple[Any, Any]:
-    import numpy as np
-
-    lengths = np.full(SEQUENCES, TOKENS, np.int32)
-    return lengths, lengths // 2
+def share_of_messages(costs: StageCosts) -> float:
+    """Of the seconds of one task's step by itself."""
+    one = costs.hybrid((0,), 1)
+    return (sum(one.communication_forward) + sum(one.communication_backward)) / sum(one.alone())
 
 
 def markdown(result: dict[str, Any]) -> str:
