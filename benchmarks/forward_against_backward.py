@@ -97,7 +97,7 @@ def _row(link: str, tokens: int, tensor: int, stages: int, tasks: int) -> dict[s
         "stages": stages,
         "tasks": tasks,
         "share_of_messages": share_of_messages(costs),
-        "seconds": found,
+        "seconds": {side: own for side, own in found.items() if math.isfinite(own)},
         "gains": {side: found["auto"] / found[side] - 1 for side in SIDES},
     }
 
