@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,25 +102,35 @@ def test_samples_of_every_kind_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         runtime.shutdown()
 
 
-class Slow(LoopKernels):
-    """The reference, with a wait."""
+class Clock:
+    """Seconds that only kernels of `slow` and looks at the clock take, however busy the machine is."""
 
-    @staticmethod
-    def down(x: torch.Tensor, table: TermTable, groups: RowGroups) -> torch.Tensor:
-        """See `LowRankKernels.down`."""
-        time.sleep(5e-3)
-        return LoopKernels.down(x, table, groups)
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
 
 
-class SlowForMany(LoopKernels):
-    """The reference, with a longer wait where several tasks share the rows."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which probes are timed."""
+    made = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=made))
+    return made
 
-    @staticmethod
-    def down(x: torch.Tensor, table: TermTable, groups: RowGroups) -> torch.Tensor:
-        """See `LowRankKernels.down`."""
-        if len(groups.slots) > 1:
-            time.sleep(20e-3)
-        return LoopKernels.down(x, table, groups)
+
+def slow(clock: Clock, seconds: Callable[[RowGroups], float]) -> type[LoopKernels]:
+    """The reference, taking longer."""
+
+    class Slow(LoopKernels):
+        @staticmethod
+        def down(x: torch.Tensor, table: TermTable, groups: RowGroups) -> torch.Tensor:
+            clock.now += seconds(groups)
+            return LoopKernels.down(x, table, groups)
+
+    return Slow
 
 
 @pytest.fixture
@@ -156,10 +165,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], list[str]]:
     return of
 
 
-def test_kernels_are_chosen_by_measurement(stage: Backbone, install: Callable[[Kernels], list[str]]) -> None:
+def test_kernels_are_chosen_by_measurement(
+    stage: Backbone, clock: Clock, install: Callable[[Kernels], list[str]]
+) -> None:
     """Of two, the fastest at each BaseOp; the profile keeps them, its adapters are timed with them."""
     assert module._Bench(stage, 32, 1).probes.kernels() == [], "on a CPU there is one"
-    used = install({"triton": Slow, "loop": LoopKernels})
+    used = install({"triton": slow(clock, lambda groups: 5e-3), "loop": LoopKernels})
     bench = module._Bench(stage, 32, 1)
     bench.choose_kernels()
     assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "loop") and set(used) == {"triton", "loop"}
@@ -169,10 +180,14 @@ def test_kernels_are_chosen_by_measurement(stage: Backbone, install: Callable[[K
     assert set(used) == {"loop"}
 
 
+@pytest.mark.parametrize("slow_for_many", [False, True])
 def test_default_kernels_stay_unless_others_are_always_faster(
-    stage: Backbone, install: Callable[[Kernels], list[str]]
+    slow_for_many: bool, stage: Backbone, clock: Clock, install: Callable[[Kernels], list[str]]
 ) -> None:
-    install({"triton": Slow, "loop": SlowForMany})
+    def seconds(groups: RowGroups) -> float:
+        return 20e-3 if (len(groups.slots) > 1) == slow_for_many else 0.0
+
+    install({"triton": slow(clock, lambda groups: 5e-3), "loop": slow(clock, seconds)})
     bench = module._Bench(stage, 32, 1)
     bench.choose_kernels()
     assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "triton")
