@@ -116,5 +116,5 @@ def test_overlap_comes_out_as_one_after_another(tmp_path: Path, server: Server) 
     assert case["messages"] > 0
     assert set("abcde") == set(case["predicted_s"])
     assert set("abcdefg") == set(case["seconds"])
-    assert all(sorted(order) == list("0000011111") for order in case["orders"]["e"])
+    assert all(sorted(order) == list("0000011111") for order in case["orders"]["d"])
     assert "one batch split in two" in (tmp_path / "result.md").read_text()
