@@ -90,6 +90,7 @@ def markdown(result: dict[str, Any]) -> str:
             if side not in case["median_s"]:
                 continue
             taken, said = case["median_s"][side], case["predicted_s"].get(side)
+            equal = case["predicted_at_this_speed_s"].get(side, 0.0) / taken - 1
             rows.append(
                 (
                     f"({side}) {what}",
@@ -97,12 +98,17 @@ def markdown(result: dict[str, Any]) -> str:
                     f"{case['speed_up'][side]:.3f}x{_goal(side, case['share'])}",
                     f"{case['median_cpu_s'][side]:.3f}",
                     "" if said is None else f"{said:.3f} ({said / taken - 1:+.1%})",
+                    "" if said is None else f"{equal:+.1%}",
                 )
             )
-        lines += table("side | seconds | over (a) | CPU seconds of a rank | simulated before", rows)
+        lines += table(
+            "side | seconds | over (a) | CPU seconds of a rank | simulated before | at equal speed", rows
+        )
     same = all(case["adapters_equal"] and case["messages_equal"] for case in result["cases"])
     said = "came out alike to the bit" if same else "DIFFER"
     lines += [
+        "",
+        "At equal speed: (f) and (g) taken as long as they took in the turns, not as in the profile.",
         "",
         f"Adapters of tasks one after another and in turns after two steps, and the messages of both ranks: {said}.",
         "",

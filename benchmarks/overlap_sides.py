@@ -41,6 +41,8 @@ GOALS = {"speed_up": ((1 / 2, 1.4), (1 / 3, 1.2)), "of_bound": 0.85, "over_best_
 """What (e) is to reach: its speed-up by the share of messages, largest first."""
 
 Order = Sequence[int]
+Orders = tuple[Order, Order]
+"""Forward and backward."""
 
 
 def one_after_another(names: Sequence[str]) -> Plan:
@@ -165,15 +167,53 @@ class ChainTimes:
             for both in self.chains
         ]
 
-    def orders(self, interleave: Interleave) -> tuple[list[int], list[int]]:
+    def orders(self, interleave: Interleave) -> Orders:
         """The launch orders, forward and backward."""
         forward, backward = (best_order(own, interleave, self.costs.share) for own in self.chains)
         return forward, backward
 
-    def predicted(self, orders: tuple[Order, Order]) -> float:
-        """Seconds of a step."""
-        both = zip(self.chains, orders, strict=True)
-        return self.rest + sum(simulate(own, order, self.costs.share).seconds for own, order in both)
+    def predicted(self, orders: Orders, compute: float = 1.0, messages: float = 1.0) -> float:
+        """Seconds of a step, on a machine that takes so many times as long to compute and to send."""
+
+        def taken(chains: Sequence[Chain], order: Order) -> float:
+            slower = [[PieceCost(compute * p.compute, messages * p.message) for p in own] for own in chains]
+            return simulate(slower, order, self.costs.share).seconds
+
+        return compute * self.rest + sum(map(taken, self.chains, orders))
+
+
+@dataclass
+class Forecast:
+    """Predicts the seconds of sides (a) to (e).
+
+    Attributes:
+        plain: What was measured of (a) and (b).
+        turns: Of batches that take turns, by name: tasks, halves.
+        orders: Of sides (c), (d) and (e), unless that is (b): which batches take turns, and in what order.
+    """
+
+    plain: Mapping[str, PlanTimes]
+    turns: Mapping[str, ChainTimes]
+    orders: dict[str, tuple[str, Orders]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for side, name, interleave in IN_TURNS:
+            self.orders[side] = name, self.turns[name].orders(interleave)
+        ours = {name: own.orders("auto") for name, own in self.turns.items()}
+        predicted = {name: own.predicted(ours[name]) for name, own in self.turns.items()}
+        fastest = min(predicted, key=lambda name: predicted[name])
+        if predicted[fastest] < self.seconds()["b"]:
+            self.orders["e"] = fastest, ours[fastest]
+
+    def seconds(self, compute: float = 1.0, messages: float = 1.0) -> dict[str, float]:
+        """Of a step by each side, on a machine that takes so many times as long to compute and to send."""
+        found = {}
+        for side, like in (("a", "tasks"), ("b", "halves")):
+            own, turns = self.plain[side], self.turns[like]
+            found[side] = compute * (own.compute + turns.waits) + messages * turns.costs.seconds(own.sent)
+        for side, (name, orders) in self.orders.items():
+            found[side] = self.turns[name].predicted(orders, compute, messages)
+        return {"e": found["b"], **found}
 
 
 def figures(

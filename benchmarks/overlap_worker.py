@@ -16,8 +16,8 @@ import torch.distributed as dist
 from engine_bench import SwitchablePlanning, environment, random_backbone, spec_of
 from namespaces import limit_bandwidth
 from overlap_sides import (
-    IN_TURNS,
     ChainTimes,
+    Forecast,
     MessageCosts,
     PlanTimes,
     figures,
@@ -118,28 +118,22 @@ class _Case:
         turns = {
             name: ChainTimes.of(profile, costs, self.parallel.most) for name, profile in profiles.items()
         }
-        predicted = {
-            side: plain[side].compute + turns[like].waits + costs.seconds(plain[side].sent)
-            for side, like in (("a", "tasks"), ("b", "halves"))
-        }
-        for side, name, interleave in IN_TURNS:
-            orders = turns[name].orders(interleave)
+        forecast = Forecast(plain, turns)
+        for side, (name, orders) in forecast.orders.items():
             plans[side] = in_order(taking_turns[name], *orders)
-            predicted[side] = turns[name].predicted(orders)
-        ours = {name: own.orders("auto") for name, own in turns.items()}
-        candidates = {f"{name} in turns": turns[name].predicted(order) for name, order in ours.items()}
-        candidates["one batch"] = predicted["b"]
-        fastest = min(candidates, key=lambda name: candidates[name])
-        name = fastest.partition(" ")[0]
-        plans["e"] = in_order(taking_turns[name], *ours[name]) if name in ours else plans["b"]
-        predicted["e"] = candidates[fastest]
+        plans.setdefault("e", plans["b"])
         measured = self._measure(plans, plain["a"].sent)
+        tasks_in_turns = in_order(taking_turns["tasks"], *turns["tasks"].orders("auto"))
         timed: list[TimedAction] = []
-        tasks_in_turns = in_order(taking_turns["tasks"], *ours["tasks"])
-        self._steps.take(plans["e"] if name in ours else tasks_in_turns, timer=timed.append)
+        self._steps.take(plans["e"] if "e" in forecast.orders else tasks_in_turns, timer=timed.append)
         self._steps.close()
+        slower = [
+            statistics.median(measured["seconds"][side]) / profiled
+            for side, profiled in (("f", plain["a"].compute), ("g", costs.seconds(plain["a"].sent)))
+        ]
+        predicted = forecast.seconds()
         return {
-            "ours": fastest,
+            "ours": f"{forecast.orders['e'][0]} in turns" if "e" in forecast.orders else "one batch",
             "tasks": len(names),
             "share": self._share,
             "megabits_per_s": None if rate is None else rate / 1e6,
@@ -153,6 +147,8 @@ class _Case:
             **measured,
             **figures(measured["seconds"], measured["cpu_seconds"], costs.share, predicted),
             "predicted_s": predicted,
+            "slower_than_profile": slower,
+            "predicted_at_this_speed_s": forecast.seconds(*slower),
             "orders": {
                 side: [launch.forward, launch.backward]
                 for side, plan in plans.items()
