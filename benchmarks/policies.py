@@ -75,7 +75,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     add_worker_flag(parser)
     add_output(parser)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.link is not None and arguments.stages > 1:
+        parser.error("--link: joins two tensor ranks of one stage: leave --stages out")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -98,6 +98,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the backbone in fp32, as with --mux-fp32",
     )
+    add("--sequence-parallel", action="store_true", help="tensor ranks divide the rows, as in the run")
     add("--recompute-granularity", choices=("full", "selective"), help="recomputation, as in the run")
     add(
         "--micro-batches",
@@ -141,6 +142,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--gpus: chooses --stages, --tensor-parallel and --data-parallel: leave them out")
     if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
         raise UserError("--virtual-stages: needs --stages of at least 2")
+    if arguments.subgraphs and arguments.gpus is None and (arguments.tensor_parallel or 1) == 1:
+        raise UserError(
+            "--subgraphs: needs --tensor-parallel of at least 2: layers of one rank send no messages"
+        )
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
     tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
@@ -176,20 +181,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _with_subgraphs(plan: Plan, context: PlanningContext, loads: Mapping[str, TaskLoad]) -> Plan:
-    """The plan with the subgraphs of its layers, for the rows of an average micro-batch."""
+    """The plan with the subgraphs of its layers, for the rows of an average batch and LoRA on every linear module."""
     import torch
 
     from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
 
     if plan.tensor == 1:
-        raise UserError(
-            "--subgraphs: end with messages of tensor ranks: needs --tensor-parallel of at least 2"
-        )
-    micro_batches = sum(bucket.micro_batches * len(bucket.hybrid_tasks) for bucket in plan.buckets)
-    rows = round(sum(load.total for load in loads.values()) / micro_batches / plan.data)
+        raise UserError("--subgraphs: this plan has one tensor rank, so its layers send no messages")
+    batches = sum(bucket.micro_batches * bucket.batches for bucket in plan.buckets)
+    rows = round(sum(load.total for load in loads.values()) / batches / plan.data / plan.tensor) * plan.tensor
     dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
     question = SubgraphQuestion(
-        context.info, context.profile, dtype, context.sequence_parallel, max(2, rows), _LORA_RANK
+        context.info, context.profile, dtype, context.sequence_parallel, max(plan.tensor, rows), _LORA_RANK
     )
     return replace(plan, layers=tuple(subgraphs_of(question)))
 
@@ -231,6 +234,7 @@ def _plans(
             arguments.micro_batches,
             rolling=ROLLING_STEPS,
             residence=arguments.backbone_weights,
+            sequence_parallel=arguments.sequence_parallel and mesh.tensor > 1,
             interleave=arguments.interleave,
             tasks=loads,
         )
@@ -300,6 +304,8 @@ def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
         words.append("--bf16" if arguments.bf16 else "--mux-fp32")
     if arguments.backbone_weights != "resident":
         words.append(f"--mux-backbone-weights {arguments.backbone_weights}")
+    if context.sequence_parallel:
+        words.append("--sequence-parallel")
     if arguments.memory_limit:
         words.append(f"--mux-memory-limit {arguments.memory_limit}")
     words.append(

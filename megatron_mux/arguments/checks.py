@@ -126,8 +126,14 @@ def _planning(arguments: MuxArguments) -> list[str]:
             for flag in given
             if flag in _IN_PLAN
         ]
-    if arguments.mux_communication_ctas is not None and arguments.tensor_model_parallel_size == 1:
-        problems.append("--mux-communication-ctas: needs --tensor-model-parallel-size of at least 2")
+    if arguments.mux_communication_ctas is not None:
+        if arguments.tensor_model_parallel_size == 1:
+            problems.append("--mux-communication-ctas: needs --tensor-model-parallel-size of at least 2")
+        if arguments.mux_policy != "auto" or arguments.mux_interleave == "off":
+            problems.append(
+                "--mux-communication-ctas: bounds hidden messages, and this run hides none: remove it, or use "
+                "--mux-policy auto without --mux-interleave off"
+            )
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: --mux-policy {arguments.mux_policy} does not respect it: use --mux-policy auto"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,8 @@ _MULTICAST_CTAS = 8  # what torch's multicast operators take at most; it cannot 
 _MULTICAST_DTYPES = (torch.bfloat16, torch.float32)
 _SLOT_BYTES = 32 << 20  # of memory that all ranks of a group see; a longer message travels in parts
 _ALIGNMENT = 16  # bytes that one load of a multicast operator moves
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Way = Literal["multicast", "nccl", "gloo"]
 
@@ -199,7 +202,7 @@ def _capabilities(parallel: Parallel) -> Capabilities:
         return Capabilities(gpu=False)
     ranks = dist.get_process_group_ranks(parallel.tp_group)
     own = (
-        socket.gethostname(),
+        _machine(),
         ranks,
         torch.cuda.get_device_capability(parallel.device),
         _has_multicast(parallel.device),
@@ -209,6 +212,14 @@ def _capabilities(parallel: Parallel) -> Capabilities:
     hosts, groups, compute, multicast = zip(*everywhere, strict=True)
     one_node = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
     return Capabilities(True, min(compute), one_node, all(multicast))
+
+
+def _machine() -> str:
+    """What tells machines apart, also where containers on several of them have the same host name."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _has_multicast(device: torch.device) -> bool:

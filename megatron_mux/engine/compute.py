@@ -37,7 +37,7 @@ class TrainingCompute:
 
     Args:
         stages: This rank's.
-        batches: For each unit, a batch for each hybrid task in it: computed one after the other.
+        batches: For each unit, a batch for each hybrid task in it (or half of one).
         finalizer: Of the buckets' steps.
         exchange: Carries messages that other hybrid tasks' computation hides.
         copied: On a GPU, the end of a copy of optimizers' state, which they await before they step.

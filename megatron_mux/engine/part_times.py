@@ -115,7 +115,8 @@ class PartTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self._stream = torch.cuda.Stream(device) if runtime.is_gpu(device) else None
+        # Of high priority, so that with one hardware queue its waiting does not hold up computation.
+        self._stream = torch.cuda.Stream(device, priority=-1) if runtime.is_gpu(device) else None
         self._passes: dict[Action, PassTimes] = {}
 
     def of(self, action: Action, labels: Sequence[str]) -> PassTimes:

@@ -102,12 +102,13 @@ def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
             if set(counts) != set(range(bucket.batches)) or len(set(counts.values())) > 1:
                 wanted = f"0 to {bucket.batches - 1}, each as often as the others"
                 yield f"{place}.launch[{stage}].{name}: must name {wanted}, got {order[:20]!r}"
-    for stage, turns in enumerate(bucket.turns):
+    for stage, (turns, launch) in enumerate(zip(bucket.turns, bucket.launch, strict=False)):
         for name, passes in (("forward", turns.forward), ("backward", turns.backward)):
             if len(passes) != bucket.batches:
                 yield f"{place}.turns[{stage}].{name}: has {len(passes)} entries, {bucket.batches} are needed"
-            messages = len(getattr(bucket.launch[stage], name)) // bucket.batches - 1 if bucket.launch else 0
-            if any(not own.shares or messages % len(own.shares) for own in passes):
+            messages = len(getattr(launch, name)) // bucket.batches - 1
+            lengths = {len(own.shares) for own in passes}
+            if len(lengths) > 1 or any(not length or messages % length for length in lengths):
                 yield f"{place}.turns[{stage}].{name}: has shares that are not for {messages} messages"
 
 

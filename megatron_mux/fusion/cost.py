@@ -62,7 +62,7 @@ class HybridCost(BucketCost):
         seconds = self.backward if backward else self.forward
         messages = self.communication_backward if backward else self.communication_forward
         outside = self.outside[backward][stage]
-        return PassCost(seconds[stage] - outside, messages[stage], self.shares[backward], outside)
+        return PassCost(max(0.0, seconds[stage] - outside), messages[stage], self.shares[backward], outside)
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""

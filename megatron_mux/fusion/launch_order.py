@@ -10,7 +10,7 @@ which they are issued. So a launch order decides how much of the messages is hid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Annotated, Literal
@@ -30,6 +30,8 @@ _FEW_LAYERS = 4
 
 _PERMUTED = 4
 """Chains of which every order of precedence is tried; of more, the longest goes first."""
+
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _Order = Annotated[str, Field(pattern="^[0-9a-z]*$")]
 
@@ -197,10 +199,12 @@ class PassCost:
         outside: Seconds besides its layers, of embedding and loss head: they are not interleaved.
     """
 
-    compute: float
-    messages: float
-    shares: tuple[float, ...]
-    outside: float = 0.0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    compute: _Seconds
+    messages: _Seconds
+    shares: tuple[_Seconds, ...]
+    outside: _Seconds = 0.0
 
     def chain(self, layers: int, of: int) -> list[PieceCost]:
         """The pieces of the first so many layers, all of which are alike, of a stage with `of` layers."""
@@ -228,11 +232,10 @@ class Overlap:
         layers, few, less = self.layers[stage], _FEW_LAYERS, _FEW_LAYERS // 2
         outside = sum(own.outside for own in passes)
         if layers <= few:
-            return outside + self._simulated(passes, layers, layers)
-        # All layers are alike: what a layer more takes is known after a few.
-        begun = self._simulated(passes, few, layers)
-        another = (begun - self._simulated(passes, less, layers)) / (few - less)
-        return outside + begun + (layers - few) * another
+            return outside + min(self._simulated(passes, layers, layers))
+        # All layers are alike: what a layer more takes, in each kind of order, is known after a few.
+        begun = zip(self._simulated(passes, few, layers), self._simulated(passes, less, layers), strict=True)
+        return outside + min(more + (layers - few) * (more - fewer) / (few - less) for more, fewer in begun)
 
     def order(self, passes: Sequence[PassCost], stage: int) -> str:
         """The launch order of these passes through a stage."""
@@ -240,9 +243,11 @@ class Overlap:
         chains = [own.chain(layers, layers) for own in passes]
         return encode(best_order(chains, self.interleave, self.share))
 
-    def _simulated(self, passes: Sequence[PassCost], layers: int, of: int) -> float:
+    def _simulated(self, passes: Sequence[PassCost], layers: int, of: int) -> list[float]:
+        """Seconds of the first so many layers in each of the orders that are tried."""
         chains = [own.chain(layers, of) for own in passes]
-        return simulate(chains, best_order(chains, self.interleave, self.share), self.share).seconds
+        tried = _orders(chains, self.interleave, self.share)
+        return [simulate(chains, order, self.share).seconds for order in tried]
 
 
 def best_order(chains: Sequence[Chain], interleave: Interleave, share: float = 0.0) -> list[int]:
@@ -253,16 +258,21 @@ def best_order(chains: Sequence[Chain], interleave: Interleave, share: float = 0
         interleave: See `Interleave`.
         share: See `simulate`.
     """
+    return min(_orders(chains, interleave, share), key=lambda order: simulate(chains, order, share).seconds)
+
+
+def _orders(chains: Sequence[Chain], interleave: Interleave, share: float) -> Iterator[list[int]]:
+    """The launch orders that are tried: equally many for all chains of as many hybrid tasks."""
     if interleave == "off" or len(chains) == 1:
-        return one_after_another(chains)
-    found = kahn(chains)
+        yield one_after_another(chains)
+        return
+    yield kahn(chains)
     if interleave == "kahn":
-        return found
+        return
+    yield one_after_another(chains)
     longest = sorted(
         range(len(chains)), key=lambda i: -sum(piece.compute + piece.message for piece in chains[i])
     )
-    candidates = [found, one_after_another(chains)]
     for precedence in permutations(longest) if len(chains) <= _PERMUTED else (longest, longest[::-1]):
-        candidates.append(list_schedule(chains, precedence, share))
-        candidates.append([index for index in precedence for _ in chains[index]])
-    return min(candidates, key=lambda order: simulate(chains, order, share).seconds)
+        yield list_schedule(chains, precedence, share)
+        yield [index for index in precedence for _ in chains[index]]

@@ -251,7 +251,7 @@ class _Bench:
         for _ in range(self.rounds + 1):
             message, product = seconds(1, 0), seconds(0, 1)
             # So many that the message is there before the last of them.
-            count = min(_MOST_REPEATS, 1 + math.ceil(2 * message / product))
+            count = 1 + math.ceil(2 * message / product)
             together, alone = seconds(1, count), seconds(0, count)
             rounds.append((together - alone) / message)
         return min(_MOST_TAKEN, max(0.0, statistics.median(rounds[1:])))

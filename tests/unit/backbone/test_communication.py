@@ -108,6 +108,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.order: list[str] = []  # with what streams are asked for
 
     def size(self) -> int:
         return RANKS
@@ -117,6 +118,7 @@ class Rank:
     def all_reduce_(self, x: Tensor, op: str, group: str) -> Tensor:
         assert (op, group) == ("sum", "tensor") and x.is_contiguous()
         self.calls.append(f"all_reduce of {x.numel()}")
+        self.order.append("operator")
         return x.neg_()
 
     def all_gather(self, x: Tensor, group: str, out: Tensor) -> Tensor:
@@ -132,12 +134,15 @@ class Rank:
 class Stream:
     """Of messages."""
 
-    def __init__(self, device: object, priority: int) -> None:
+    def __init__(self, order: list[str], priority: int) -> None:
         assert priority < 0
+        self._order = order
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: object) -> None:
+        self._order.append("waits for computation")
 
     def record_event(self) -> Any:
+        self._order.append("arrived")
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -150,10 +155,10 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     )
     monkeypatch.setattr(torch.ops, "symm_mem", operators, raising=False)
     monkeypatch.setattr(communication, "_collective", made.collective)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(made.order, priority))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: made.order.append("keeps a tensor"))
     yield made
 
 
@@ -165,6 +170,12 @@ def test_a_long_message_travels_through_the_slot_in_parts(slot: int, parts: list
     result = exchange.issue(Message("all_reduce", x)).wait()
     assert result is x and torch.equal(x, -before)
     assert rank.calls == [f"all_reduce of {part}" for part in parts]
+
+
+def test_the_stream_of_messages_waits_for_computation_and_keeps_tensors(rank: Rank) -> None:
+    exchange = MulticastExchange(rank, torch.empty(4096, dtype=torch.uint8))  # type: ignore[arg-type]
+    exchange.issue(Message("all_reduce", torch.ones(4, 1, 8)))
+    assert rank.order == ["waits for computation", "keeps a tensor", "keeps a tensor", "operator", "arrived"]
 
 
 @pytest.mark.parametrize(("slot", "parts"), [(4096, [96]), (256, [32, 32, 32])])

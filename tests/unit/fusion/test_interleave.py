@@ -140,6 +140,26 @@ def test_a_launch_order_edited_by_hand_is_refused(order: str) -> None:
         check_plan(Plan.from_json(json.loads(dumps(edited))), FINGERPRINT, Mesh(2), sorted(LOADS))
 
 
+def test_predictions_for_other_pieces_are_refused() -> None:
+    plan = planned("kahn", stages=2, slower=slowness(1 / 2))
+    index, bucket = next((i, own) for i, own in enumerate(plan.buckets) if own.launch)
+    first = bucket.turns[0]
+    passes = (dataclasses.replace(first.forward[0], shares=(0.25,) * 4), *first.forward[1:])
+    turns = (dataclasses.replace(first, forward=passes), *bucket.turns[1:])
+    for changed, said in (
+        ({"turns": turns}, rf"buckets\[{index}\].turns\[0\].forward"),
+        ({"launch": bucket.launch[:1]}, rf"buckets\[{index}\].launch"),
+    ):
+        own = dataclasses.replace(bucket, **changed)  # type: ignore[arg-type]
+        edited = dataclasses.replace(plan, buckets=(*plan.buckets[:index], own, *plan.buckets[index + 1 :]))
+        with pytest.raises(UserError, match=said):
+            check_plan(edited, FINGERPRINT, Mesh(2, 2), sorted(LOADS))
+    value = json.loads(dumps(plan))
+    value["buckets"][index]["turns"][0]["forward"][0]["compute"] = -5
+    with pytest.raises(UserError, match="compute"):
+        Plan.from_json(value)
+
+
 def test_a_launch_order_prints() -> None:
     assert "in turns" in str(planned("kahn", slower=slowness(1 / 2)))
     assert LaunchOrder("01", "10") == LaunchOrder(forward="01", backward="10")

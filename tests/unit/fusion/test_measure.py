@@ -84,6 +84,44 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     assert seconds(found) == pytest.approx(seconds(device), rel=1e-6)
 
 
+class PlayedProcessor:
+    """A played processor: a product takes a second, a message so many, and of the processor its share meanwhile."""
+
+    def __init__(self, message: float, share: float) -> None:
+        self._message, self._share = message, share
+        self._now = self._arrives = 0.0
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def t(self) -> torch.Tensor:
+        """The weight of a product, which takes its time here."""
+        busy = max(0.0, self._arrives - self._now)
+        self._now += min(1 / (1 - self._share), 1 + self._share * busy)
+        return torch.zeros(4, 4)
+
+    def all_reduce(self, *_: Any, **__: Any) -> SimpleNamespace:
+        self._arrives = self._now + self._message
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self) -> None:
+        self._now = max(self._now, self._arrives)
+
+
+@pytest.mark.parametrize("message", [0.1, 3.0, 50.0])
+def test_what_a_message_takes_from_computation(message: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PlayedProcessor(message, 0.25)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module.dist, "all_reduce", clock.all_reduce)
+    bench: Any = module._Bench.__new__(module._Bench)
+    bench.rounds, bench.device, bench.dtype = 3, torch.device("cpu"), torch.float32
+    bench.probes = SimpleNamespace(rows=[2])
+    ops = [SimpleNamespace(module=SimpleNamespace(weight=clock))]
+    parallel = SimpleNamespace(tp_group=None, most=lambda values: values)
+    bench.backbone = SimpleNamespace(parallel=parallel, shape=SimpleNamespace(hidden=4), base_ops=lambda: ops)
+    assert bench._message_share() == pytest.approx(0.25)
+
+
 def test_samples_of_every_kind_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for a kind that the backbone cannot have."""
     parallel = runtime.initialize(device="cpu")
