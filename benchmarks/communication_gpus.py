@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 _FLAGS = ("--ranks", "--ctas", "--megabytes", "--backbone-shape", "--layers", "--tokens", "--dry")
 _ABOUT = (
     "Bus bandwidth: bytes x 2 (n - 1) / n over seconds, n ranks. Shares are of the time between a step's first and "
-    "last kernel; of rank 0, by torch's profiler. The JSON has them slice by slice."
+    "last kernel; of rank 0, by torch's profiler, for which copies into and out of a slot "
+    "compute, too. The JSON has them slice by slice."
 )
 _DRY = {"ranks": 2, "megabytes": [0.01, 0.1], "backbone_shape": "tiny", "layers": 2, "tokens": 256}
 

@@ -1,7 +1,7 @@
 """Pictures of schedules as SVG, for people. `trace.py` writes them for zooming in.
 
-A bucket has the same colour in every picture of a run, simulated or measured: colours depend on the labels only, not on
-what ran first. Labels with a task in common share a colour, since a task is in one bucket, and differ by hatching.
+In the grids a bucket has the same colour in every picture of a run, simulated or measured: colours depend on the
+labels only, not on what ran first. Labels with a task in common share a colour, since a task is in one bucket, and differ by hatching.
 """
 
 from __future__ import annotations

@@ -94,10 +94,13 @@ def test_a_profile_that_stands_in_is_said(plan: Call, workplace: Workplace, tmp_
 
 def test_a_plan_keeps_subgraphs(plan: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "plan.json", tmp_path / "subgraphs.svg"
-    status, output, _ = plan("--tensor-parallel", "2", "--subgraphs", "--output", file, "--json")
+    flags = ["--tensor-parallel", "2", "--sequence-parallel", "--subgraphs"]
+    status, output, _ = plan(*flags, "--output", file, "--json")
     assert status == 0
-    (layers,) = Plan.from_json(json.loads(file.read_text())).layers
-    assert layers.tensor == 2 and [own.message for own in layers.forward if own.message] == ["all_reduce"] * 2
+    made = Plan.from_json(json.loads(file.read_text()))
+    (layers,) = made.layers
+    messages = [own.message for own in layers.forward if own.message]
+    assert layers.tensor == 2 and messages == ["all_gather", "reduce_scatter"] * 2
     assert json.loads(output)["alternatives"]["interleave_off"] > 0
     assert tool("draw_schedule").main(["--subgraphs", "--plan", str(file), "--output", str(picture)]) == 0
     assert str(layers) in capsys.readouterr().out and picture.exists()

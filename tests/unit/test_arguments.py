@@ -205,6 +205,10 @@ def test_everything_given() -> None:
             "--tensor-model-parallel-size 2 --mux-communication-ctas 33",
             "must be a whole number from 1 to 32, got '33'",
         ),
+        (
+            "--tensor-model-parallel-size 2 --mux-communication-ctas 4 --mux-interleave off",
+            "bounds hidden messages, and this run hides none",
+        ),
         ("--tensor-model-parallel-size 2 --mux-communication-ctas 0", "must be a whole number from 1 to 32"),
         ("--mux-tasks nowhere", "--mux-tasks nowhere: no such file"),
         ("--mux-tasks model", "--mux-tasks model: is a directory"),
