@@ -1,7 +1,8 @@
 """Pictures of schedules as SVG, for people. `trace.py` writes them for zooming in.
 
 In the grids a bucket has the same colour in every picture of a run, simulated or measured: colours depend on the
-labels only, not on what ran first. Labels with a task in common share a colour, since a task is in one bucket, and differ by hatching.
+labels only, not on what ran first. Labels with a task in common share a colour, since a task is in one bucket, and
+differ by hatching.
 """
 
 from __future__ import annotations
