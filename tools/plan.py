@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.planner import Comparison, Planner
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.fusion.profile import Profile
-
-_LORA_RANK = 16
-"""Of the adapters with which subgraphs are traced: as `tools/draw_schedule.py` does by default."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -166,7 +163,9 @@ def run(arguments: argparse.Namespace) -> None:
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
     if arguments.subgraphs:
-        best = _with_subgraphs(best, planner.context, loads)
+        from megatron_mux.dry_run.layer_subgraphs import with_subgraphs
+
+        best = with_subgraphs(best, planner.context, sum(load.total for load in loads.values()))
     if arguments.output is not None:
         _write(arguments.output, best)
     if arguments.json:
@@ -178,23 +177,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.gpus is not None:
         _print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
-
-
-def _with_subgraphs(plan: Plan, context: PlanningContext, loads: Mapping[str, TaskLoad]) -> Plan:
-    """The plan with the subgraphs of its layers, for the rows of an average batch and LoRA on every linear module."""
-    import torch
-
-    from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
-
-    if plan.tensor == 1:
-        raise UserError("--subgraphs: this plan has one tensor rank, so its layers send no messages")
-    batches = sum(bucket.micro_batches * bucket.batches for bucket in plan.buckets)
-    rows = round(sum(load.total for load in loads.values()) / batches / plan.data / plan.tensor) * plan.tensor
-    dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
-    question = SubgraphQuestion(
-        context.info, context.profile, dtype, context.sequence_parallel, max(plan.tensor, rows), _LORA_RANK
-    )
-    return replace(plan, layers=tuple(subgraphs_of(question)))
 
 
 def _plans(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,15 @@ from megatron_mux.dry_run.real_host import RealHostMode
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.layer_graph import trace_layer
 from megatron_mux.fusion.operators import layer_subgraphs
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.memory.worker import Worker
 from megatron_mux.tasks import TaskSpec
 
 _SECONDS = 600.0
+_LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,28 @@ def subgraphs_of(question: SubgraphQuestion) -> list[LayerSubgraphs]:
         raise UserError(f"{question.rows} rows cannot be divided among {question.tensor} tensor ranks")
     with Worker(_SECONDS) as worker:
         return worker.submit(_traced, question).result()
+
+
+def with_subgraphs(plan: Plan, context: PlanningContext, tokens: float) -> Plan:
+    """The plan with the subgraphs of its layers, with LoRA of rank 16 on every linear module.
+
+    Args:
+        plan: Of at least two tensor ranks.
+        context: What it was made from.
+        tokens: Of a step of all its tasks: the subgraphs are those of an average batch.
+
+    Raises:
+        UserError: The plan has one tensor rank, or its layers cannot be divided.
+    """
+    if plan.tensor == 1:
+        raise UserError("--subgraphs: this plan has one tensor rank, so its layers send no messages")
+    batches = plan.data * sum(bucket.micro_batches * bucket.batches for bucket in plan.buckets)
+    rows = plan.tensor * max(1, round(tokens / batches / plan.tensor))
+    dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
+    question = SubgraphQuestion(
+        context.info, context.profile, dtype, context.sequence_parallel, rows, _LORA_RANK
+    )
+    return replace(plan, layers=tuple(subgraphs_of(question)))
 
 
 def _traced(question: SubgraphQuestion) -> list[LayerSubgraphs]:
