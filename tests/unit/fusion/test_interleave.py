@@ -150,7 +150,7 @@ def test_predictions_for_other_pieces_are_refused() -> None:
         ({"turns": turns}, rf"buckets\[{index}\].turns\[0\].forward"),
         ({"launch": bucket.launch[:1]}, rf"buckets\[{index}\].launch"),
     ):
-        own = dataclasses.replace(bucket, **changed)  # type: ignore[arg-type]
+        own = dataclasses.replace(bucket, **changed)
         edited = dataclasses.replace(plan, buckets=(*plan.buckets[:index], own, *plan.buckets[index + 1 :]))
         with pytest.raises(UserError, match=said):
             check_plan(edited, FINGERPRINT, Mesh(2, 2), sorted(LOADS))

@@ -112,7 +112,7 @@ class PlayedProcessor:
 def test_what_a_message_takes_from_computation(message: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PlayedProcessor(message, 0.25)
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(module.dist, "all_reduce", clock.all_reduce)
+    monkeypatch.setattr(torch.distributed, "all_reduce", clock.all_reduce)
     bench: Any = module._Bench.__new__(module._Bench)
     bench.rounds, bench.device, bench.dtype = 3, torch.device("cpu"), torch.float32
     bench.probes = SimpleNamespace(rows=[2])
