@@ -28,8 +28,9 @@ class MegatronEngine(Engine):
 
     def __init__(self, stages: Sequence[Backbone], parallel: Parallel, planning: Planning) -> None:
         super().__init__(stages, parallel, planning, tries_plans=False)
+        exchange = self._runner.exchange
         self._runner = self._switchable_runner = _Runner(
-            self.stages, parallel, planning, self.communicator, None
+            self.stages, parallel, planning, self.communicator, exchange, None
         )
 
     @property
