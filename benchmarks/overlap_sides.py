@@ -143,7 +143,7 @@ class ChainTimes:
         inside = [own.message for one in profile.passes[0] for own in one.pieces if own.message is not None]
         own_pieces = [sum(p.seconds for one in both for p in one.pieces) for both in profile.passes]
         (rest,) = slowest([profile.compute - statistics.median(own_pieces)])
-        (all_pieces,) = slowest([statistics.fmean(own_pieces)])
+        (all_pieces,) = slowest([statistics.median(own_pieces)])
         waits = sum(piece.compute for chain in (*forward, *backward) for piece in chain) - all_pieces
         rest += costs.seconds(profile.sent) - costs.seconds(inside)
         return cls(costs, (forward, backward), rest, waits)
@@ -152,13 +152,12 @@ class ChainTimes:
     def _chains(
         repeats: Sequence[TimedPass], costs: MessageCosts, slowest: Callable[[list[float]], list[float]]
     ) -> list[Chain]:
-        # A piece ends when the slowest rank has computed it: its message is for all. Therefore means: whenever one rank
-        # is held up, so are all, while without messages each loses its own time only.
+        # A piece ends when the slowest rank has computed it: its message is for all.
         seconds = [slowest([piece.seconds for piece in one.pieces]) for one in repeats]
         found: dict[int, list[PieceCost]] = {}
         for piece, own in zip(repeats[0].pieces, zip(*seconds, strict=True), strict=True):
             message = 0.0 if piece.message is None else costs.beside[piece.message]
-            found.setdefault(piece.chain, []).append(PieceCost(statistics.fmean(own), message))
+            found.setdefault(piece.chain, []).append(PieceCost(statistics.median(own), message))
         return [found[chain] for chain in sorted(found)]
 
     def to_json(self) -> list[list[list[tuple[float, float]]]]:
