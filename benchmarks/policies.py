@@ -169,17 +169,8 @@ def _one_set(
     bench = make_bench_on_stages(path, parallel, context, specs, records)
     steps = context.rolling
     try:
-        planner, loads = bench.planner, bench.loads
-        plans = {
-            "serial": bench.alone(),
-            "spatial": [planner.fixed("spatial", loads)],
-            "temporal": [planner.fixed("temporal", loads)],
-        }
-        for hiding in HIDING if context.mesh.tensor > 1 else ():
-            plans[hiding] = [type(planner)(replace(planner.context, interleave=hiding)).plan(loads)]
-        predicted = {name: made[0].predicted_latency_s for name, made in plans.items() if name in HIDING}
-        auto = planner.plan(loads)
-        plans["auto"] = [auto]
+        plans, predicted = _plans(bench)
+        auto = plans["auto"][0]
         # A plan that is the same as another's is measured once, and both have its seconds.
         first: dict[str, str] = {}
         for name, made in plans.items():
@@ -205,21 +196,32 @@ def _one_set(
     return {
         "tasks": len(specs),
         "max_lengths": [spec.data.max_length for spec in specs],
-        "tokens": sum(load.total for load in loads.values()),
+        "tokens": sum(load.total for load in bench.loads.values()),
         "plan": [[list(h.tasks) for h in bucket.hybrid_tasks] for bucket in auto.buckets],
         "micro_batches": [bucket.micro_batches for bucket in auto.buckets],
         "same_as": same,
         "measured": measured,
         "halves": [bucket.halves for bucket in auto.buckets],
-        "predicted": {
-            **planner.compare(loads).alternatives,
-            **predicted,
-            "auto": auto.predicted_latency_s,
-        },
+        "predicted": predicted,
         "best": best,
         "auto_against_best": ratio,
         "reference": statistics.median(reference),
     }
+
+
+def _plans(bench: Any) -> tuple[dict[str, list[Any]], dict[str, float | None]]:
+    """The plans of each policy, which together step every task, and their predicted seconds."""
+    planner, loads = bench.planner, bench.loads
+    plans = {
+        "serial": bench.alone(),
+        "spatial": [planner.fixed("spatial", loads)],
+        "temporal": [planner.fixed("temporal", loads)],
+    }
+    for hiding in HIDING if planner.context.mesh.tensor > 1 else ():
+        plans[hiding] = [type(planner)(replace(planner.context, interleave=hiding)).plan(loads)]
+    plans["auto"] = [planner.plan(loads)]
+    by_the_planner = {name: plans[name][0].predicted_latency_s for name in (*HIDING, "auto") if name in plans}
+    return plans, {**planner.compare(loads).alternatives, **by_the_planner}
 
 
 def _layout(plan: Any) -> list[Any]:
