@@ -289,20 +289,24 @@ finally:
 def test_times_and_memory_for_70b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten seconds from nothing are the goal on a quiet machine, and one second for what was answered before; 2 GB.
 
-    Processor time is what other processes change least; most of it goes into importing torch and transformers. GPUs of
-    4 TB have room for many sequences: to find how many takes longest. All methods take longer than any of them.
+    Processor time is what other processes change least, and the imports that a trace needs are the measure of how fast
+    the machine is: on two quiet cores a first answer takes 4.3 times as long, a second 0.025 times. GPUs of 4 TB have
+    room for many sequences: to find how many takes longest. All methods take longer than any of them.
     """
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
     flags = ["--method", "all", "--gpu-memory", "4000GB"]
     used = [processor_seconds()]
+    modules = "import peft, torch, transformers.models.llama.modeling_llama"
+    subprocess.run([sys.executable, "-c", modules], cwd=ROOT, check=True)
+    used.append(processor_seconds())
     first = _run_on_70b(tmp_path, *flags, python=[sys.executable, "-c", _TOLD_LAST])
     used.append(processor_seconds())
     for _ in range(2):
         second = _run_on_70b(tmp_path, *flags)
         used.append(processor_seconds())
         assert {**json.loads(second.stdout), "seconds": 0} == {**json.loads(first.stdout), "seconds": 0}
-    cold, *cached = [after - before for before, after in pairwise(used)]
-    assert cold < 20 and min(cached) < 1
+    imports, cold, *cached = [after - before for before, after in pairwise(used)]
+    assert cold < 7 * imports and min(cached) < 0.1 * imports
     assert json.loads(first.stdout)["model"]["parameters"] > 68e9
     assert 100e3 < int(first.stderr.splitlines()[-1]) < 2e9 / 1024
 
