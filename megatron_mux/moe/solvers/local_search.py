@@ -14,24 +14,30 @@ from megatron_mux.moe.solvers.search_state import SearchState
 _AT_ONCE = 2_000_000
 """Numbers in the arrays that candidates are compared in."""
 
+_OPTIMAL = 1e-9
+"""Relative distance to a lower bound that counts as none."""
+
 _LEAST_GAIN = 1e-10
 """Share of a layer's seconds that a change must gain."""
 
 
-def improve(problem: PlacementProblem, owners: Ints, deadline: float) -> tuple[Ints, bool]:
+def improve(
+    problem: PlacementProblem, owners: Ints, deadline: float, bound: float = 0.0
+) -> tuple[Ints, bool]:
     """Improve a placement until no single change helps.
 
     Args:
         problem: The problem.
         owners: [L][E] placement that fits the capacities.
         deadline: Value of `time.perf_counter` at which to stop.
+        bound: A lower bound of the objective; a placement that has reached it is left as it is.
 
     Returns:
         The placement, never worse than `owners`, and whether the search ended before the deadline.
     """
     state = SearchState(problem, owners)
     before = state.cost
-    finished = _Search(state, deadline).run()
+    finished = _Search(state, deadline, bound).run()
     return (state.owners, finished) if state.cost <= before else (owners, finished)
 
 
@@ -40,12 +46,13 @@ class _Search:
 
     Args:
         state: The placement.
-        deadline: See `improve`.
+        deadline, bound: See `improve`.
     """
 
-    def __init__(self, state: SearchState, deadline: float) -> None:
+    def __init__(self, state: SearchState, deadline: float, bound: float) -> None:
         self.state = state
         self.deadline = deadline
+        self.bound = bound
         problem = state.problem
         self._cheapest = np.zeros((problem.layers, problem.workers, problem.workers))
         self._which = np.zeros(self._cheapest.shape, dtype=np.int64)
@@ -54,8 +61,14 @@ class _Search:
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
+    @property
+    def optimal(self) -> bool:
+        return self.state.cost <= self.bound * (1 + _OPTIMAL)
+
     def run(self) -> bool:
         """Improve layers by themselves, then pairs of layers; returns whether that ended before the deadline."""
+        if self.optimal:
+            return True
         for layer in range(self.state.problem.layers):
             self._improve_layer(layer)
         if self.late:
@@ -64,7 +77,7 @@ class _Search:
             self._price(layer)
         while not self.late:
             changed = self._exchange()
-            if not changed:
+            if not changed or self.optimal:
                 return True
             for layer in changed:
                 self._improve_layer(layer)

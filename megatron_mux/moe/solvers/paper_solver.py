@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import heapq
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def solve_paper(problem: PlacementProblem, deadline: float) -> tuple[Ints, float
         owners, bound = round_shares(relaxed.shares, problem.capacities), relaxed.value
     else:
         owners, bound = _from_counts(problem, seconds, classes)
-    owners, finished = improve(problem, owners, deadline)
+    owners, finished = improve(problem, owners, deadline, bound)
     return owners, bound, finished
 
 
@@ -52,23 +52,37 @@ def _from_counts(problem: PlacementProblem, seconds: Floats, classes: list[Ints]
     if problem.experts <= MOST_TRIED:
         table = SetTable(problem.access, kinds)
         counts, bound = choose_counts(table.seconds(), *room)
-        owners = _divided(problem, table, counts, fast, slow)
-        return _fit(problem, owners), bound
-    counts, bound = choose_counts(least_seconds(problem.access, kinds), *room)
-    return _packed(problem, counts, seconds, fast, slow), bound
+        divided = [table.divide(layer, int(count)) for layer, count in enumerate(counts)]
+    else:
+        counts, bound = choose_counts(least_seconds(problem.access, kinds), *room)
+        divided = [
+            _pack(access, int(count), kinds) for access, count in zip(problem.access, counts, strict=True)
+        ]
+    return _fit(problem, _dealt(problem, divided, (fast, slow))), bound
 
 
-def _divided(problem: PlacementProblem, table: SetTable, counts: Ints, fast: Ints, slow: Ints) -> Ints:
-    """[L][E] workers: larger parts of a layer to workers with more room left; capacities may be exceeded."""
+_Parts = list[list[int]]
+"""Experts of each worker of a kind."""
+
+
+def _dealt(problem: PlacementProblem, divided: list[tuple[_Parts, _Parts]], kinds: tuple[Ints, Ints]) -> Ints:
+    """[L][E] workers: larger parts of a layer to workers with more room left; capacities may be exceeded.
+
+    Args:
+        problem: The problem.
+        divided: [L] parts of fast and of slow workers.
+        kinds: Fast and slow workers.
+    """
     owners = np.empty((problem.layers, problem.experts), dtype=np.int64)
     left = problem.capacities.astype(np.float64)
-    divided = {layer: table.divide(layer, int(counts[layer])) for layer in range(problem.layers)}
 
     def unevenness(layer: int) -> int:
         return max(max(map(len, parts)) - min(map(len, parts)) for parts in divided[layer] if parts)
 
-    for layer in sorted(divided, key=unevenness, reverse=True):  # even layers last, to make up for the others
-        for members, parts in zip((fast, slow), divided[layer], strict=True):
+    for layer in sorted(
+        range(problem.layers), key=unevenness, reverse=True
+    ):  # even layers make up for the others
+        for members, parts in zip(kinds, divided[layer], strict=True):
             by_room = members[np.argsort(-left[members], kind="stable")]
             for worker, part in zip(by_room, sorted(parts, key=len, reverse=True), strict=True):
                 owners[layer, part] = worker
@@ -116,56 +130,46 @@ def _exchange_parts(state: SearchState, over: int, excess: Ints, seconds: Floats
     return False
 
 
-def _packed(problem: PlacementProblem, counts: Ints, seconds: Floats, fast: Ints, slow: Ints) -> Ints:
-    """[L][E] workers: the chosen numbers of experts on fast workers, hottest to the worker that is then done first."""
-    owners = np.empty((problem.layers, problem.experts), dtype=np.int64)
-    left = problem.capacities.copy()
-    for layer in range(problem.layers):
-        access = problem.access[layer]
-        slots = np.zeros(problem.workers, dtype=np.int64)
-        count = int(counts[layer])
-        for members, number in ((fast, count), (slow, problem.experts - count)):
-            for _ in range(number):  # in proportion to what is left, so that all are full at the end
-                share = (left[members] - slots[members]) / np.maximum(1, problem.capacities[members])
-                slots[members[int(share.argmax())]] += 1
-        left -= slots
-        hot = np.argsort(-access, kind="stable")
-        taken = _for_fast(access[hot], count, seconds, fast, slow)
-        for members, experts in ((fast, hot[taken]), (slow, hot[~taken])):
-            done = np.zeros(problem.workers)
-            for expert in experts:
-                ready = np.where(slots[members] > 0, done[members] + access[expert], np.inf)
-                worker = members[int(ready.argmin())]
-                owners[layer, expert] = worker
-                done[worker] += access[expert]
-                slots[worker] -= 1
-    return owners
+def _pack(access: Floats, count: int, kinds: Kinds) -> tuple[_Parts, _Parts]:
+    """Divide a layer's experts, the hottest first to the worker with the least load.
+
+    Args:
+        access: [E] probabilities.
+        count: Experts on fast workers.
+        kinds: The workers.
+    """
+    hot = np.argsort(-access, kind="stable")
+    taken = _for_fast(access[hot], count, kinds)
+    found = []
+    for workers, experts in ((kinds.fast, hot[taken]), (kinds.slow, hot[~taken])):
+        parts: _Parts = [[] for _ in range(workers)]
+        loads = [(0.0, worker) for worker in range(workers)]
+        for expert in experts:
+            load, worker = heapq.heappop(loads)
+            parts[worker].append(int(expert))
+            heapq.heappush(loads, (load + float(access[expert]), worker))
+        found.append(parts)
+    return found[0], found[1]
 
 
-def _for_fast(hot: Floats, count: int, seconds: Floats, fast: Ints, slow: Ints) -> np.ndarray:
+def _for_fast(hot: Floats, count: int, kinds: Kinds) -> np.ndarray:
     """[E] which experts go to fast workers: as many of the hottest as balance both kinds, then the coldest.
 
     Args:
         hot: [E] probabilities, falling.
         count: Experts on fast workers.
-        seconds: [N] of each worker with all load.
-        fast, slow: The workers.
+        kinds: The workers.
     """
     experts = len(hot)
-    if not len(slow):
+    if not kinds.slow:
         return np.ones(experts, dtype=bool)
     sums = np.concatenate([[0.0], np.cumsum(hot)])
     hottest = np.arange(count + 1)
     load = sums[hottest] + sums[-1] - sums[experts - (count - hottest)]
-    time_fast = load * seconds[fast[0]] / len(fast)
-    time_slow = (sums[-1] - load) * seconds[slow[0]] / len(slow)
+    time_fast = load * kinds.fast_seconds / kinds.fast
+    time_slow = (sums[-1] - load) * kinds.slow_seconds / kinds.slow
     best = int(np.maximum(time_fast, time_slow).argmin())
     chosen = np.zeros(experts, dtype=bool)
     chosen[:best] = True
     chosen[experts - (count - best) :] = True
     return chosen
-
-
-def deadline_in(seconds: float) -> float:
-    """Value of `time.perf_counter` so many seconds from now."""
-    return time.perf_counter() + seconds
