@@ -1,0 +1,95 @@
+"""Pairs of a row and an expert, in the order in which a rank's experts compute them: expert by expert, task by task.
+
+So no row meets another task's adapter, and all pairs of an expert are one product.
+
+Shapes: N rows that a rank's experts compute, K experts of a row, P pairs, W width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs that a rank computes.
+
+    Attributes:
+        rows: `[P]` int64, the row of each pair.
+        choices: `[P]` int64, which of its row's K experts each is.
+        slots: `[P]` int64, the slot of the task that each pair's row belongs to.
+        counts: Pairs of each of the rank's experts.
+        places: `[P]` int64, for the pairs in order of rows, where each one is.
+        starts: `[N]` int64, the first of each row's pairs in `places`.
+    """
+
+    rows: Tensor
+    choices: Tensor
+    slots: Tensor
+    counts: tuple[int, ...]
+    places: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, slots: Tensor, places: Tensor, held: int) -> Pairs:
+        """Order the pairs of a rank.
+
+        Args:
+            experts: `[N, K]` int64, the experts of each row; those that the rank does not hold are left out.
+            slots: `[N]` int64, the slot of each row's task.
+            places: `[E]` int64, the place of each expert among those that the rank holds; -1: it does not.
+            held: How many it holds.
+        """
+        here = places[experts]
+        rows, choices = (here >= 0).nonzero(as_tuple=True)
+        expert, slot = here[rows, choices], slots[rows]
+        order = (expert * (int(slot.max()) + 1 if len(slot) else 1) + slot).argsort(stable=True)
+        found = torch.empty_like(order)
+        found[order] = torch.arange(len(order), device=order.device)
+        of_row = (here >= 0).sum(dim=1)
+        counts = tuple(torch.bincount(expert, minlength=held).tolist())
+        return cls(rows[order], choices[order], slot[order], counts, found, of_row.cumsum(0) - of_row)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The row of each pair: `[N, W]` to `[P, W]`."""
+        spread: Tensor = _Spread.apply(x, self)  # type: ignore[no-untyped-call]
+        return spread
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum of each row's pairs: `[P, W]` to `[N, W]`."""
+        summed: Tensor = _Sum.apply(y, self)  # type: ignore[no-untyped-call]
+        return summed
+
+
+def _sum(y: Tensor, pairs: Pairs) -> Tensor:
+    if not len(pairs.places):
+        return y.new_zeros(len(pairs.starts), y.shape[1])
+    # In the same order whatever else there is, which adding to rows in place does not promise on a GPU.
+    return F.embedding_bag(pairs.places, y, pairs.starts, mode="sum")
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return x.index_select(0, pairs.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.pairs), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return _sum(y, pairs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.pairs.rows), None
