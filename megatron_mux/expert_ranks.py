@@ -45,18 +45,12 @@ def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expe
         if size < 1:
             return [f"The {name} parallel size must be at least 1, not {size}."]
     stage, divided = world_size // pipeline, expert * expert_tensor
-    if stage % divided == 0 and 0 in (divided % tensor, tensor % divided):
-        return []
-    if stage % divided == 0:
-        return [
-            f"Expert parallel size {expert} x expert tensor parallel size {expert_tensor} must divide tensor parallel "
-            f"size {tensor} or be a multiple of it."
-        ]
-    return [
-        f"Expert parallel size {expert} x expert tensor parallel size {expert_tensor} does not divide the "
-        f"{stage} processes of a pipeline stage ({world_size} processes, tensor parallel size {tensor}, pipeline "
-        f"parallel size {pipeline})."
-    ]
+    sizes = f"Expert parallel size {expert} x expert tensor parallel size {expert_tensor}"
+    if stage % divided:
+        return [f"{sizes} does not divide the {stage} processes of a pipeline stage."]
+    if divided % tensor and tensor % divided:
+        return [f"{sizes} must divide tensor parallel size {tensor} or be a multiple of it."]
+    return []
 
 
 def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:

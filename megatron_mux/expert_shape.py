@@ -114,6 +114,4 @@ class Placement:
 
         That is the source itself where it holds the expert; replicas share the other sources evenly.
         """
-        return [
-            source if source in ranks else ranks[source % len(ranks)] for ranks in self.ranks[layer]
-        ]
+        return [source if source in ranks else ranks[source % len(ranks)] for ranks in self.ranks[layer]]

@@ -304,7 +304,11 @@ class BackboneShape:
         return max(1, self.kv_heads // tensor_parallel)
 
     def parallel_problems(
-        self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1, expert_tensor_parallel: int = 1
+        self,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
     ) -> list[str]:
         """What keeps this backbone from being divided so; empty where nothing does."""
         tp, problems = tensor_parallel, []

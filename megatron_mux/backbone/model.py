@@ -313,7 +313,9 @@ class Backbone:
         self, i: int, batch: MicroBatch, angles: Angles | None, labelled_only: bool, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
-        if not batch.rows and not (self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data):
+        if not batch.rows and not (
+            self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data
+        ):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1

@@ -63,7 +63,11 @@ class BackboneInfo:
     stored: dict[str, str]
 
     def check_parallel(
-        self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1, expert_tensor_parallel: int = 1
+        self,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
     ) -> None:
         """Raise `UserError` where the backbone cannot be divided so."""
         problems = self.shape.parallel_problems(

@@ -26,12 +26,14 @@ class Sent:
     Attributes:
         group: The ranks.
         rows: `[S]` int64, this rank's rows in the order they were sent, rank by rank.
+        experts: `[S, K]` int64, their experts; -1 for those that another rank computes.
         total: R.
         outgoing, incoming: Rows sent to each rank and received from each.
     """
 
     group: dist.ProcessGroup
     rows: Tensor
+    experts: Tensor
     total: int
     outgoing: tuple[int, ...]
     incoming: tuple[int, ...]
@@ -69,14 +71,18 @@ def send_to(routes: Routes, serving: Tensor, ranks: ExpertRanks) -> Sent:
         serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
         ranks: The expert ranks.
     """
-    there = torch.zeros(len(routes.experts), ranks.size, dtype=torch.bool, device=routes.experts.device)
-    there.scatter_(1, serving[routes.experts], True)
+    served = serving[routes.experts]
+    there = torch.zeros(len(served), ranks.size, dtype=torch.bool, device=served.device)
+    there.scatter_(1, served, True)
     to = there.t().repeat_interleave(ranks.tensor_size, dim=0)  # [ranks, R]
     outgoing = to.sum(dim=1)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=ranks.group)
     counts = torch.stack((outgoing, incoming)).tolist()
-    return Sent(ranks.group, to.nonzero()[:, 1], len(routes.experts), tuple(counts[0]), tuple(counts[1]))
+    receiver, rows = to.nonzero(as_tuple=True)
+    elsewhere = served[rows] != (receiver // ranks.tensor_size).unsqueeze(1)
+    experts = routes.experts[rows].masked_fill(elsewhere, -1)
+    return Sent(ranks.group, rows, experts, len(served), tuple(counts[0]), tuple(counts[1]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Received:
     Attributes:
         x: `[N, H]`.
         weights: `[N, K]`.
-        experts: `[N, K]` int64.
+        experts: `[N, K]` int64; -1 for those that this rank does not compute for the row.
         slots: `[N]` int64.
     """
 
@@ -106,7 +112,7 @@ def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tenso
         sent: Which rows go where.
         anchor: `[0]`; one that requires a gradient makes every rank take part in the backward.
     """
-    received = _Dispatch.apply(x, routes.weights, routes.experts, slots, sent, anchor)  # type: ignore[no-untyped-call]
+    received = _Dispatch.apply(x, routes.weights, slots, sent, anchor)  # type: ignore[no-untyped-call]
     return Received(*received)
 
 
@@ -119,11 +125,12 @@ def collect(y: Tensor, sent: Sent) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, experts: Tensor, slots: Tensor, sent: Sent, anchor: Tensor
+        ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, sent: Sent, anchor: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.sent, ctx.dtypes = sent, (x.dtype, weights.dtype)
-        numbers = torch.cat((experts, slots.unsqueeze(1)), dim=1).int()
-        parts = [part.index_select(0, sent.rows) for part in (x, weights, numbers)]
+        ctx.sent = sent
+        rows = sent.rows
+        numbers = torch.cat((sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
+        parts = [x.index_select(0, rows), weights.index_select(0, rows), numbers]
         x, weights, numbers = _apart(sent.forth(_joined(parts)), parts)
         experts, slots = numbers[:, :-1].long(), numbers[:, -1].long()
         ctx.mark_non_differentiable(experts, slots)
@@ -134,7 +141,7 @@ class _Dispatch(torch.autograd.Function):
         sent: Sent = ctx.sent
         parts = [dx, dweights]
         back = _apart(sent.back(_joined(parts)), parts)
-        return *(sent.collected(part) for part in back), None, None, None, None
+        return *(sent.collected(part) for part in back), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -151,13 +158,16 @@ class _Collect(torch.autograd.Function):
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """`[rows, bytes]` uint8 of matrices with equally many rows, whatever their dtypes."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return torch.cat(
+        [part.clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in parts], dim=1
+    )
 
 
 def _apart(joined: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The matrices in `_joined`, which have widths and dtypes of `like`."""
     widths = [part.shape[1] * part.element_size() for part in like]
     return [
-        part.contiguous().view(model.dtype)
+        # Copied: an aligned matrix of its own, also where there is one row, whose stride `contiguous` would keep.
+        part.clone(memory_format=torch.contiguous_format).view(model.dtype)
         for part, model in zip(joined.split(widths, dim=1), like, strict=True)
     ]

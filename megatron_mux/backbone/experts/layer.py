@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
         places = {expert: place for place, expert in enumerate(self.held)}
         with torch.device("cpu"):  # the model is built on the meta device
             serving = torch.tensor(placement.serving(layer, ranks.rank))
-            found = torch.tensor([places.get(expert, -1) for expert in range(shape.experts.count)])
+            found = torch.tensor([*(places.get(expert, -1) for expert in range(shape.experts.count)), -1])
         self.serving, self.places = serving.to(parallel.device), found.to(parallel.device)
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router = Router(shape.experts.routing, shape.experts.count, shape.hidden)
@@ -97,4 +97,6 @@ class MoELayer(nn.Module):
             return torch.zeros(rows, dtype=torch.int64, device=table.device)
         row = torch.arange(first, first + rows, device=table.device)
         # Padding rows at the end count as the last task's.
-        return table[torch.searchsorted(table[:, 2].contiguous(), row, right=True).clamp(max=len(table) - 1), 0]
+        return table[
+            torch.searchsorted(table[:, 2].contiguous(), row, right=True).clamp(max=len(table) - 1), 0
+        ]

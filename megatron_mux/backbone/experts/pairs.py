@@ -40,9 +40,10 @@ class Pairs:
         """Order the pairs of a rank.
 
         Args:
-            experts: `[N, K]` int64, the experts of each row; those that the rank does not hold are left out.
+            experts: `[N, K]` int64, the experts of each row; -1 is left out.
             slots: `[N]` int64, the slot of each row's task.
-            places: `[E]` int64, the place of each expert among those that the rank holds; -1: it does not.
+            places: `[E + 1]` int64, the place of each expert among those that the rank holds; -1: it does not. The
+                last one is -1, so that no expert has none.
             held: How many it holds.
         """
         here = places[experts]

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_mux import expert_shape
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _llama_like as like
+from megatron_mux.base_ops import EXPERT_OPS, SHARED_OPS
 from megatron_mux.expert_shape import ExpertNames, Experts, Routing
 from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
 
@@ -68,6 +69,6 @@ def with_experts(
         read.refuse("num_experts_per_tok", routing.top_k, f"a number from 1 to the {count} experts")
     if routing.groups > 1 and (count % routing.groups or not 1 <= routing.top_groups <= routing.groups):
         read.refuse("n_group", routing.groups, f"a divisor of the {count} experts, at least topk_group")
-    off = {**shape.biases, **dict.fromkeys(("shared_fc1", "shared_fc2", "experts_fc1", "experts_fc2"), False)}
+    biases = {**shape.biases, **dict.fromkeys((*SHARED_OPS, *EXPERT_OPS), False)}
     experts = Experts(count, int(ffn), int(shared_ffn), routing, frozenset(dense), names)
-    return replace(shape, biases=off, experts=experts)
+    return replace(shape, biases=biases, experts=experts)

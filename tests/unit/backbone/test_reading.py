@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.expert_shape import Placement
 from megatron_mux.backbone import weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import FAMILIES, read_backbone_info, stored_dtype
+from megatron_mux.expert_shape import Placement
 
 Made = Callable[..., Path]
 
