@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = ("q_proj", "v_proj")
 """The modules that tasks adapt by default in families with experts."""
 
 

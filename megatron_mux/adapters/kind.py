@@ -163,7 +163,9 @@ class AdapterSpec(Section, ABC):
         if "target_modules" in found:
             targets = self.targets(shape)
             every = isinstance(targets, str) and targets.lower() == ALL_LINEAR
-            found["target_modules"] = short_names(shape.modules) if every else targets
+            found["target_modules"] = (
+                short_names(m for m in shape.modules if not m.experts) if every else targets
+            )
         return dict(sorted(found.items()))
 
     # -- its cost

@@ -30,6 +30,11 @@ FAMILIES = (
 )
 """Each is a module of `families` with a `FAMILY`."""
 
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+"""Those with mixture-of-experts layers, which closed forms and planner do not know yet."""
+
+DENSE = tuple(name for name in FAMILIES if name not in WITH_EXPERTS)
+
 
 def family(model_type: str) -> Family:
     """The family of a `model_type`.

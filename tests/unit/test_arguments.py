@@ -188,9 +188,10 @@ def test_everything_given() -> None:
             "--context-parallel-size: only 1 is supported, got '2': context parallelism is not",
         ),
         (
-            "--expert-model-parallel-size 2",
-            "only 1 is supported, got '2': backbones with experts are not supported yet",
+            "--expert-model-parallel-size 0",
+            "--expert-model-parallel-size: must be a whole number of at least 1, got '0'",
         ),
+        ("--num-experts 8", "--num-experts: is read from the backbone: remove it"),
         ("--hidden-dropout 0.1", "--hidden-dropout: only 0 is supported, got '0.1'"),
         ("--recompute-granularity some", "--recompute-granularity: invalid choice: 'some'"),
         ("--recompute-num-layers 1", "--recompute-num-layers: needs --recompute-granularity full"),
