@@ -51,8 +51,8 @@ def _refuse_experts(targets: Sequence[str]) -> None:
     named = [name for name in targets if name in _OF_EXPERTS]
     if named:
         raise UserError(
-            f"target_modules: {', '.join(map(repr, named))} would adapt routed experts, which is not supported yet: name "
-            "modules of attention, or whole paths such as 'mlp.shared_experts.up_proj'"
+            f"target_modules: {', '.join(map(repr, named))} would adapt routed experts, which is not supported yet: "
+            "name modules of attention, or whole paths such as 'mlp.shared_experts.up_proj'"
         )
 
 

@@ -59,6 +59,8 @@ def test_defaults() -> None:
         pipeline_model_parallel_layout=None,
         num_virtual_stages_per_pipeline_rank=None,
         num_layers_per_virtual_pipeline_stage=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
         sequence_parallel=False,
         distributed_backend=None,
         distributed_timeout_minutes=10,
