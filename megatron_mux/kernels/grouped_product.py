@@ -28,6 +28,14 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return product
 
 
+def multiply(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """`grouped_product` without a gradient."""
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for group, rows in rows_of(counts):
+        torch.mm(x[rows], weight[group].t(), out=y[rows])
+    return y
+
+
 def rows_of(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """The groups that have rows, and which."""
     for group, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
@@ -40,15 +48,9 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.counts = counts
-        y = x.new_empty(x.shape[0], weight.shape[1])
-        for group, rows in rows_of(counts):
-            torch.mm(x[rows], weight[group].t(), out=y[rows])
-        return y
+        return multiply(x, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        dx = dy.new_empty(dy.shape[0], weight.shape[2])
-        for group, rows in rows_of(ctx.counts):
-            torch.mm(dy[rows], weight[group], out=dx[rows])
-        return dx, None, None
+        return multiply(dy, weight.transpose(1, 2), ctx.counts), None, None

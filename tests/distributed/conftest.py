@@ -66,7 +66,7 @@ def joined() -> Iterator[Callable[..., Parallel]]:
     ) -> Parallel:
         nonlocal leave
         key = (tp, pp, sequence_parallel, expert, expert_tensor)
-        sizes = {"expert_parallel": expert, "expert_tensor_parallel": expert_tensor}
+        sizes: dict[str, Any] = {"expert_parallel": expert, "expert_tensor_parallel": expert_tensor}
         if key in made:
             runtime._current, groups = made[key]
             vars(parallel_state).update(groups)

@@ -55,9 +55,9 @@ def scattered(shape: BackboneShape, size: int) -> Placement:
     """Experts anywhere, unevenly; some on several ranks."""
     assert shape.experts is not None
     drawn = random.Random(3)
-    layers = {}
+    layers: dict[int, tuple[tuple[int, ...], ...]] = {}
     for layer in shape.experts.layers(shape.layers):
-        found = [(drawn.randrange(size),) for _ in range(shape.experts.count)]
+        found: list[tuple[int, ...]] = [(drawn.randrange(size),) for _ in range(shape.experts.count)]
         if layer == shape.layers - 1:  # one everywhere, and all others on the last rank
             found = [tuple(range(size)), *[(size - 1,)] * (shape.experts.count - 1)]
         layers[layer] = tuple(found)

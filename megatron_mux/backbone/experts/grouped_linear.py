@@ -27,5 +27,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """`[P, in]` to `[P, out]`."""
-        weight = self.weight.view(self.experts, self.out_features, self.in_features)
-        return grouped_product(x, weight, pairs.counts)
+        return grouped_product(x, self.matrices, pairs.counts)
+
+    @property
+    def matrices(self) -> Tensor:
+        """`[experts, out, in]`."""
+        return self.weight.view(self.experts, self.out_features, self.in_features)

@@ -96,7 +96,6 @@ class MoELayer(nn.Module):
         if not len(table):
             return torch.zeros(rows, dtype=torch.int64, device=table.device)
         row = torch.arange(first, first + rows, device=table.device)
-        # Padding rows at the end count as the last task's.
-        return table[
-            torch.searchsorted(table[:, 2].contiguous(), row, right=True).clamp(max=len(table) - 1), 0
-        ]
+        # Padding rows at the end are no task's.
+        slots = torch.cat((table[:, 0], table[:, 0].max().unsqueeze(0) + 1))
+        return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]

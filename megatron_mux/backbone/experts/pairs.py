@@ -7,6 +7,7 @@ Shapes: N rows that a rank's experts compute, K experts of a row, P pairs, W wid
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +23,17 @@ class Pairs:
     Attributes:
         rows: `[P]` int64, the row of each pair.
         choices: `[P]` int64, which of its row's K experts each is.
-        slots: `[P]` int64, the slot of the task that each pair's row belongs to.
         counts: Pairs of each of the rank's experts.
+        groups: For each expert and task with pairs: the expert's place among the rank's, the task's slot, the first of
+            their pairs and one past the last.
         places: `[P]` int64, for the pairs in order of rows, where each one is.
         starts: `[N]` int64, the first of each row's pairs in `places`.
     """
 
     rows: Tensor
     choices: Tensor
-    slots: Tensor
     counts: tuple[int, ...]
+    groups: tuple[tuple[int, int, int, int], ...]
     places: Tensor
     starts: Tensor
 
@@ -48,13 +50,16 @@ class Pairs:
         """
         here = places[experts]
         rows, choices = (here >= 0).nonzero(as_tuple=True)
-        expert, slot = here[rows, choices], slots[rows]
-        order = (expert * (int(slot.max()) + 1 if len(slot) else 1) + slot).argsort(stable=True)
+        most = int(slots.max()) + 1 if len(slots) else 1
+        key = here[rows, choices] * most + slots[rows]
+        order = key.argsort(stable=True)
         found = torch.empty_like(order)
         found[order] = torch.arange(len(order), device=order.device)
         of_row = (here >= 0).sum(dim=1)
-        counts = tuple(torch.bincount(expert, minlength=held).tolist())
-        return cls(rows[order], choices[order], slot[order], counts, found, of_row.cumsum(0) - of_row)
+        sizes = torch.bincount(key, minlength=held * most).view(held, most).tolist()
+        counts = tuple(map(sum, sizes))
+        starts = of_row.cumsum(0) - of_row
+        return cls(rows[order], choices[order], counts, tuple(_groups(sizes)), found, starts)
 
     def spread(self, x: Tensor) -> Tensor:
         """The row of each pair: `[N, W]` to `[P, W]`."""
@@ -65,6 +70,16 @@ class Pairs:
         """The sum of each row's pairs: `[P, W]` to `[N, W]`."""
         summed: Tensor = _Sum.apply(y, self)  # type: ignore[no-untyped-call]
         return summed
+
+
+def _groups(sizes: list[list[int]]) -> Iterator[tuple[int, int, int, int]]:
+    """`Pairs.groups` from the pairs of each expert and slot."""
+    at = 0
+    for place, of_slot in enumerate(sizes):
+        for slot, size in enumerate(of_slot):
+            if size:
+                yield place, slot, at, at + size
+            at += size
 
 
 def _sum(y: Tensor, pairs: Pairs) -> Tensor:
