@@ -1,0 +1,1 @@
+"""Solvers of the placement problem: baselines, the paper's linear program, and ours."""
