@@ -184,6 +184,11 @@ class MuxArguments:
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
+    mux_expert_placement: Path | None = _flag(
+        "mux",
+        "which ranks hold which experts, as tools/place_experts.py writes it (default: neighbouring experts share one)",
+        **_FILE,
+    )
     mux_watch: Path | None = _flag(
         "mux",
         "a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",

@@ -21,12 +21,14 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.agreement import raise_on_every_rank
+from megatron_mux.expert_shape import Placement
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import load_task_file
+from megatron_mux.training.expert_placement import expert_placement
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -54,6 +56,7 @@ def run(arguments: MuxArguments) -> None:
         *arguments.expert_sizes(info.shape),
     )
     arguments, of_policy = arguments.without_planner(info.shape)
+    placement = expert_placement(arguments.mux_expert_placement, info, arguments.expert_model_parallel_size)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
         save,
@@ -80,7 +83,7 @@ def run(arguments: MuxArguments) -> None:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
             exchange = _make_exchange(arguments, parallel, reporter)
-            backbone = _load_backbone(arguments, parallel, planning, reporter)
+            backbone = _load_backbone(arguments, parallel, planning, placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             with closing(loop):
@@ -117,7 +120,11 @@ def _join_world(
 
 
 def _load_backbone(
-    arguments: MuxArguments, parallel: Parallel, planning: Planning, reporter: Reporter
+    arguments: MuxArguments,
+    parallel: Parallel,
+    planning: Planning,
+    placement: Placement | None,
+    reporter: Reporter,
 ) -> list[Backbone]:
     """Load this rank's stages of the backbone, divided as planned."""
     reporter.say(f"reading the backbone {arguments.backbone}")
@@ -129,6 +136,7 @@ def _load_backbone(
         arguments.recompute_granularity or planning.recompute,
         planning.split,
         arguments.mux_backbone_weights,
+        placement=placement,
     )
 
 

@@ -61,6 +61,7 @@ def test_defaults() -> None:
         num_layers_per_virtual_pipeline_stage=None,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
+        mux_expert_placement=None,
         sequence_parallel=False,
         distributed_backend=None,
         distributed_timeout_minutes=10,
