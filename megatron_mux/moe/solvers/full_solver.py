@@ -1,0 +1,53 @@
+"""Our solver of the full objective: local search from several placements, then replicas in spare slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from megatron_mux.moe.placement import Placement, from_owners, has_replicas, held, to_owners
+from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.full_bounds import full_bound
+from megatron_mux.moe.solvers.local_search import improve
+from megatron_mux.moe.solvers.replicate import add_replicas
+
+_STARTS = 2
+"""Placements that local search starts from: the best of those given."""
+
+_BOUND_SHARE = 0.25
+"""Share of the time that the lower bound may take."""
+
+
+def solve_full(
+    problem: PlacementProblem, starts: Mapping[str, Placement], seconds: float
+) -> tuple[Placement, float, bool]:
+    """Minimize the full objective.
+
+    Args:
+        problem: A problem with the objective `full`.
+        starts: Placements to start from, such as those of the baselines.
+        seconds: Time limit.
+
+    Returns:
+        The placement, never worse than the best start; a lower bound; and whether all searches ended by themselves.
+    """
+    began = time.perf_counter()
+    bound = full_bound(problem, seconds * _BOUND_SHARE)
+    left = seconds - (time.perf_counter() - began)
+    ranked = sorted(starts.values(), key=problem.placement_cost)
+    found = [ranked[0]]
+    single = [start for start in ranked if not has_replicas(start)][:_STARTS]
+    spare = problem.allows_replicas and bool((problem.capacities - held(found[0], problem.workers)).any())
+    search_share = 0.5 if spare else 1.0
+    all_finished = True
+    for i, start in enumerate(single):
+        until = began + seconds - left * (1 - search_share * (i + 1) / len(single))
+        owners, finished = improve(problem, to_owners(start), until, bound)
+        found.append(from_owners(owners))
+        all_finished &= finished
+    if problem.allows_replicas:
+        for start in (min(found[1:], key=problem.placement_cost), found[0]):
+            replicated, finished = add_replicas(problem, start, began + seconds)
+            found.append(replicated)
+            all_finished &= finished
+    return min(found, key=problem.placement_cost), bound, all_finished
