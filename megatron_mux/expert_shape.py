@@ -94,10 +94,12 @@ class Placement:
     Attributes:
         size: Expert ranks.
         ranks: Layer to, for each expert, the expert ranks that hold it: one, or several if it is replicated.
+        nodes: The node of each expert rank; empty: not known.
     """
 
     size: int
     ranks: Mapping[int, tuple[tuple[int, ...], ...]]
+    nodes: tuple[str, ...] = ()
 
     @classmethod
     def contiguous(cls, experts: int, size: int, layers: Sequence[int]) -> Placement:
@@ -110,8 +112,24 @@ class Placement:
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
 
     def serving(self, layer: int, source: int) -> list[int]:
-        """For each expert of a layer, the rank that computes the rows of expert rank `source`.
+        """For each expert of a layer, the rank that computes the rows of expert rank `source`."""
+        nodes = self.nodes or ("",) * self.size
+        return [serving_rank(ranks, source, nodes[source], nodes) for ranks in self.ranks[layer]]
 
-        That is the source itself where it holds the expert; replicas share the other sources evenly.
-        """
-        return [source if source in ranks else ranks[source % len(ranks)] for ranks in self.ranks[layer]]
+
+def serving_rank(ranks: Sequence[int], source: int | None, node: str | None, nodes: Sequence[str]) -> int:
+    """Return the replica of an expert that computes the rows of a source.
+
+    That is the source itself if it holds the expert, else one on its node, else any; equally near ones share the
+    sources evenly.
+
+    Args:
+        ranks: Those that hold the expert.
+        source: The expert rank whose rows they are; None: the master's.
+        node: The node of the source.
+        nodes: The node of each expert rank.
+    """
+    if source is not None and source in ranks:
+        return source
+    near = [rank for rank in ranks if nodes[rank] == node] or list(ranks)
+    return near[(source or 0) % len(near)]

@@ -31,4 +31,5 @@ def expert_placement(file: Path | None, info: BackboneInfo, ranks: int) -> Place
     if experts is None:
         raise UserError(f"--mux-expert-placement {file}: a {info.shape.family} has no experts: remove it")
     found = read_placement(file, identity(info), ranks)
-    return Placement(ranks, dict(zip(experts.layers(info.shape.layers), found, strict=True)))
+    layers = experts.layers(info.shape.layers)
+    return Placement(ranks, dict(zip(layers, found.placement, strict=True)), found.nodes or ())
