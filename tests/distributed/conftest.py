@@ -67,15 +67,17 @@ def joined() -> Iterator[Callable[..., Parallel]]:
         nonlocal leave
         key = (tp, pp, sequence_parallel, expert, expert_tensor)
         sizes: dict[str, Any] = {"expert_parallel": expert, "expert_tensor_parallel": expert_tensor}
+        if leave:
+            # Divisions of experts are many: kept, the threads of their groups would slow everything down.
+            runtime._leave_groups(parallel_state)
+            leave = False
         if key in made:
             runtime._current, groups = made[key]
             vars(parallel_state).update(groups)
             return runtime.initialize(tp, pp, sequence_parallel, **sizes)  # seeds the generators
-        if not leave:
-            runtime._current = None
-            vars(parallel_state).update(nothing)  # or the other groups would be destroyed
+        runtime._current = None
+        vars(parallel_state).update(nothing)  # or the other groups would be destroyed
         parallel = runtime.initialize(tp, pp, sequence_parallel, **sizes)
-        # Divisions of experts are many: kept, the threads of their groups would slow everything down.
         leave = expert * expert_tensor > 1
         if not leave:
             made[key] = parallel, _state(parallel_state)
