@@ -8,7 +8,6 @@ backward, on single and on shared links, and the experts' compute.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -71,11 +70,6 @@ class PlacementProblem:
     def allows_replicas(self) -> bool:
         """Whether an expert may be placed several times: not in the paper's (10); a master has only one nearest one."""
         return self.sets is not None and len(self.links.senders) > 1
-
-    @cached_property
-    def indicators(self) -> tuple[Floats, ...]:
-        """[L] the sets of `sets` as [J][E]."""
-        return tuple(one.indicator(self.experts) for one in self.sets or ())
 
     def rows(self, layer: int, owners: Ints) -> Floats:
         """[N] expected experts of a token that are on each worker.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import sparse
 
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
@@ -32,11 +33,11 @@ class RoutedSets:
     members: Ints
     weights: Floats
 
-    def indicator(self, experts: int) -> Floats:
-        """[J][E] 1 where the set has the expert."""
-        found = np.zeros((len(self.weights), experts))
-        np.put_along_axis(found, self.members, 1.0, axis=1)
-        return found
+    def weighted(self, experts: int) -> sparse.csr_matrix:
+        """[E][J] the weight of a set where it has the expert."""
+        count, top_k = self.members.shape
+        values, columns = np.repeat(self.weights, top_k), np.repeat(np.arange(count), top_k)
+        return sparse.csr_matrix((values, (self.members.ravel(), columns)), shape=(experts, count))
 
     def marginals(self, experts: int) -> Floats:
         """[E] probability that a token selects the expert."""
@@ -59,7 +60,7 @@ def sets_of(profile: AccessProfile, seed: int = 0) -> tuple[RoutedSets, ...]:
     """Return the sets of each layer.
 
     They are those that the profile counted. Without them, pairs of a top-2 model are exact from its co-activation
-    counts. Otherwise sets are drawn: experts one after the other, in proportion to their access probability times how
+    counts. Otherwise sets are drawn: experts one after the other, in proportion to the odds of their access times how
     much more often than by chance they were selected with those drawn before (by the co-activation counts, if there are
     any), and then weighted so that each expert has its access probability.
 
@@ -90,7 +91,10 @@ def _sets_of_layer(profile: AccessProfile, layer: int, seed: int) -> RoutedSets:
 def _drawn(access: Floats, pairs: Floats | None, top_k: int, rng: np.random.Generator) -> RoutedSets:
     """Draw sets one expert after the other, and weight them by the access probabilities."""
     experts = len(access)
-    logits = np.tile(np.log(np.maximum(access, 1e-300)), (SAMPLE, 1))
+    odds = np.maximum(access, 1e-12) / np.maximum(
+        1.0 - access, 1e-9
+    )  # an expert that every token selects comes first
+    logits = np.tile(np.log(odds), (SAMPLE, 1))
     lift = None if pairs is None else np.log(_lift(pairs))
     members = np.empty((SAMPLE, top_k), dtype=np.int64)
     rows = np.arange(SAMPLE)

@@ -22,6 +22,9 @@ from megatron_mux.moe.solvers.paper_lp import worker_classes
 _MOST_SETS = 6_000
 """Sets of all layers, times classes of workers, that have variables of their own."""
 
+_COVERED = 0.5
+"""Share of the tokens that these sets must cover: of many rare sets, some would cost time and tighten little."""
+
 
 def full_bound(problem: PlacementProblem, seconds: float) -> float:
     """Return a lower bound of the seconds of a step, of placements with and without replicas.
@@ -94,6 +97,8 @@ def _frequent(problem: PlacementProblem, layer: int, most: int) -> tuple[list[In
     distinct, inverse = np.unique(np.sort(sets.members, axis=1), axis=0, return_inverse=True)
     weights = np.asarray(np.bincount(inverse.ravel(), sets.weights), dtype=np.float64)
     order = np.argsort(-weights, kind="stable")[:most]
+    if weights[order].sum() < _COVERED:
+        order = order[:0]
     chosen = [distinct[i] for i in order]
     rest = sets.marginals(problem.experts)
     for members, weight in zip(chosen, weights[order], strict=True):

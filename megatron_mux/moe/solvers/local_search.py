@@ -11,7 +11,7 @@ from megatron_mux.moe.entries import Floats, Ints
 from megatron_mux.moe.placement_cost import PlacementProblem
 from megatron_mux.moe.solvers.search_state import SearchState
 
-_AT_ONCE = 2_000_000
+_AT_ONCE = 150_000
 """Numbers in the arrays that candidates are compared in."""
 
 _OPTIMAL = 1e-9

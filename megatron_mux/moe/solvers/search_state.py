@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
 
 from megatron_mux.moe.entries import Floats, Ints
 from megatron_mux.moe.placement_cost import PlacementProblem
+
+Counts = NDArray[np.int16]
 
 _TIE = 1e-5
 """Weight of the root mean square of all links: among equally slow layers, the one with less on its other links."""
@@ -30,11 +34,16 @@ class SearchState:
         self.counts = np.bincount(owners.ravel(), minlength=problem.workers)
         self._matrix = problem.link_seconds
         self._computes = bool(problem.compute_seconds.any())
-        self._reached: list[Floats] = []  # [J][N] experts of each set on each worker
-        for layer, one in enumerate(problem.indicators):
-            placed = np.zeros((problem.experts, problem.workers))
-            placed[np.arange(problem.experts), owners[layer]] = 1.0
-            self._reached.append(one @ placed)
+        self._known: tuple[int, tuple[Floats, Floats, Floats | None]] | None = (
+            None  # of the layer asked for last
+        )
+        self._reached: list[Counts] = []  # [J][N] experts of each set on each worker
+        self._weighted: list[sparse.csr_matrix] = []  # [E][J] weights of the sets that have an expert
+        for layer, one in enumerate(problem.sets or ()):
+            at = owners[layer][one.members] + np.arange(len(one.weights))[:, None] * problem.workers
+            counts = np.bincount(at.ravel(), minlength=len(one.weights) * problem.workers)
+            self._reached.append(counts.reshape(-1, problem.workers).astype(np.int16))
+            self._weighted.append(one.weighted(problem.experts))
         self._visits = np.zeros((problem.layers, problem.workers))
         self._rows = np.zeros_like(self._visits)
         self.scores = np.zeros(problem.layers)
@@ -52,27 +61,31 @@ class SearchState:
         return np.asarray(self.counts < self.problem.capacities)
 
     def _refresh(self, layer: int) -> None:
+        self._known = None
         self._rows[layer] = self.problem.rows(layer, self.owners[layer])
         if self.problem.sets is None:
             self._visits[layer] = self._rows[layer]
         else:
-            self._visits[layer] = self.problem.sets[layer].weights @ (self._reached[layer] > 0.5)
+            self._visits[layer] = self.problem.sets[layer].weights @ (self._reached[layer] > 0)
         times = self._matrix @ self._visits[layer]
         self.scores[layer] = self._score(times, self._rows[layer] * self.problem.compute_seconds)
 
     def _score(self, times: Floats, computes: Floats) -> Floats:
-        """[...] scores of layers with these seconds: [..., links] and [..., N]."""
-        slowest = np.maximum.reduceat(times, self.problem.groups, axis=-1).sum(axis=-1)
-        others = np.sqrt(np.einsum("...i,...i->...", times, times) / times.shape[-1])
-        return np.asarray(slowest + computes.max(axis=-1) + _TIE * others)
+        """[...] scores of layers with these seconds: [links, ...] and [N, ...]."""
+        ends = (*self.problem.groups[1:], len(times))
+        slowest = sum(
+            times[first:end].max(axis=0) for first, end in zip(self.problem.groups, ends, strict=True)
+        )
+        others = np.sqrt(np.einsum("i...,i...->...", times, times) / len(times))
+        return np.asarray(slowest + computes.max(axis=0) + _TIE * others)
 
     def move(self, layer: int, expert: int, worker: int) -> None:
         """Place an expert on another worker."""
         old = self.owners[layer, expert]
         if self._reached:
-            has = self.problem.indicators[layer][:, expert]
-            self._reached[layer][:, old] -= has
-            self._reached[layer][:, worker] += has
+            has = self._weighted[layer][expert].indices  # the sets that have it
+            self._reached[layer][has, old] -= 1
+            self._reached[layer][has, worker] += 1
         self.owners[layer, expert] = worker
         self.counts[old] -= 1
         self.counts[worker] += 1
@@ -98,28 +111,45 @@ class SearchState:
             [E] what an expert's worker loses without it; [E][N] what each worker gains with it; and [E][E] what the
             worker of the first keeps in spite of losing it, because it gets the second (None: nothing).
         """
+        if self._known is None or self._known[0] != layer:
+            self._known = (layer, self._find_changes(layer))
+        return self._known[1]
+
+    def _find_changes(self, layer: int) -> tuple[Floats, Floats, Floats | None]:
         if self.problem.sets is None:
             access = self.problem.access[layer]
             return access, np.broadcast_to(access[:, None], (len(access), self.problem.workers)), None
-        has, weights = self.problem.indicators[layer], self.problem.sets[layer].weights
+        sets, experts = self.problem.sets[layer], self.problem.experts
         reached = self._reached[layer]
-        alone = has * (np.abs(reached[:, self.owners[layer]] - 1.0) < 0.5) * weights[:, None]
-        gains = (has * weights[:, None]).T @ (reached < 0.5)
-        return alone.sum(axis=0), gains, alone.T @ has
+        at_owner = np.take_along_axis(reached, self.owners[layer][sets.members], axis=1)
+        alone = np.where(
+            at_owner == 1, sets.weights[:, None], 0.0
+        )  # [J][K] the set leaves the worker with the expert
+        pairs = sets.members[:, :, None] * experts + sets.members[:, None, :]
+        weights = np.broadcast_to(alone[:, :, None], pairs.shape)
+        kept = np.bincount(pairs.ravel(), weights.ravel(), minlength=experts**2).reshape(experts, experts)
+        gained = self._weighted[layer] @ (reached == 0).astype(np.float64)
+        return (
+            np.asarray(kept.diagonal(), dtype=np.float64),
+            np.asarray(gained),
+            np.asarray(kept, dtype=np.float64),
+        )
 
     def move_scores(self, layer: int, experts: Ints) -> Floats:
         """[experts][N] score of the layer with each of the experts on each worker."""
         lost, gained, _ = self._changes(layer)
         access, own = self.problem.access[layer][experts], self.owners[layer][experts]
-        base = self._matrix @ self._visits[layer] - lost[experts, None] * self._matrix.T[own]
-        times = base[:, None, :] + gained[experts][:, :, None] * self._matrix.T
+        matrix = self._matrix
+        base = (matrix @ self._visits[layer])[:, None] - matrix[:, own] * lost[experts]
+        times = base[:, :, None] + matrix[:, None, :] * gained[experts]
         rows = np.zeros((1, 1, 1))
         if self._computes:
             each, workers = np.arange(len(experts)), np.arange(self.problem.workers)
-            rows = np.tile(self._rows[layer], (len(experts), self.problem.workers, 1))
-            rows[each, :, own] -= access[:, None]
-            rows[:, workers, workers] += access[:, None]
-            rows *= self.problem.compute_seconds
+            rows = np.empty((len(workers), len(experts), len(workers)))
+            rows[:] = self._rows[layer][:, None, None]
+            rows[own, each] -= access[:, None]
+            rows[workers, :, workers] += access
+            rows *= self.problem.compute_seconds[:, None, None]
         scores = self._score(times, rows)
         scores[np.arange(len(experts)), own] = self.scores[layer]
         return scores
@@ -133,17 +163,17 @@ class SearchState:
         there = gained[experts][:, owners] - lost
         if kept is not None:
             here, there = here + kept[experts], there + kept[:, experts].T
-        columns = self._matrix.T
-        times = self._matrix @ self._visits[layer] + here[:, :, None] * columns[own][:, None]
-        times += there[:, :, None] * columns[owners]
+        matrix = self._matrix
+        times = (matrix @ self._visits[layer])[:, None, None] + matrix[:, own][:, :, None] * here
+        times += matrix[:, owners][:, None, :] * there
         rows = np.zeros((1, 1, 1))
         if self._computes:
-            more = access - access[experts, None]
-            rows = np.tile(self._rows[layer], (len(experts), self.problem.experts, 1))
-            each = np.arange(len(experts))
-            rows[each, :, own] += more
-            rows[each[:, None], every, owners] -= more
-            rows *= self.problem.compute_seconds
+            more, each = access - access[experts, None], np.arange(len(experts))
+            rows = np.empty((self.problem.workers, *more.shape))
+            rows[:] = self._rows[layer][:, None, None]
+            rows[own, each] += more
+            rows[owners, each[:, None], every] -= more
+            rows *= self.problem.compute_seconds[:, None, None]
         scores = self._score(times, rows)
         scores[own[:, None] == owners] = np.inf
         return scores

@@ -18,15 +18,10 @@ from megatron_mux.moe.placement import (
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.solvers.baselines import contiguous, eplb, sequential, shuffled
 from megatron_mux.moe.solvers.full_solver import solve_full
+from megatron_mux.moe.solvers.names import SOLVERS
 from megatron_mux.moe.solvers.paper_lp import paper_placement
 from megatron_mux.moe.solvers.paper_solver import solve_paper
 from megatron_mux.moe.topology import Topology
-
-OBJECTIVES = ("vela", "full")
-"""Names of the objectives, see `placement_cost`."""
-
-SOLVERS = ("auto", "paper-lp", "eplb", "sequential", "random", "contiguous")
-"""Names of the solvers; `auto` is ours."""
 
 
 @dataclass(frozen=True)
