@@ -73,12 +73,30 @@ def write_placement(place: Workplace, name: str, placement: list[Any], **changes
     return path
 
 
+def placed(place: Workplace) -> Path:
+    """What the tools make of the tasks and of two workers on two nodes."""
+    profile, topology, output = (
+        place.root / name for name in ("profile.json", "topology.json", "placed.json")
+    )
+    words = ["--backbone", place.backbone, "--tasks", place.tasks, "--output", profile]
+    assert tool("profile_experts").main([str(word) for word in words]) == 0
+    workers = [{"node": node, "capacity": 11} for node in "ab"]
+    links = {"within_node": 1e9, "between_nodes": 1e8}
+    uplinks = {node: {"up": 1e8, "down": 1e8} for node in "ab"}
+    content = {"workers": workers, "master_node": "a", "bandwidth": links, "uplinks": uplinks}
+    topology.write_text(json.dumps(content))
+    words = ["--profile", profile, "--topology", topology, "--objective", "full", "--output", output]
+    assert tool("place_experts").main([str(word) for word in words]) == 0
+    assert json.loads(output.read_text())["nodes"] == ["a", "b"]
+    return output
+
+
 def test_adapters_come_out_the_same_wherever_experts_are(place: Workplace, server: Server) -> None:
     """Also killed once the save of step 2 is complete, and continued under another placement."""
     first = write_placement(
         place, "uneven.json", [[[1], [1], [0], [1], [1]], *[[[0], [1], [0, 1], [1], [0]]] * 3]
     )
-    other = write_placement(place, "other.json", [[[0], [0], [0], [0], [0]]] * 4)
+    other = placed(place)
     kept, moved = place.root / "kept", place.root / "moved"
     fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 5, "kill before")
     for save, more, faults, wanted in (
