@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.test_plans import tool
 from tests.end_to_end.workplace import Workplace, furnish
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS: dict[str, dict[str, Any]] = {
     name: {
         "adapter": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **adapter},
@@ -43,10 +46,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return made
 
 
-def test_profile_counts_what_transformers_routes(place: Workplace, tmp_path: Path) -> None:
+def profile_experts(server: Server, words: Sequence[object]) -> None:
+    """Run the tool in a process of its own, which joins a world and leaves it."""
+    script = [server.python, ROOT / "tools" / "profile_experts.py", *words]
+    subprocess.run([str(word) for word in script], check=True)
+
+
+def test_profile_counts_what_transformers_routes(place: Workplace, server: Server, tmp_path: Path) -> None:
     file, picture = tmp_path / "profile.json", tmp_path / "experts.svg"
     words = ["--backbone", place.backbone, "--tasks", place.tasks, "--output", file, "--picture", picture]
-    assert tool("profile_experts").main([str(word) for word in words]) == 0
+    profile_experts(server, words)
     profile = read_profile(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,13 +82,13 @@ def write_placement(place: Workplace, name: str, placement: list[Any], **changes
     return path
 
 
-def placed(place: Workplace) -> Path:
+def placed(place: Workplace, server: Server) -> Path:
     """What the tools make of the tasks and of two workers on two nodes."""
     profile, topology, output = (
         place.root / name for name in ("profile.json", "topology.json", "placed.json")
     )
     words = ["--backbone", place.backbone, "--tasks", place.tasks, "--output", profile]
-    assert tool("profile_experts").main([str(word) for word in words]) == 0
+    profile_experts(server, words)
     workers = [{"node": node, "capacity": 11} for node in "ab"]
     links = {"within_node": 1e9, "between_nodes": 1e8}
     uplinks = {node: {"up": 1e8, "down": 1e8} for node in "ab"}
@@ -96,7 +105,7 @@ def test_adapters_come_out_the_same_wherever_experts_are(place: Workplace, serve
     first = write_placement(
         place, "uneven.json", [[[1], [1], [0], [1], [1]], *[[[0], [1], [0, 1], [1], [0]]] * 3]
     )
-    other = placed(place)
+    other = placed(place, server)
     kept, moved = place.root / "kept", place.root / "moved"
     fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 5, "kill before")
     for save, more, faults, wanted in (
