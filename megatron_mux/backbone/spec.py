@@ -117,7 +117,7 @@ def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> 
     megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
     if shape.experts is not None and shape.has_experts(layer):
         # Megatron's MLP becomes the shared experts; where there are none, it is dropped.
-        found.submodules.mlp.params["ffn_hidden_size"] = shape.experts.shared_ffn or shape.experts.ffn
+        megatron_core.set_mlp_width(found, shape.experts.shared_ffn or shape.experts.ffn)
     return found
 
 
