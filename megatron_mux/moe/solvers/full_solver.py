@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_mux.moe.placement import Placement, from_owners, has_replicas, held, to_owners
 from megatron_mux.moe.placement_cost import PlacementProblem
 from megatron_mux.moe.solvers.full_bounds import full_bound
-from megatron_mux.moe.solvers.local_search import improve
+from megatron_mux.moe.solvers.local_search import improve_small
 from megatron_mux.moe.solvers.replicate import add_replicas
 
 _STARTS = 2
@@ -42,7 +42,7 @@ def solve_full(
     all_finished = True
     for i, start in enumerate(single):
         until = began + seconds - left * (1 - search_share * (i + 1) / len(single))
-        owners, finished = improve(problem, to_owners(start), until, bound)
+        owners, finished = improve_small(problem, to_owners(start), until, bound)
         found.append(from_owners(owners))
         all_finished &= finished
     if problem.allows_replicas:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_mux.moe.entries import Floats, Ints
 from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.baselines import shuffled
 from megatron_mux.moe.solvers.search_state import SearchState
 
 _AT_ONCE = 150_000
@@ -19,6 +20,9 @@ _OPTIMAL = 1e-9
 
 _LEAST_GAIN = 1e-10
 """Share of a layer's seconds that a change must gain."""
+
+_SMALL, _RESTARTS = 150, 12
+"""Layers x experts x workers up to which the search starts again, and how often."""
 
 
 def improve(
@@ -39,6 +43,24 @@ def improve(
     before = state.cost
     finished = _Search(state, deadline, bound).run()
     return (state.owners, finished) if state.cost <= before else (owners, finished)
+
+
+def improve_small(
+    problem: PlacementProblem, owners: Ints, deadline: float, bound: float = 0.0
+) -> tuple[Ints, bool]:
+    """Like `improve`, and for small models also from random placements: there, single changes often get stuck."""
+    best, finished = improve(problem, owners, deadline, bound)
+    if problem.access.size * problem.workers > _SMALL:
+        return best, finished
+    cost = problem.cost(best)
+    for seed in range(_RESTARTS):
+        if cost <= bound * (1 + _OPTIMAL):
+            break
+        other, ended = improve(problem, shuffled(problem, seed), deadline, bound)
+        finished &= ended
+        if problem.cost(other) < cost:
+            best, cost = other, problem.cost(other)
+    return best, finished
 
 
 class _Search:

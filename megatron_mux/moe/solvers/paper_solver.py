@@ -15,7 +15,7 @@ from megatron_mux.moe.solvers.layer_counts import (
     choose_counts,
     least_seconds,
 )
-from megatron_mux.moe.solvers.local_search import improve
+from megatron_mux.moe.solvers.local_search import improve_small
 from megatron_mux.moe.solvers.paper_lp import relax, round_shares, worker_classes
 from megatron_mux.moe.solvers.search_state import SearchState
 
@@ -38,7 +38,7 @@ def solve_paper(problem: PlacementProblem, deadline: float) -> tuple[Ints, float
         owners, bound = round_shares(relaxed.shares, problem.capacities), relaxed.value
     else:
         owners, bound = _from_counts(problem, seconds, classes)
-    owners, finished = improve(problem, owners, deadline, bound)
+    owners, finished = improve_small(problem, owners, deadline, bound)
     return owners, bound, finished
 
 
