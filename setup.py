@@ -54,6 +54,7 @@ setup(
         "rich>=13",
         "tensorboard>=2.17",
         "psutil>=5.9",
+        "scipy>=1.11",  # linear programs (HiGHS) of the placement of experts
     ],
     extras_require={
         "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py

@@ -12,11 +12,28 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # memory is estimated without torch, which takes seconds to import
     from torch import Tensor, nn
 
-BaseOpName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+BaseOpName = Literal[
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "shared_fc1",
+    "shared_fc2",
+    "experts_fc1",
+    "experts_fc2",
+]
 
-BASE_OPS: tuple[BaseOpName, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+ATTENTION_OPS: tuple[BaseOpName, ...] = ("linear_qkv", "linear_proj")
+MLP_OPS: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
+SHARED_OPS: tuple[BaseOpName, ...] = ("shared_fc1", "shared_fc2")
+"""The MLP of a layer with experts that every row passes."""
+EXPERT_OPS: tuple[BaseOpName, ...] = ("experts_fc1", "experts_fc2")
+"""The MLPs of which each row passes a few, as its router decides; all of a rank's experts are one BaseOp."""
 
-COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1")
+BASE_OPS: tuple[BaseOpName, ...] = (*ATTENTION_OPS, *MLP_OPS)
+"""Those of a layer without experts; `BackboneShape.ops` says which ones a layer has."""
+
+COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
 """BaseOps whose output is divided over tensor ranks; the input of the others is."""
 
 
@@ -41,11 +58,12 @@ class BaseOpInfo:
 
     Attributes:
         layer: Global index of the transformer layer, from 0.
-        name: Which of the four BaseOps.
-        module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`.
+        name: Which of the BaseOps.
+        module: Megatron's `ColumnParallelLinear` or `RowParallelLinear`; `GroupedLinear` for routed experts.
         inputs: The input features that this rank holds (all of them when column-parallel).
         parts: Hugging Face path within the layer (`self_attn.q_proj`) to its columns of the output.
         hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
+        experts: Of `EXPERT_OPS`: the experts that this rank holds. Widths and columns are one expert's.
     """
 
     layer: int
@@ -54,6 +72,7 @@ class BaseOpInfo:
     inputs: range
     parts: Mapping[str, ModuleColumns]
     hf_prefix: str
+    experts: tuple[int, ...] = ()
 
     @property
     def column_parallel(self) -> bool:

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,18 @@ def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: b
     attention.core_attention = core_attention
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
+
+
+def set_mlp_width(layer: Any, width: int) -> None:
+    """Give the MLP of a layer spec an inner width of its own, in place.
+
+    The MLP is a `ModuleSpec` in 0.16.1, and a function with some of its arguments in 0.19.
+    """
+    parts = layer.submodules
+    if isinstance(parts.mlp, partial):
+        parts.mlp = partial(parts.mlp, ffn_hidden_size=width)
+    else:
+        parts.mlp.params["ffn_hidden_size"] = width
 
 
 def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:

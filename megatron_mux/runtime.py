@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_mux import megatron_core
 from megatron_mux.errors import UserError
+from megatron_mux.expert_ranks import ExpertRanks, expert_ranks, size_problems
 from megatron_mux.kernels.attention import has_varlen
 from megatron_mux.liveness import Heartbeat
 
@@ -40,7 +41,8 @@ class Parallel:
         tp_rank, tp_size, tp_group: Tensor parallelism: a layer's matrices are divided among these.
         pp_rank, pp_size, pp_group: Pipeline parallelism: layers are divided among these, stage by stage.
         dp_rank, dp_size, dp_group: Data parallelism: sequences are divided among these.
-        model_group: The ranks that together hold one copy of the backbone (tensor x pipeline).
+        model_group: The ranks that together hold one copy of the backbone (tensor x pipeline), its experts aside.
+        experts: The ranks that experts are divided among.
         device: The device this process computes on.
         sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
         heartbeat: Tells the other ranks what this process is doing.
@@ -58,6 +60,7 @@ class Parallel:
     dp_size: int
     dp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
+    experts: ExpertRanks
     device: torch.device
     sequence_parallel: bool
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
@@ -106,6 +109,8 @@ def initialize(
     seed: int = 0,
     device: torch.device | str | None = None,
     timeout_minutes: float = 30,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
 ) -> Parallel:
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
@@ -119,6 +124,8 @@ def initialize(
         seed: For Python's and torch's generators, the same on every rank. No result depends on them.
         device: To compute on; by default this process's GPU, or the CPU if there is none.
         timeout_minutes: How long a collective waits for the others before it fails.
+        expert_parallel: Number of ranks that the experts of a layer are divided among.
+        expert_tensor_parallel: Number of ranks that share each expert.
 
     Returns:
         Ranks, groups and device of this process.
@@ -129,6 +136,11 @@ def initialize(
     global _current
     rank, world_size = _world()
     _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
+    problems = size_problems(
+        world_size, tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel
+    )
+    if problems:
+        raise UserError(*problems)
     chosen = _choose_device(device)
     _join_world(rank, world_size, chosen, timeout_minutes)
     # torch renames collectives faster than Megatron-Core follows.
@@ -142,13 +154,17 @@ def initialize(
     if chosen.type == "cpu" or not is_dry_run():  # a dry run replaces what it needs to by itself
         megatron_core.adapt_to(chosen)
     if _current is not None:
-        here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device)
-        if here == (tensor_parallel, pipeline_parallel, sequence_parallel, chosen):
+        experts = (_current.experts.size, _current.experts.tensor_size)
+        here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device, *experts)
+        wanted = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen)
+        if here == (*wanted, expert_parallel, expert_tensor_parallel):
             return _current
     _leave_groups(mpu)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=expert_tensor_parallel,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_minutes,
     )
@@ -171,6 +187,7 @@ def _place(mpu: Any, device: torch.device, sequence_parallel: bool, **groups: di
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         model_group=mpu.get_model_parallel_group(),
+        experts=expert_ranks(mpu, places["tp_size"]),
         device=device,
         sequence_parallel=sequence_parallel,
         **places,

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+from megatron_mux.base_ops import (
+    ATTENTION_OPS,
+    BASE_OPS,
+    COLUMN_PARALLEL,
+    EXPERT_OPS,
+    SHARED_OPS,
+    BaseOpName,
+)
+from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import Experts
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Module:
     """A linear module of the Hugging Face model that lies within a BaseOp.
 
     Attributes:
-        path: Full Hugging Face path.
+        path: Full path in transformers.
         layer: Index of its layer.
         op: The BaseOp that holds it.
         out_features, in_features: Its full widths.
@@ -117,6 +126,11 @@ class Module:
     def column_parallel(self) -> bool:
         """Whether tensor ranks divide its output; else they divide its input."""
         return self.op in COLUMN_PARALLEL
+
+    @property
+    def experts(self) -> bool:
+        """Whether it stands for a parameter that holds all experts of its layer; its widths are one expert's."""
+        return self.op in EXPERT_OPS
 
 
 @dataclass(frozen=True)
@@ -171,6 +185,7 @@ class BackboneShape:
         config: The whole Hugging Face config, defaults included.
         norm_offset: What is added to the stored weights of norms (Gemma: 1).
         embedding_scale: What the token embedding's output is multiplied by.
+        experts: The experts of its layers, if any; `ffn` is then the inner width of layers without.
     """
 
     family: str
@@ -198,6 +213,29 @@ class BackboneShape:
     config: Mapping[str, Any]
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense
+
+    def ops(self, layer: int) -> tuple[BaseOpName, ...]:
+        """The BaseOps of a layer."""
+        if self.experts is None or not self.has_experts(layer):
+            return BASE_OPS
+        return (*ATTENTION_OPS, *(SHARED_OPS if self.experts.shared_ffn else ()), *EXPERT_OPS)
+
+    def refuse_experts(self, what: str) -> None:
+        """Refuse a backbone with experts where they are not known.
+
+        Args:
+            what: What does not know them, as the beginning of a sentence.
+
+        Raises:
+            UserError: The backbone has experts.
+        """
+        if self.experts is not None:
+            raise UserError(f"{what} does not know mixture-of-experts layers, which a {self.family} has.")
 
     @property
     def norm_leaves(self) -> tuple[str, ...]:
@@ -222,48 +260,56 @@ class BackboneShape:
     @cached_property
     def modules(self) -> tuple[Module, ...]:
         """All modules inside BaseOps, layer by layer."""
-        linears = [(op, linear) for op in BASE_OPS for linear in self.names.ops[op]]
         return tuple(
             Module(
                 f"{self.names.layer.format(layer)}.{linear.path}",
                 layer,
                 op,
-                sum(map(self.role_width, linear.roles)),
+                sum(self.role_width(op, role) for role in linear.roles),
                 self.in_features(op),
             )
             for layer in range(self.layers)
-            for op, linear in linears
+            for op in self.ops(layer)
+            for linear in self.names.ops[op]
         )
 
-    def role_width(self, role: str) -> int:
-        """Full output width of a role: see `Linear`."""
+    def inner(self, op: BaseOpName) -> int:
+        """Inner width of the MLP, or of an expert, that a BaseOp is of."""
+        if self.experts is None or op not in (*SHARED_OPS, *EXPERT_OPS):
+            return self.ffn
+        return self.experts.ffn if op in EXPERT_OPS else self.experts.shared_ffn
+
+    def role_width(self, op: BaseOpName, role: str) -> int:
+        """Full output width of a role in a BaseOp, of one expert's: see `Linear`."""
         kv = self.kv_heads * self.head_dim
         widths = {"q": self.heads * self.head_dim, "k": kv, "v": kv, "out": self.hidden}
-        return widths.get(role, self.ffn)
+        return widths.get(role, self.inner(op))
 
     def out_features(self, op: BaseOpName) -> int:
-        """Full output width of a BaseOp as Megatron fuses it."""
-        return {
-            "linear_qkv": (self.heads + 2 * self.kv_heads) * self.head_dim,
-            "linear_proj": self.hidden,
-            "linear_fc1": self.ffn * (2 if self.gated else 1),
-            "linear_fc2": self.hidden,
-        }[op]
+        """Full output width of a BaseOp as Megatron fuses it; of one expert's."""
+        if op == "linear_qkv":
+            return (self.heads + 2 * self.kv_heads) * self.head_dim
+        if op in COLUMN_PARALLEL:
+            return self.inner(op) * (2 if self.gated else 1)
+        return self.hidden
 
     def in_features(self, op: BaseOpName) -> int:
         """Full input width of a BaseOp."""
-        return {
-            "linear_qkv": self.hidden,
-            "linear_proj": self.heads * self.head_dim,
-            "linear_fc1": self.hidden,
-            "linear_fc2": self.ffn,
-        }[op]
+        if op in COLUMN_PARALLEL:
+            return self.hidden
+        return self.heads * self.head_dim if op == "linear_proj" else self.inner(op)
 
     def kv_heads_on_rank(self, tensor_parallel: int) -> int:
         """Key-value heads that core attention sees on one tensor rank."""
         return max(1, self.kv_heads // tensor_parallel)
 
-    def parallel_problems(self, tensor_parallel: int, pipeline_parallel: int) -> list[str]:
+    def parallel_problems(
+        self,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
+    ) -> list[str]:
         """What keeps this backbone from being divided so; empty where nothing does."""
         tp, problems = tensor_parallel, []
         if self.heads % tp:
@@ -281,4 +327,20 @@ class BackboneShape:
             problems.append(f"tensor parallel size {tp} does not divide its MLP width {self.ffn}")
         if self.layers < pipeline_parallel:
             problems.append(f"its {self.layers} layers cannot fill {pipeline_parallel} pipeline stages")
+        return problems + self._expert_problems(tensor_parallel, expert_parallel, expert_tensor_parallel)
+
+    def _expert_problems(self, tensor: int, expert: int, expert_tensor: int) -> list[str]:
+        if self.experts is None:
+            return ["it has no experts to divide"] if expert * expert_tensor > 1 else []
+        problems = []
+        if self.experts.shared_ffn % tensor:
+            problems.append(
+                f"tensor parallel size {tensor} does not divide its shared experts' width {self.experts.shared_ffn}"
+            )
+        if self.experts.count < expert:
+            problems.append(f"its {self.experts.count} experts cannot fill {expert} expert ranks")
+        if self.experts.ffn % expert_tensor:
+            problems.append(
+                f"expert tensor parallel size {expert_tensor} does not divide its experts' width {self.experts.ffn}"
+            )
         return problems

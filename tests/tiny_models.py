@@ -70,6 +70,16 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 2.0],
     "long_factor": [1.0, 2.0, 5.0, 9.0],
 }
+_MIXTRAL: dict[str, Any] = {**_LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}
+_QWEN3_MOE: dict[str, Any] = {
+    **_LLAMA,
+    "head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 _OPT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -117,9 +127,13 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {**_PHI3, "original_max_position_embeddings": 10, "rope_parameters": _LONGROPE},
     ),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3_moe-some": ("qwen3_moe", {**_QWEN3_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False}),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
 }
 NAMES = tuple(_MODELS)
+WITH_EXPERTS = tuple(name for name, (kind, _) in _MODELS.items() if kind in ("mixtral", "qwen3_moe"))
 
 
 def config(name: str, **changes: Any) -> Any:

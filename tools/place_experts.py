@@ -110,7 +110,9 @@ def run(arguments: argparse.Namespace) -> None:
             else f"{arguments.topology}, --slots {arguments.slots}"
         )
         raise UserError(*(f"{source}: {problem}" for problem in error.problems)) from error
-    details = describe(found, arguments.objective)
+    # Between replicas of an expert, the nodes decide.
+    nodes = [worker.node for worker in topology.workers]
+    details = {"nodes": nodes, **describe(found, arguments.objective)}
     if arguments.output is not None:
         try:
             write_placement(

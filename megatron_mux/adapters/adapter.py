@@ -217,7 +217,8 @@ class TaskAdapter(ABC):
         for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
             held = site.part.features if site.info.column_parallel else site.inputs
             index = None if tensor.dim is None else held
-            made.append(self.make(tensor_key(site.path, name), tensor.dim, index))
+            key = tensor_key(self.spec.key_path(site.module), name)
+            made.append(self.make(key, tensor.dim, index))
         return made
 
     def make(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
+from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.adapters.peft_format import check_tensors
-from megatron_mux.base_ops import BaseOpInfo, ModuleColumns
+from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo, ModuleColumns
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.low_rank_choice import KernelChoice
@@ -132,7 +133,10 @@ class AdapterSet:
         self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
     ) -> None:
         self.host = Host(base_ops, parallel, dtype, shape)
-        self.ops = [AttachedBaseOp(info, self.host) for info in self.host.base_ops]
+        self.ops = [
+            (AttachedExperts if info.name in EXPERT_OPS else AttachedBaseOp)(info, self.host)
+            for info in self.host.base_ops
+        ]
         self._tasks: dict[str, TaskAdapter] = {}
 
     def add(self, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None = None) -> TaskAdapter:

@@ -129,6 +129,10 @@ class AdapterSpec(Section, ABC):
         """The tensors that are not one module's, by their key in `adapter_model.safetensors`."""
         return {}
 
+    def key_path(self, module: Module) -> str:
+        """The path that the keys of a module's tensors begin with."""
+        return module.path
+
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """The tensors of a module, by the end of their key, which begins with the module's path.
 
@@ -147,7 +151,7 @@ class AdapterSpec(Section, ABC):
         for module in self.modules(shape):
             width = module.out_features if module.column_parallel else module.in_features
             for name, tensor in self.module_tensors(module, shape).items():
-                key = tensor_key(module.path, name)
+                key = tensor_key(self.key_path(module), name)
                 if tensor.dim is not None and tensor.shape[tensor.dim] != width:
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor
@@ -163,7 +167,9 @@ class AdapterSpec(Section, ABC):
         if "target_modules" in found:
             targets = self.targets(shape)
             every = isinstance(targets, str) and targets.lower() == ALL_LINEAR
-            found["target_modules"] = short_names(shape.modules) if every else targets
+            found["target_modules"] = (
+                short_names(m for m in shape.modules if not m.experts) if every else targets
+            )
         return dict(sorted(found.items()))
 
     # -- its cost

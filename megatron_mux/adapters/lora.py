@@ -12,11 +12,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
+from megatron_mux.adapters.expert_op import ExpertTerms
 from megatron_mux.adapters.kind import AdapterTensor, constant, uniform
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
+from megatron_mux.adapters.targets import match_parameters, matches
+from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, Number, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
 
@@ -24,8 +27,15 @@ from megatron_mux.shape import BackboneShape, Module
 class Lora(TaskAdapter):
     """LoRA of one task."""
 
-    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> LowRankTerms:
+    def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> Adapter:
         """See `TaskAdapter.adapt`."""
+        site, matrices = modules[0]
+        if site.module.experts:
+            if self.host.parallel.experts.tensor_size > 1:
+                raise UserError(
+                    "target_parameters: adapters on routed experts need --expert-tensor-parallel-size 1"
+                )
+            return ExpertTerms(self, site, *matrices)
         return LowRankTerms(self, [Product(site, down, up) for site, (down, up) in modules])
 
 
@@ -45,13 +55,17 @@ class LoraSpec(LowRankSpec):
     target_modules: Targets = None
     """Modules that get an adapter; None: the ones peft would choose for the backbone's family."""
 
+    target_parameters: list[str] | None = None
+    """Parameters that hold a layer's routed experts, such as `mlp.experts.gate_up_proj`: each expert gets an adapter of
+    its own, of rank `r`."""
+
     run_time = Lora
     dropout_field = "lora_dropout"
     sample_ranks = (8, 64)
     free_with_weights = frozenset({"lora_dropout"})
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
-        **not_yet(None, "exclude_modules", "target_parameters", neutral=(None, [])),
+        **not_yet(None, "exclude_modules", neutral=(None, [])),
         **not_yet(False, "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"),
         **not_yet(
             None, "layer_replication", "megatron_config", "trainable_token_indices",
@@ -72,9 +86,36 @@ class LoraSpec(LowRankSpec):
         """Factor of the low-rank product."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
+    def modules(self, shape: BackboneShape) -> list[Module]:
+        """See `AdapterSpec.modules`; routed experts are named by `target_parameters`."""
+        found = super().modules(shape)
+        if self.target_parameters is None:
+            return found
+        experts = match_parameters(self.target_parameters, shape.modules)
+        if experts and self.lora_dropout:
+            raise UserError("lora_dropout: must be 0 with target_parameters, as in peft")
+        wanted = {module.path for module in (*found, *experts)}
+        return [module for module in shape.modules if module.path in wanted]
+
+    def key_path(self, module: Module) -> str:
+        """See `AdapterSpec.key_path`: peft wraps the module that holds the parameters, once for each of them."""
+        if not module.experts:
+            return module.path
+        parent, _, name = module.path.rpartition(".")
+        outer = f"{parent}.down_proj"
+        both = name != "down_proj" and any(matches(target, outer) for target in self.target_parameters or ())
+        return f"{parent}.base_layer" if both else parent
+
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`."""
         down, up = (self.r, module.in_features), (module.out_features, self.r)
+        if module.experts:
+            assert shape.experts is not None
+            rows = shape.experts.count * self.r
+            return {
+                "lora_A.weight": AdapterTensor((rows, module.in_features), module.layer, uniform),
+                "lora_B.weight": AdapterTensor((module.out_features, rows), module.layer, constant(0.0)),
+            }
         column = module.column_parallel
         return {
             "lora_A.weight": AdapterTensor(down, module.layer, uniform, None if column else 1),

@@ -39,7 +39,9 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
             type(spec).model_fields.keys() - AdapterSpec.model_fields.keys() - spec.free_with_weights
         )
         # Of modules, the tensors tell.
-        if name in config and not name.endswith("_modules") and config[name] != getattr(spec, name)
+        if name in config
+        and not name.endswith(("_modules", "_parameters"))
+        and config[name] != getattr(spec, name)
     ]
     if not problems:
         found = check_tensors(tensors, spec, shape)

@@ -14,8 +14,12 @@ Targets = str | Sequence[str]
 """`target_modules`: names, `all-linear` or a regular expression."""
 
 
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "experts")
+"""Names by which people mean routed experts."""
+
+
 def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
-    """The modules that `targets` names.
+    """The modules that `targets` names. `all-linear` names no routed experts: their parameters are no linear modules.
 
     Args:
         targets: Names, each matching the modules whose path is it or ends in it after a dot; or `all-linear`; or
@@ -28,14 +32,50 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
     Raises:
         UserError: A name (or the expression) matches nothing; lists what there is.
     """
+    routed = [module for module in modules if module.experts]
+    modules = [module for module in modules if not module.experts]
     if isinstance(targets, str):
         return _match_text(targets, modules)
-    unknown = [t for t in targets if not any(_matches(t, module.path) for module in modules)]
+    if routed:
+        _refuse_experts(targets)
+    unknown = [t for t in targets if not any(matches(t, module.path) for module in modules)]
     if unknown:
         listed = ", ".join(repr(name) for name in unknown)
         verb = "is no module" if len(unknown) == 1 else "are no modules"
         raise UserError(f"target_modules: {listed} {verb} of this backbone: choose from {_choices(modules)}")
-    return [module for module in modules if any(_matches(t, module.path) for t in targets)]
+    return [module for module in modules if any(matches(t, module.path) for t in targets)]
+
+
+def match_parameters(targets: Sequence[str], modules: Sequence[Module]) -> list[Module]:
+    """The parameters of routed experts that `target_parameters` names.
+
+    Args:
+        targets: Names, each matching the parameters whose path is it or ends in it after a dot.
+        modules: All modules of the backbone.
+
+    Raises:
+        UserError: A name matches nothing; lists what there is.
+    """
+    routed = [module for module in modules if module.experts]
+    unknown = [name for name in targets if not any(matches(name, module.path) for module in routed)]
+    if unknown:
+        has = ", ".join(f"mlp.experts.{name}" for name in short_names(routed)) or "none"
+        raise UserError(
+            f"target_parameters: {', '.join(map(repr, unknown))} named, but the parameters of routed experts in this "
+            f"backbone are: {has}"
+        )
+    return [module for module in routed if any(matches(name, module.path) for name in targets)]
+
+
+def _refuse_experts(targets: Sequence[str]) -> None:
+    """Refuse names by which people mean routed experts too, though modules beside those may have them."""
+    named = [name for name in targets if name in _OF_EXPERTS]
+    if named:
+        raise UserError(
+            f"target_modules: {', '.join(map(repr, named))} would adapt routed experts, which are no modules: "
+            "name them in target_parameters (mlp.experts.gate_up_proj, mlp.experts.down_proj), and other modules by "
+            "more of their path (shared_experts.up_proj)"
+        )
 
 
 def _match_text(text: str, modules: Sequence[Module]) -> list[Module]:
@@ -56,7 +96,8 @@ def short_names(modules: Iterable[Module]) -> list[str]:
     return list(dict.fromkeys(module.path.rpartition(".")[2] for module in modules))
 
 
-def _matches(target: str, path: str) -> bool:
+def matches(target: str, path: str) -> bool:
+    """Whether a name is a path or the end of one."""
     return path == target or path.endswith(f".{target}")
 
 

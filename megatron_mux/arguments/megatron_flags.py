@@ -65,7 +65,7 @@ REASONS: Mapping[str, str] = {
     "--pretrained-checkpoint": "use --backbone DIR",
     "--finetune": "the backbone is always read and frozen: use --backbone DIR, and remove this flag",
     "--ckpt-step": "--load takes the newest complete save of a run: remove it",
-    "--num-experts": "backbones with experts are not supported yet",
+    "--num-experts": "is read from the backbone: remove it",
     "--use-distributed-optimizer": "adapters are small, their optimizer is not sharded: remove it",
     "--overlap-grad-reduce": "only adapters have gradients, reduced once a step: remove it",
     "--overlap-param-gather": "only adapters have an optimizer, and it is not sharded: remove it",

@@ -65,6 +65,12 @@ class MuxArguments:
 
     tensor_model_parallel_size: int = _flag("parallelism", "ranks that share each layer (1)", 1, **_COUNT)
     pipeline_model_parallel_size: int = _flag("parallelism", "pipeline stages (1)", 1, **_COUNT)
+    expert_model_parallel_size: int = _flag(
+        "parallelism", "ranks that the experts of a layer are divided among (1)", 1, **_COUNT
+    )
+    expert_tensor_parallel_size: int | None = _flag(
+        "parallelism", "ranks that share each expert (default: as many as share each layer)", **_COUNT
+    )
     sequence_parallel: bool = _flag(
         "parallelism",
         "shard rows (tokens) over tensor ranks outside the tensor-parallel operators",
@@ -178,6 +184,11 @@ class MuxArguments:
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
+    mux_expert_placement: Path | None = _flag(
+        "mux",
+        "which ranks hold which experts, as tools/place_experts.py writes it (default: neighbouring experts share one)",
+        **_FILE,
+    )
     mux_watch: Path | None = _flag(
         "mux",
         "a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
@@ -229,6 +240,28 @@ class MuxArguments:
     def precision(self) -> str:
         """What a run computes in: `bfloat16`, `float32`, or `float32 with TF32`."""
         return str(self.dtype).removeprefix("torch.") + " with TF32" * self.mux_tf32
+
+    def expert_sizes(self, shape: BackboneShape) -> tuple[int, int]:
+        """Number of expert ranks, and of ranks that share each expert, for a backbone."""
+        default = self.tensor_model_parallel_size if shape.experts is not None else 1
+        return self.expert_model_parallel_size, self.expert_tensor_parallel_size or default
+
+    def without_planner(self, shape: BackboneShape) -> tuple[MuxArguments, str]:
+        """Replace the policy `auto` where the planner does not know the backbone.
+
+        Returns:
+            The arguments, and what a user should know; empty if nothing.
+
+        Raises:
+            UserError: A flag asks for what only the planner does.
+        """
+        if shape.experts is None or self.mux_policy != "auto":
+            return self, ""
+        for flag, given in (("--mux-plan", self.mux_plan), ("--mux-memory-limit", self.mux_memory_limit)):
+            if given not in (None, "auto"):
+                shape.refuse_experts(flag)
+        said = "--mux-policy auto does not know experts yet: all tasks share each micro-batch (spatial)"
+        return replace(self, mux_policy="spatial"), said
 
     def check_shape(self, shape: BackboneShape) -> None:
         """Check the shape flags against the backbone.

@@ -19,8 +19,6 @@ from megatron_mux.errors import UserError
 # Flags that are accepted only with their fixed value, and why.
 _FIXED: Mapping[str, tuple[str, str]] = {
     "--context-parallel-size": ("1", "context parallelism is not supported yet"),
-    "--expert-model-parallel-size": ("1", "backbones with experts are not supported yet"),
-    "--expert-tensor-parallel-size": ("1", "backbones with experts are not supported yet"),
     "--hidden-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
     "--attention-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
     "--recompute-method": ("uniform", "every layer is recomputed by itself"),

@@ -16,15 +16,19 @@ from megatron_mux.shape import BackboneShape, Linear
 
 
 def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
-    """The columns of each role in a BaseOp's output on tensor rank `rank` of `size`; there may be none."""
+    """The columns of each role in a BaseOp's output on tensor rank `rank` of `size`; there may be none.
+
+    Of the experts' BaseOps: in one expert's output, on the rank among those that divide an expert.
+    """
     if op == "linear_qkv":
         return _qkv(shape, rank, size)
-    if op == "linear_fc1":
-        part = shape.ffn // size
+    if op in COLUMN_PARALLEL:
+        inner = shape.inner(op)
+        part = inner // size
         features = torch.arange(rank * part, (rank + 1) * part)
         halves = ("gate", "up") if shape.gated else ("fc",)
         return {
-            role: ModuleColumns(torch.arange(part) + i * part, features, shape.ffn)
+            role: ModuleColumns(torch.arange(part) + i * part, features, inner)
             for i, role in enumerate(halves)
         }
     every = torch.arange(shape.hidden)
@@ -43,7 +47,7 @@ def _qkv(shape: BackboneShape, rank: int, size: int) -> dict[str, ModuleColumns]
     found = {}
     for i, role in enumerate(("q", "k", "v")):
         columns = (kind == i).nonzero().squeeze(1)
-        found[role] = ModuleColumns(columns, features[columns], shape.role_width(role))
+        found[role] = ModuleColumns(columns, features[columns], shape.role_width("linear_qkv", role))
     return found
 
 

@@ -30,7 +30,7 @@ def compute_layer(
     Returns:
         `[T, 1, H]`; `[N, 1, H]` with `labelled_only`.
     """
-    compute = _labelled if labelled_only else _whole
+    compute = _without_rows if not len(hidden) else _labelled if labelled_only else _whole
     if not (recompute and torch.is_grad_enabled()):
         return compute(layer, hidden, angles)
     # Not Megatron's own: that is blind to adapters below which nothing needs a gradient.
@@ -68,6 +68,11 @@ def _all_before_backward(compute: Any, *arguments: Any) -> Tensor:
 def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=angles)
     return output  # type: ignore[no-any-return]
+
+
+def _without_rows(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
+    """Experts alone: they may compute rows of other ranks."""
+    return megatron_core.mlp_half(layer, hidden)
 
 
 def _labelled(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:

@@ -24,10 +24,13 @@ from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
-from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
+from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
+from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
     gather_from_sequence_parallel_region,
@@ -49,6 +52,7 @@ class Backbone:
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
         model: Megatron's `GPTModel` (a container here: its `forward` is not used).
+        placement: Which expert ranks hold which experts; None without experts.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
     """
 
@@ -61,6 +65,7 @@ class Backbone:
         recompute: Recompute,
         residence: Kind,
         source: Checkpoint | NoWeights,
+        placement: Placement | None = None,
     ) -> None:
         self.info = info
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
@@ -71,9 +76,10 @@ class Backbone:
         self.device = parallel.device
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
-        self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective")
+        self.placement = _placement(shape, parallel, placement)
+        self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective", self.placement)
         self.residence = Residence(residence, parallel)
-        weights.load(self.model, shape, layers, source, info.stored, self.residence)
+        weights.load(self.model, shape, layers, source, info.stored, self.residence, self.placement)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._embedding_scale: Tensor | None = None
         if shape.embedding_scale != 1.0:
@@ -97,6 +103,7 @@ class Backbone:
         stage: int | None = None,
         residence: Kind = "resident",
         config_only: bool = False,
+        placement: Placement | None = None,
     ) -> Backbone:
         """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
@@ -109,17 +116,21 @@ class Backbone:
             stage: The stage to load; by default this rank's first.
             residence: Where weights live between uses: see `Residence`.
             config_only: Do not look for weights: make parameters with undefined values.
+            placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
 
         Raises:
             UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
         """
         info = info_without_weights(path) if config_only else read_backbone_info(path)
-        info.check_parallel(parallel.tp_size, parallel.pp_size)
+        info.check_parallel(
+            parallel.tp_size, parallel.pp_size, parallel.experts.size, parallel.experts.tensor_size
+        )
+        _check_experts(info.shape, parallel, residence)
         layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
         ]
         source = NoWeights() if config_only else Checkpoint(info.path)
-        return cls(info, parallel, layers, dtype, recompute, residence, source)
+        return cls(info, parallel, layers, dtype, recompute, residence, source, placement)
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
@@ -127,8 +138,9 @@ class Backbone:
         """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
 
         Args:
-            batch: The micro-batch, on this device. One without rows computes nothing, but still gathers the weights
-                that other data-parallel ranks need at this time, forward and backward.
+            batch: The micro-batch, on this device. One without rows computes nothing of its own, but still gathers
+                the weights, and computes the experts' rows, that other data-parallel ranks need at this time, forward
+                and backward.
             hidden: Output of the previous stage; None on the first stage.
             labelled_only: On the last stage, compute the last layer's MLP and the final norm on labelled rows only.
                 Ignored with sequence parallelism, which divides the rows.
@@ -153,7 +165,11 @@ class Backbone:
         Args:
             batch: As for `forward`.
             labelled_only: As for `forward`.
+
+        Raises:
+            UserError: The backbone has experts.
         """
+        self.shape.refuse_experts("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
         angles = self.angles(batch) if batch.rows else []
@@ -260,22 +276,26 @@ class Backbone:
     def base_ops(self) -> list[BaseOpInfo]:
         """The operators of this stage's layers that adapters can attach to."""
         found = []
-        decoder = self.model.decoder
-        rank, size = self.parallel.tp_rank, self.parallel.tp_size
-        for index, layer in zip(self.layers, decoder.layers, strict=True):
-            for op in BASE_OPS:
-                owner = layer.self_attention if op in ("linear_qkv", "linear_proj") else layer.mlp
+        part = weights.Part.of(self.parallel, self.placement)
+        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
+            for op in self.shape.ops(index):
                 found.append(
                     BaseOpInfo(
                         layer=index,
                         name=op,
-                        module=getattr(owner, op),
-                        inputs=columns.inputs(self.shape, op, rank, size),
-                        parts=columns.parts(self.shape, op, rank, size),
+                        module=layer.get_submodule(weights.MODULE_PATHS[op]),
+                        inputs=columns.inputs(self.shape, op, *part.of_op(op)),
+                        parts=columns.parts(self.shape, op, *part.of_op(op)),
                         hf_prefix=self.shape.names.layer.format(index),
+                        experts=part.held(index) if op in EXPERT_OPS else (),
                     )
                 )
         return found
+
+    @property
+    def in_step(self) -> bool:
+        """Whether data-parallel ranks must make the same passes, because each needs what others hold."""
+        return self.residence.in_step or (self.placement is not None and self.parallel.experts.over_data)
 
     # ---- details ----------------------------------------------------------------------------------------------------
 
@@ -293,12 +313,17 @@ class Backbone:
         self, i: int, batch: MicroBatch, angles: Angles | None, labelled_only: bool, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
-        if not batch.rows:
+        if not batch.rows and not (
+            self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data
+        ):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1
         trimmed = labelled_only and is_last
-        hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
+        # Below all adapters no expert rank needs the backward; above, all of them take part in it.
+        trained = torch.is_grad_enabled() and (i >= self._trained_from or hidden.requires_grad)
+        with torch.set_grad_enabled(trained):
+            hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
         if is_last:
             with layout.activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
@@ -336,10 +361,36 @@ def load_stages(
     split: Split | None = None,
     residence: Kind = "resident",
     config_only: bool = False,
+    placement: Placement | None = None,
 ) -> list[Backbone]:
     """Load all stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
-        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only)
+        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only, placement)
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]
+
+
+def _placement(shape: BackboneShape, parallel: Parallel, wanted: Placement | None) -> Placement | None:
+    """Which expert ranks hold which experts: what is wanted, or what Megatron-Core does; None without experts."""
+    if shape.experts is None or wanted is not None:
+        return wanted
+    return Placement.contiguous(
+        shape.experts.count, parallel.experts.size, shape.experts.layers(shape.layers)
+    )
+
+
+def _check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> None:
+    """Raise `UserError` where experts do not go with how the rest is divided."""
+    if shape.experts is None:
+        return
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            "With tensor parallelism, a backbone with experts needs --sequence-parallel: each tensor rank then routes "
+            "its own rows."
+        )
+    if residence.startswith("sharded") and parallel.experts.over_data:
+        raise UserError(
+            f"--mux-backbone-weights {residence} divides weights over data-parallel ranks, but their experts differ: "
+            "use resident or offloaded, or experts within the tensor-parallel ranks."
+        )

@@ -7,8 +7,9 @@ import re
 import torch
 
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import Experts
 from megatron_mux.shape import BackboneShape, Names
 
 _CHUNK_BYTES = 1 << 20
@@ -28,13 +29,28 @@ def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
         for path in names.layer_norms.values():
             found |= {f"{prefix}.{path}.{leaf}": (shape.hidden,) for leaf in norm}
         found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in names.head_norms.values()}
-        for op in BASE_OPS:
+        if shape.experts is not None and shape.has_experts(layer):
+            found |= _expected_experts(shape, shape.experts, prefix)
+        for op in (op for op in shape.ops(layer) if op not in EXPERT_OPS):
             for module in names.ops[op]:
-                out = sum(shape.role_width(role) for role in module.roles)
+                out = sum(shape.role_width(op, role) for role in module.roles)
                 weight = (out, shape.in_features(op))
                 found[f"{prefix}.{module.path}.weight"] = weight[::-1] if names.transposed else weight
                 if shape.biases[op]:
                     found[f"{prefix}.{module.path}.bias"] = (out,)
+    return found
+
+
+def _expected_experts(shape: BackboneShape, experts: Experts, prefix: str) -> dict[str, tuple[int, ...]]:
+    """The router and the routed experts of the layer at `prefix`, as checkpoints store them: one by one."""
+    names = experts.names
+    found: dict[str, tuple[int, ...]] = {
+        f"{prefix}.{names.stored_router}.weight": (experts.count, shape.hidden)
+    }
+    for expert in range(experts.count):
+        module = f"{prefix}.{names.stored.format(expert)}"
+        found |= {f"{module}.{leaf}.weight": (experts.ffn, shape.hidden) for leaf in (names.gate, names.up)}
+        found[f"{module}.{names.down}.weight"] = (shape.hidden, experts.ffn)
     return found
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, megatron_core
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.kernels.pointwise import ACTIVATIONS, gated, rms_norm, rotate
 from megatron_mux.runtime import Parallel
@@ -66,9 +68,23 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
 
 
 def build(
-    shape: BackboneShape, parallel: Parallel, dtype: torch.dtype, layers: range, recompute_attention: bool
+    shape: BackboneShape,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    layers: range,
+    recompute_attention: bool,
+    placement: Placement | None = None,
 ) -> GPTModel:
-    """Build the stage with these layers on the meta device: it takes no memory until it is filled."""
+    """Build the stage with these layers on the meta device: it takes no memory until it is filled.
+
+    Args:
+        shape: The backbone's.
+        parallel: Ranks, groups and device of this process.
+        dtype: Of weights and hidden states.
+        layers: Global indices of the stage's layers.
+        recompute_attention: Compute core attention again in the backward.
+        placement: Which expert ranks hold which experts; None without experts.
+    """
     with megatron_core.quiet():
         config = megatron_config(shape, parallel, dtype)
     specs = [_layer_spec(shape, layer, recompute_attention) for layer in layers]
@@ -86,9 +102,11 @@ def build(
         )
         if shape.output_norms:
             add_output_norms(model, shape)
-    drop_biases(model, shape)
-    if shape.gated:
-        fuse_gate(model, shape.activation)
+        drop_biases(model, shape)
+        if shape.gated:
+            fuse_gate(model, shape.activation)
+        if placement is not None:
+            add_experts(model, shape, parallel, layers, placement)
     return model.eval()
 
 
@@ -97,6 +115,9 @@ def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> 
     found = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
     attention = partial(SegmentAttention, shape=shape, layer=layer, recompute=recompute_attention)
     megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
+    if shape.experts is not None and shape.has_experts(layer):
+        # Megatron's MLP becomes the shared experts; where there are none, it is dropped.
+        megatron_core.set_mlp_width(found, shape.experts.shared_ffn or shape.experts.ffn)
     return found
 
 
@@ -118,6 +139,19 @@ def fuse_gate(model: GPTModel, activation: str) -> None:
         model.config.gated_linear_unit = False
         for layer in model.decoder.layers:
             layer.mlp.activation_func = function
+
+
+def add_experts(
+    model: GPTModel, shape: BackboneShape, parallel: Parallel, layers: range, placement: Placement
+) -> None:
+    """Put experts in the place of Megatron's MLPs, which become the shared experts."""
+    assert shape.experts is not None
+    for index, layer in zip(layers, model.decoder.layers, strict=True):
+        if shape.has_experts(index):
+            shared = layer.mlp if shape.experts.shared_ffn else None
+            activation = layer.mlp.activation_func
+            layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
+            layer.mlp.to(model.config.params_dtype)
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

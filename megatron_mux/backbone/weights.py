@@ -16,19 +16,63 @@ from torch import Tensor, nn
 from megatron_mux.backbone import columns
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.residence import Key, Residence, unit_of
-from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
+from megatron_mux.expert_shape import Placement
+from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _CHUNK_BYTES = 1 << 20
-_MODULE_PATHS: dict[BaseOpName, str] = {
+MODULE_PATHS: dict[BaseOpName, str] = {
     "linear_qkv": "self_attention.linear_qkv",
     "linear_proj": "self_attention.linear_proj",
     "linear_fc1": "mlp.linear_fc1",
     "linear_fc2": "mlp.linear_fc2",
+    "shared_fc1": "mlp.shared_experts.linear_fc1",
+    "shared_fc2": "mlp.shared_experts.linear_fc2",
+    "experts_fc1": "mlp.experts_fc1",
+    "experts_fc2": "mlp.experts_fc2",
 }
+"""Where a layer of ours keeps its BaseOps."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of each matrix that a rank holds.
+
+    Attributes:
+        rank, size: This tensor rank, and how many there are.
+        expert_rank: This expert rank.
+        expert_tensor_rank, expert_tensor_size: This rank among those that divide an expert, and how many there are.
+        placement: Which expert ranks hold which experts; None without experts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    expert_rank: int = 0
+    expert_tensor_rank: int = 0
+    expert_tensor_size: int = 1
+    placement: Placement | None = None
+
+    @classmethod
+    def of(cls, parallel: Parallel, placement: Placement | None) -> Part:
+        """The part of a process."""
+        ranks = parallel.experts
+        return cls(
+            parallel.tp_rank, parallel.tp_size, ranks.rank, ranks.tensor_rank, ranks.tensor_size, placement
+        )
+
+    def held(self, layer: int) -> tuple[int, ...]:
+        """The experts of a layer that the rank holds."""
+        return () if self.placement is None else self.placement.held(layer, self.expert_rank)
+
+    def of_op(self, op: BaseOpName) -> tuple[int, int]:
+        """The tensor rank, and how many there are, that a BaseOp is divided by."""
+        if op in EXPERT_OPS:
+            return self.expert_tensor_rank, self.expert_tensor_size
+        return self.rank, self.size
 
 
 @dataclass(frozen=True)
@@ -57,15 +101,15 @@ class Piece:
 Plan = dict[str, list[Piece]]
 
 
-def plan(shape: BackboneShape, layers: range, rank: int, size: int) -> Plan:
+def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
     """The pieces of each parameter of a stage's model, whose layers count from 0.
 
     Args:
         shape: The backbone's, `padded_vocab` as divided here.
         layers: Global indices of the stage's layers.
-        rank, size: This tensor rank, and how many there are.
+        part: Of this rank.
     """
-    names = shape.names
+    names, rank, size = shape.names, part.rank, part.size
     first, last = layers.start == 0, layers.stop == shape.layers
     filled: Plan = {}
     if first:
@@ -75,7 +119,7 @@ def plan(shape: BackboneShape, layers: range, rank: int, size: int) -> Plan:
                 Piece(0, f"{names.positions}.weight", 0, shape.learned_positions, range(shape.hidden))
             ]
     for here, layer in enumerate(layers):
-        filled |= dict(_layer(shape, rank, size, f"decoder.layers.{here}", names.layer.format(layer)))
+        filled |= dict(_layer(shape, part, layer, f"decoder.layers.{here}"))
     if last:
         filled |= _norm(shape, "decoder.final_layernorm", names.final_norm)
         if not (shape.tied and first):  # else the output layer is the embedding itself
@@ -100,25 +144,49 @@ def _norm(shape: BackboneShape, target: str, source: str) -> Plan:
     }
 
 
-def _layer(
-    shape: BackboneShape, rank: int, size: int, target: str, source: str
-) -> Iterator[tuple[str, list[Piece]]]:
+def _layer(shape: BackboneShape, part: Part, layer: int, target: str) -> Iterator[tuple[str, list[Piece]]]:
     names = shape.names
+    source = names.layer.format(layer)
     for module, path in names.layer_norms.items():
         yield from _norm(shape, f"{target}.{module}", f"{source}.{path}").items()
     for module, path in names.head_norms.items():
         stored = Piece(0, f"{source}.{path}.weight", 0, shape.head_dim, offset=shape.norm_offset)
         yield f"{target}.{module}.weight", [stored]
-    for op in BASE_OPS:
-        inputs = columns.inputs(shape, op, rank, size)
+    for op in shape.ops(layer):
+        if op in EXPERT_OPS:
+            yield f"{target}.{MODULE_PATHS[op]}.weight", _experts(shape, op, part, layer)
+            continue
+        inputs = columns.inputs(shape, op, *part.of_op(op))
         weight, bias = [], []
-        for path, place in columns.parts(shape, op, rank, size).items():
+        for path, place in columns.parts(shape, op, *part.of_op(op)).items():
             for row, start, length in columns.runs(place.columns, place.features):
                 weight.append(Piece(row, f"{source}.{path}.weight", start, length, inputs, names.transposed))
                 bias.append(Piece(row, f"{source}.{path}.bias", start, length))
-        yield f"{target}.{_MODULE_PATHS[op]}.weight", weight
+        yield f"{target}.{MODULE_PATHS[op]}.weight", weight
         if shape.biases[op]:
-            yield f"{target}.{_MODULE_PATHS[op]}.bias", bias
+            yield f"{target}.{MODULE_PATHS[op]}.bias", bias
+    if shape.experts is not None and shape.has_experts(layer):
+        router = f"{source}.{shape.experts.names.stored_router}.weight"
+        yield (
+            f"{target}.mlp.router.weight",
+            [Piece(0, router, 0, shape.experts.count, range(shape.hidden))],
+        )
+
+
+def _experts(shape: BackboneShape, op: BaseOpName, part: Part, layer: int) -> list[Piece]:
+    """The rows of a rank's experts, one expert after the other, as checkpoints store them: module by module."""
+    assert shape.experts is not None
+    names = shape.experts.names
+    modules = {"gate": names.gate, "up": names.up, "out": names.down}
+    inputs = columns.inputs(shape, op, *part.of_op(op))
+    found, at = [], 0
+    for expert in part.held(layer):
+        module = f"{shape.names.layer.format(layer)}.{names.stored.format(expert)}"
+        for role, place in columns.roles(shape, op, *part.of_op(op)).items():
+            source = f"{module}.{modules[role]}.weight"
+            found.append(Piece(at, source, int(place.features[0]), len(place.features), inputs))
+            at += len(place.features)
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,6 +207,7 @@ def load(
     source: Checkpoint | NoWeights,
     stored: dict[str, str],
     home: Residence,
+    placement: Placement | None,
 ) -> None:
     """Fill a stage's tensor shard and settle it where it lives between uses.
 
@@ -149,6 +218,7 @@ def load(
         source: To read from.
         stored: Stored name of each tensor, from `resolve`.
         home: Where the parameters live.
+        placement: Which expert ranks hold which experts.
 
     Raises:
         UserError: A file cannot be read.
@@ -158,7 +228,7 @@ def load(
     tied_here = shape.tied and len(layers) == shape.layers
     if tied_here:
         model.output_layer.register_parameter("weight", None)
-    filled = plan(shape, layers, parallel.tp_rank, parallel.tp_size)
+    filled = plan(shape, layers, Part.of(parallel, placement))
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if wanted != filled.keys():
         raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")

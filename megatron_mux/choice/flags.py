@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_mux.backbone.registry import FAMILIES
+from megatron_mux.backbone.registry import FAMILIES, WITH_EXPERTS
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Precision, Recipe
@@ -53,6 +53,8 @@ def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str |
         return "full fine-tuning: here the backbone is frozen"
     if model_type not in FAMILIES:
         return f"model_type {model_type!r} is none of its families"
+    if model_type in WITH_EXPERTS:
+        return "its memory is not predicted for experts yet"
     if method.expert > 1:
         return "no expert parallelism"
     if method.zero in (1, 2):

@@ -68,8 +68,9 @@ class TrainingCompute:
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
         self._lowest = {name: task.load.adapter.lowest_layer for name, task in finalizer.tasks.items()}
-        # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not.
-        self._is_fetching = any(stage.residence.units for stage in stages.values())
+        # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not;
+        # so are rows that expert ranks exchange.
+        self._for_all_tasks = any(stage.residence.units or stage.in_step for stage in stages.values())
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -87,7 +88,7 @@ class TrainingCompute:
 
     def _trained_below(self, layer: int, unit: Unit) -> list[bool]:
         """For each batch of a unit, whether it needs gradients below a layer."""
-        if self._is_fetching:
+        if self._for_all_tasks:
             return [min(self._lowest.values()) < layer] * len(self.batches.tasks(unit))
         return [any(self._lowest[name] < layer for name in names) for names in self.batches.tasks(unit)]
 

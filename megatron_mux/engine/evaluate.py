@@ -206,7 +206,7 @@ class Evaluator:
 
     def _passes(self, group: list[_Record], max_tokens: int) -> list[MicroBatch]:
         """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and `batch_size`; as many on
-        every rank where weights are sharded.
+        every rank where ranks keep in step.
         """
         examples = [example for candidates, _ in group for example in candidates]
         batches: list[MicroBatch] = []
@@ -221,7 +221,7 @@ class Evaluator:
             tokens += length
         if current:
             batches.append(self._pack(current))
-        if next(iter(self.stages.values())).residence.in_step:
+        if next(iter(self.stages.values())).in_step:
             passes = int(self.parallel.most([len(batches)])[0])
             batches += [self._pack([]) for _ in range(passes - len(batches))]
         return batches

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def ranks_meet(stages: Iterable[Backbone], parallel: Parallel) -> bool:
     """Whether a pass of these stages contains collectives, so that no rank can leave one out."""
-    return parallel.tp_size > 1 or any(stage.residence.in_step for stage in stages)
+    return parallel.tp_size > 1 or any(stage.in_step for stage in stages)
 
 
 class FailedBuckets:

@@ -65,8 +65,8 @@ class StepRunner:
     _staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
-        sharded = any(stage.residence.in_step for stage in self.stages.values())
-        self.read_ahead = ReadAhead(self.parallel, sharded)
+        in_step = any(stage.in_step for stage in self.stages.values())
+        self.read_ahead = ReadAhead(self.parallel, in_step)
         self._staging = Staging(self.parallel)
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.parallel.device)
 

@@ -3,14 +3,14 @@
     {"model": {...}, "workers": 3, "placement": [[[0], [0], [1], [2]], [[1], [0], [0, 2], [2]]]}
 
 An expert with several workers has replicas. A sender's tokens use the replica on itself, else one on its own node, else
-any; among several equally near ones, that at the position (index of the sender) modulo their number (`serving_worker`).
+any (`expert_shape.serving_rank`). `"nodes": ["a", "a", "b"]` names the node of each worker.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +38,8 @@ class PlacementFile(BaseModel):
     """Number of workers."""
     placement: tuple[tuple[tuple[Annotated[int, Field(strict=True)], ...], ...], ...]
     """[L][E] indices of the workers that hold the expert."""
+    nodes: tuple[str, ...] | None = None
+    """[N] the node of each worker, which decides between replicas; None: all workers are equally near."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,6 @@ def to_owners(placement: Placement) -> Ints:
 def has_replicas(placement: Placement) -> bool:
     """Whether some expert has several workers."""
     return any(len(workers) > 1 for row in placement for workers in row)
-
-
-def serving_worker(workers: Sequence[int], sender: int | None, node: str | None, nodes: Sequence[str]) -> int:
-    """Return the replica of an expert that a sender's tokens use.
-
-    Args:
-        workers: Workers that hold the expert.
-        sender: Index of the worker that sends; None: the master.
-        node: The sender's node.
-        nodes: [N] node of each worker.
-    """
-    if sender is not None and sender in workers:
-        return sender
-    near = [worker for worker in workers if nodes[worker] == node] or list(workers)
-    return near[(sender or 0) % len(near)]
 
 
 def held(placement: Placement, workers: int) -> Ints:
@@ -163,7 +150,7 @@ def read_placement(
     workers: int | None = None,
     capacities: Ints | None = None,
     replicas: bool = True,
-) -> Placement:
+) -> PlacementFile:
     """Read a placement file and check it.
 
     Args:
@@ -196,7 +183,11 @@ def read_placement(
         )
     except UserError as error:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    return content.placement
+    if content.nodes is not None and len(content.nodes) != content.workers:
+        raise UserError(
+            f"{path}: nodes: has {len(content.nodes)} entries, but there are {content.workers} workers"
+        )
+    return content
 
 
 def write_placement(

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
 from megatron_mux.moe.links import Links, Traffic, links_of, paper_seconds
-from megatron_mux.moe.placement import Placement, has_replicas, serving_worker, to_owners
+from megatron_mux.moe.placement import Placement, has_replicas, to_owners
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
 from megatron_mux.moe.topology import Topology
 
@@ -133,7 +134,7 @@ class PlacementProblem:
         visits = np.empty((len(links.senders), self.workers))
         rows = np.empty_like(visits)
         for s, (sender, node) in enumerate(zip(links.senders, links.sender_nodes, strict=True)):
-            owners = np.array([serving_worker(workers, sender, node, links.worker_nodes) for workers in row])
+            owners = np.array([serving_rank(workers, sender, node, links.worker_nodes) for workers in row])
             visits[s], rows[s] = self.visits(layer, owners), self.rows(layer, owners)
         return visits, rows
 

@@ -21,11 +21,14 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.agreement import raise_on_every_rank
+from megatron_mux.expert_shape import Placement
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import load_task_file
+from megatron_mux.training.expert_placement import expert_placement
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -47,7 +50,13 @@ def run(arguments: MuxArguments) -> None:
     specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
     info = read_backbone_info(arguments.backbone)
     arguments.check_shape(info.shape)
-    info.check_parallel(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    info.check_parallel(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        *arguments.expert_sizes(info.shape),
+    )
+    arguments, of_policy = arguments.without_planner(info.shape)
+    placement = expert_placement(arguments.mux_expert_placement, info, arguments.expert_model_parallel_size)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
         save,
@@ -57,6 +66,8 @@ def run(arguments: MuxArguments) -> None:
         silent=not leader,
     )
     try:
+        if of_policy:
+            reporter.say(of_policy)
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
@@ -67,12 +78,12 @@ def run(arguments: MuxArguments) -> None:
             tasks = open_tasks(specs, info, files, reporter.say, resumed)
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
-        arguments, parallel = _join_world(arguments, reporter)
+        arguments, parallel = _join_world(arguments, info.shape, reporter)
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
             exchange = _make_exchange(arguments, parallel, reporter)
-            backbone = _load_backbone(arguments, parallel, planning, reporter)
+            backbone = _load_backbone(arguments, parallel, planning, placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
             with closing(loop):
@@ -84,14 +95,19 @@ def run(arguments: MuxArguments) -> None:
         reporter.release()
 
 
-def _join_world(arguments: MuxArguments, reporter: Reporter) -> tuple[MuxArguments, Parallel]:
+def _join_world(
+    arguments: MuxArguments, shape: BackboneShape, reporter: Reporter
+) -> tuple[MuxArguments, Parallel]:
     """Join the other processes; the arguments, made definite for the device of this one, and its place."""
+    expert, expert_tensor = arguments.expert_sizes(shape)
     parallel = initialize(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.sequence_parallel,
         arguments.seed,
         timeout_minutes=arguments.distributed_timeout_minutes,
+        expert_parallel=expert,
+        expert_tensor_parallel=expert_tensor,
     )
     arguments, said = arguments.on_device(
         parallel.device.type, stored_dtype(arguments.backbone), has_bf16(parallel.device)
@@ -104,7 +120,11 @@ def _join_world(arguments: MuxArguments, reporter: Reporter) -> tuple[MuxArgumen
 
 
 def _load_backbone(
-    arguments: MuxArguments, parallel: Parallel, planning: Planning, reporter: Reporter
+    arguments: MuxArguments,
+    parallel: Parallel,
+    planning: Planning,
+    placement: Placement | None,
+    reporter: Reporter,
 ) -> list[Backbone]:
     """Load this rank's stages of the backbone, divided as planned."""
     reporter.say(f"reading the backbone {arguments.backbone}")
@@ -116,6 +136,7 @@ def _load_backbone(
         arguments.recompute_granularity or planning.recompute,
         planning.split,
         arguments.mux_backbone_weights,
+        placement=placement,
     )
 
 

@@ -50,7 +50,7 @@ def _state(parallel_state: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def joined() -> Iterator[Callable[..., Parallel]]:
-    """Divide the world: `joined(tp, pp, sequence_parallel=False)`.
+    """Divide the world: `joined(tp, pp, sequence_parallel=False, expert=1, expert_tensor=1)`.
 
     A division's groups are kept for the next test that asks for it: connecting them takes a third of a second.
     """
@@ -58,18 +58,29 @@ def joined() -> Iterator[Callable[..., Parallel]]:
 
     torch.set_num_threads(1)
     nothing = _state(parallel_state)
-    made: dict[tuple[int, int, bool], tuple[Parallel, dict[str, Any]]] = {}
+    made: dict[Any, tuple[Parallel, dict[str, Any]]] = {}
+    leave = False
 
-    def divide(tp: int, pp: int, sequence_parallel: bool = False) -> Parallel:
-        key = (tp, pp, sequence_parallel)
+    def divide(
+        tp: int, pp: int, sequence_parallel: bool = False, expert: int = 1, expert_tensor: int = 1
+    ) -> Parallel:
+        nonlocal leave
+        key = (tp, pp, sequence_parallel, expert, expert_tensor)
+        sizes: dict[str, Any] = {"expert_parallel": expert, "expert_tensor_parallel": expert_tensor}
+        if leave:
+            # Divisions of experts are many: kept, the threads of their groups would slow everything down.
+            runtime._leave_groups(parallel_state)
+            leave = False
         if key in made:
             runtime._current, groups = made[key]
             vars(parallel_state).update(groups)
-            return runtime.initialize(*key)  # seeds the generators
+            return runtime.initialize(tp, pp, sequence_parallel, **sizes)  # seeds the generators
         runtime._current = None
         vars(parallel_state).update(nothing)  # or the other groups would be destroyed
-        parallel = runtime.initialize(tp, pp, sequence_parallel)
-        made[key] = parallel, _state(parallel_state)
+        parallel = runtime.initialize(tp, pp, sequence_parallel, **sizes)
+        leave = expert * expert_tensor > 1
+        if not leave:
+            made[key] = parallel, _state(parallel_state)
         return parallel
 
     yield divide

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.adapters.registry import KINDS
-from megatron_mux.backbone.registry import FAMILIES, read_shape
+from megatron_mux.backbone.registry import DENSE, read_shape
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.errors import UserError
@@ -206,7 +206,7 @@ def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
 
 
 def all_cells(
-    families: Sequence[str] = FAMILIES,
+    families: Sequence[str] = DENSE,
     kinds: Sequence[str] = KIND_NAMES,
     divisions: Sequence[str] = tuple(METHODS),
     dtype: Dtype = "bfloat16",

@@ -24,11 +24,19 @@ from tests.reference import peft_solo
 
 pytestmark = pytest.mark.versions
 
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
 LOGITS = 5e-4  # largest absolute difference
 
 
 def sections(family: str) -> dict[str, dict[str, Any]]:
     """What peft knows too."""
+    if family in WITH_EXPERTS:
+        both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return {
+            "attention": lora(["q_proj", "o_proj"], r=4),
+            "experts": lora(["v_proj"], r=3, lora_alpha=30, target_parameters=both),
+            "down": lora(["k_proj"], r=2, lora_alpha=30, target_parameters=["down_proj"]),
+        }
     targets = FAMILIES[family]
     return {
         "lora": lora(targets.query_value, r=4),
@@ -69,7 +77,7 @@ def assert_same_logits(engine: Engine, case: Case, model: nn.Module) -> None:
         assert float((found - wanted).abs().max()) <= LOGITS
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_peft_loads_what_is_saved(
     family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, tmp_path: Path
 ) -> None:
@@ -95,7 +103,7 @@ def test_peft_loads_what_is_saved(
             engine.remove_task(case.name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_a_task_starts_from_what_peft_saved(
     family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, tmp_path: Path
 ) -> None:

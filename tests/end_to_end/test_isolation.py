@@ -256,6 +256,22 @@ def test_a_poisoned_adapter_of_any_kind_changes_nothing(
     )
 
 
+def test_a_poisoned_task_in_the_same_experts_changes_nothing(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """To rounding: where rows that are not finite go decides how many share a product."""
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    sections = {name: lora(["q_proj"], r=3, target_parameters=parameters) for name in ("own", "poisoned")}
+    backbone = backbone_of("mixtral", torch.float64)
+    cases = make_cases(path_of("mixtral"), sections, ADAMW)
+    alone = train(backbone, parallel, [cases["own"]], 3)
+    with tensors_become(cases["poisoned"], "experts", math.nan):
+        beside = train(backbone, parallel, list(cases.values()), 3)
+    assert beside.results["poisoned"][0].status == "failed"
+    assert beside.losses("own") == pytest.approx(alone.losses("own"), rel=1e-12)
+    assert_close(beside.tensors["own"], alone.tensors["own"], 1e-10, "own")
+
+
 Known = dict[tuple[str, str], Trained]
 
 

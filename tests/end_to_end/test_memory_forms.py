@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.backbone.registry import FAMILIES, read_shape
+from megatron_mux.backbone.registry import DENSE, read_shape
 from megatron_mux.choice.task_file import FileStep
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
@@ -136,7 +136,7 @@ def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
 
 # A part of the matrix of benchmarks/memory_forms.py: every family, and every kind.
 CELLS = (
-    *(Cell(family, "LORA", "1x1", layers=2) for family in FAMILIES),
+    *(Cell(family, "LORA", "1x1", layers=2) for family in DENSE),
     *(Cell("gemma3_text", kind, "TP2", layers=2) for kind in KIND_NAMES if kind != "LORA"),
 )
 

@@ -109,6 +109,25 @@ def test_lora_tasks_together_are_as_with_peft_alone(
         compare(together, alone(path, case), case)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_lora_of_attention_and_experts_together_is_as_with_peft_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    path = path_of(family)
+    adapters = (
+        lora(["q_proj", "v_proj"], r=4),
+        lora(["k_proj", "o_proj"], r=8, use_rslora=True),
+        lora(["q_proj", "k_proj", "v_proj", "o_proj"], r=16, lora_alpha=4),
+        lora(["v_proj"], r=3, target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]),
+        lora(["o_proj"], r=6, target_parameters=["experts.down_proj"], lora_alpha=3),
+        lora(["q_proj"], r=4, target_parameters=["gate_up_proj"], use_rslora=True),
+    )
+    cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
+    together = train(backbone_of(family), parallel, cases, STEPS)
+    for case in cases:
+        compare(together, alone(path, case), case)
+
+
 def other_kinds(targets: Targets) -> list[dict[str, Any]]:
     """Adapter sections of every kind."""
     return [

@@ -22,11 +22,13 @@ VIRTUAL = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 
 def run(
     server: Server, workplace: Workplace, save: Path, *more: str | Path, fault: Fault | None = None
-) -> None:
+) -> str:
+    """Run on two ranks, of which the last meets the fault; returns what the first printed."""
     usual = workplace.arguments("--save", save, "--save-interval", "3", *more)
     runs = run_ranks(server, usual, 2, {} if fault is None else {1: fault})
     wanted = [0, 0] if fault is None else [1, -signal.SIGKILL]
     assert [own.status for own in runs] == wanted, "".join(own.errors for own in runs)
+    return runs[0].output
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,11 @@ def test_what_a_run_with_virtual_stages_leaves(virtual: Path, capsys: pytest.Cap
 
 def test_it_continues_with_its_split(virtual: Path, workplace: Workplace, server: Server) -> None:
     save = workplace.root / "virtual-killed"
-    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 40, "kill before")
+    # Within step 7: the save after step 6 began only when the one after step 3 was complete. Had the run nothing to
+    # continue from, it would start anew with the stages that the flags say, one to a rank, and round differently.
+    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 48, "kill before")
     run(server, workplace, save, *VIRTUAL, fault=fault)
-    run(server, workplace, save, *PIPELINE, "--load", save)
+    assert f"continuing from {save}" in run(server, workplace, save, *PIPELINE, "--load", save)
     assert_same_outcome(save, virtual)
 
 

@@ -107,10 +107,10 @@ class Workplace:
         return path
 
 
-def furnish(root: Path) -> Workplace:
-    """Make a workplace in `root`."""
+def furnish(root: Path, model: str = "llama") -> Workplace:
+    """Make a workplace in `root` with the tiny model of that name."""
     workplace = Workplace(root)
-    made = tiny_models.make(root, "llama")
+    made = tiny_models.make(root, model)
     made.rename(workplace.backbone)
     write_tokenizer(workplace.backbone)
     chosen = random.Random(5)

@@ -121,7 +121,12 @@ class Architecture:
 
 
 def architecture_of(shape: BackboneShape) -> Architecture:
-    """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
+    """The architecture of a backbone, without a model of `transformers`; its own dropout is off.
+
+    Raises:
+        UserError: The backbone has experts.
+    """
+    shape.refuse_experts("The closed form of the engine's memory")
     vocabulary = shape.vocab * shape.hidden
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
     return Architecture(

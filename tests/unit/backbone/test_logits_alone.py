@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
@@ -17,6 +17,7 @@ from megatron_mux.backbone.registry import FAMILIES
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
+from tests.exact_model import exact_model
 from tests.logits import all_logits
 
 pytestmark = pytest.mark.versions
@@ -35,20 +36,12 @@ def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1
 
 
 def reference(path: Path, dtype: torch.dtype) -> Any:
-    """transformers' model; in fp64 without the detour of its RMS norms over fp32."""
+    """transformers' model; in fp64 without the detours of its norms and routers over fp32."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model = model.to(dtype).eval()
     if dtype == torch.float64:
-        for name, module in list(model.named_modules()):
-            if "RMSNorm" in type(module).__name__:
-                eps = getattr(module, "variance_epsilon", None) or module.eps
-                exact = nn.RMSNorm(module.weight.shape[0], eps=eps, dtype=dtype)
-                offset = 1.0 if "Gemma" in type(module).__name__ else 0.0  # weights are stored less one
-                exact.weight = nn.Parameter(module.weight.detach() + offset)
-                model.set_submodule(name, exact)
-    return model
+        return exact_model(path)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 def references(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:

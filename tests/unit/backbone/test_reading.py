@@ -14,6 +14,7 @@ import torch
 from megatron_mux.backbone import weights
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import FAMILIES, read_backbone_info, stored_dtype
+from megatron_mux.expert_shape import Placement
 
 Made = Callable[..., Path]
 
@@ -25,7 +26,10 @@ def test_a_rank_reads_its_own_bytes_only(
 ) -> None:
     path = checkpoints(name)
     info = read_backbone_info(path)
-    plan = weights.plan(info.shape, range(1, 3), rank, 2)
+    placement = None
+    if info.shape.experts is not None:
+        placement = Placement.contiguous(info.shape.experts.count, 2, range(info.shape.layers))
+    plan = weights.plan(info.shape, range(1, 3), weights.Part(rank, 2, rank, placement=placement))
     wanted, read, preadv = 0, [], os.preadv
 
     def counted(file: int, buffers: Any, start: int) -> int:

@@ -34,7 +34,8 @@ def stage(last: bool) -> Any:
         device=DEVICE,
         hidden_shape=lambda batch: (batch.rows, 1, HIDDEN),
         forward=forward,
-        residence=SimpleNamespace(in_step=False, units={}, abandon=lambda: None),
+        in_step=False,
+        residence=SimpleNamespace(units={}, abandon=lambda: None),
     )
 
 

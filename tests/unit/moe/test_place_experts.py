@@ -51,7 +51,7 @@ def test_a_placement_is_written_and_printed(
     assert found["gap"] == pytest.approx(found["objective_s"] / found["lower_bound_s"] - 1)
     assert set(found["baselines"]) == {"contiguous", "sequential", "random", "eplb", "paper-lp"}
     model = read_profile(workplace.profile).model
-    placement = read_placement(output, model, 3, np.full(3, 8), replicas=False)
+    placement = read_placement(output, model, 3, np.full(3, 8), replicas=False).placement
     assert [list(map(list, row)) for row in placement] == found["placement"]
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import ModelIdentity
 from megatron_mux.moe.placement import (
     Solution,
     from_owners,
     has_replicas,
     read_placement,
-    serving_worker,
     to_owners,
     write_placement,
 )
@@ -29,7 +29,7 @@ def test_a_placement_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     owners = np.array([[0, 1, 2], [2, 1, 0]])
     write_placement(path, MODEL, 3, from_owners(owners), {"objective_s": 1.5})
-    found = read_placement(path, MODEL, 3, np.array([2, 2, 2]), replicas=False)
+    found = read_placement(path, MODEL, 3, np.array([2, 2, 2]), replicas=False).placement
     assert np.array_equal(to_owners(found), owners)
     assert json.loads(path.read_text())["objective_s"] == 1.5
     assert [file.name for file in tmp_path.iterdir()] == ["placement.json"]
@@ -70,16 +70,16 @@ def test_another_model_or_number_of_workers_is_refused(tmp_path: Path) -> None:
 def test_replicas_are_allowed_where_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     write_placement(path, MODEL, 3, (((0,), (0, 1), (2,)),) * 2, {})
-    assert has_replicas(read_placement(path, MODEL, capacities=np.array([4, 2, 2])))
+    assert has_replicas(read_placement(path, MODEL, capacities=np.array([4, 2, 2])).placement)
 
 
 def test_the_nearest_replica_serves() -> None:
     nodes = ["a", "a", "b", "b"]
-    assert serving_worker([3], 0, "a", nodes) == 3
-    assert serving_worker([0, 1, 2], 1, "a", nodes) == 1  # itself
-    assert serving_worker([1, 2], 0, "a", nodes) == 1  # on its node
-    assert [serving_worker([0, 1], sender, "b", nodes) for sender in (2, 3)] == [0, 1]  # divided
-    assert serving_worker([0, 1], None, "b", nodes) == 0  # the master is none of the workers
+    assert serving_rank([3], 0, "a", nodes) == 3
+    assert serving_rank([0, 1, 2], 1, "a", nodes) == 1  # itself
+    assert serving_rank([1, 2], 0, "a", nodes) == 1  # on its node
+    assert [serving_rank([0, 1], sender, "b", nodes) for sender in (2, 3)] == [0, 1]  # divided
+    assert serving_rank([0, 1], None, "b", nodes) == 0  # the master is none of the workers
 
 
 def test_the_gap_is_relative_to_the_bound() -> None:

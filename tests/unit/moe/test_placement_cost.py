@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.links import Traffic, links_of
-from megatron_mux.moe.placement import Placement, from_owners, serving_worker
+from megatron_mux.moe.placement import Placement, from_owners
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
 from megatron_mux.moe.solvers.search_state import SearchState
@@ -77,11 +78,11 @@ def written_out(problem: PlacementProblem, topology: Topology, placement: Placem
         sets = problem.sets[layer]
         for s, (sender, node) in enumerate(senders):
             for members, weight in zip(sets.members, sets.weights, strict=True):
-                serving = [serving_worker(row[e], sender, node, names) for e in members]
+                serving = [serving_rank(row[e], sender, node, names) for e in members]
                 for worker in set(serving):
                     pair[s, worker] += tokens * weight * 64.0
             for e, workers in enumerate(row):
-                rows[serving_worker(workers, sender, node, names)] += tokens * problem.access[layer, e]
+                rows[serving_rank(workers, sender, node, names)] += tokens * problem.access[layer, e]
         out, back = [0.0], [0.0]
         for s, n in product(range(len(senders)), range(len(names))):
             if senders[s][0] != n:

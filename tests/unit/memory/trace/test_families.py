@@ -86,17 +86,32 @@ def _case(family: str, directory: Path, options: Options) -> Case:
     return replace(options.case(skeleton.raw, skeleton.tensors, 16, 2), steps=1)
 
 
+def _keeps_routers_in_fp32() -> bool:
+    """Whether DeepSeek-V3's routers are fp32 in a model that is not: from transformers 5.24 on."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+    return "gate.weight" in (DeepseekV3PreTrainedModel._keep_in_fp32_modules_strict or ())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_few_layers_tell_of_more(family: str, tmp_path: Path) -> None:
     _, first, depth = FAMILIES[family]
     case = _case(family, tmp_path, Options(master_weights=False))
     assert case.layers == depth
 
+    if family == "deepseek_v3" and _keeps_routers_in_fp32():
+        first = [
+            3,
+            4,
+        ]  # norms of gradients go through the layers twice: the first one with experts is not like others
+    tried = []
+
     def few(cases: Sequence[Case]) -> list[Stream]:
-        assert [case.layers for case in cases] == first
+        tried.append([case.layers for case in cases])
         return [trace(case) for case in cases]
 
     found, whole = step(case, few), trace(case)
+    assert tried[-1] == first
     for index, (one, other) in enumerate(zip(found, whole, strict=False)):
         assert one == other, f"event {index}"
     assert len(found) == len(whole)

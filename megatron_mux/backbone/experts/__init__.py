@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: routing, exchange of rows between expert ranks, grouped products."""

@@ -1,0 +1,101 @@
+"""A mixture-of-experts layer in the place of Megatron's MLP.
+
+Not Megatron's own `MoELayer`: that divides experts evenly and in order, and lays their rows out without regard to
+tasks. Here experts may be anywhere, more of them on one rank than on another, and several times.
+
+Shapes: T rows of the micro-batch on this rank, N rows that it receives, H hidden, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_mux import layout
+from megatron_mux.backbone.experts.exchange import Received, collect, dispatch, send_to
+from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
+from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.router import Router
+from megatron_mux.expert_shape import Placement
+from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
+
+
+class MoELayer(nn.Module):
+    """Router, routed experts and shared experts of a layer.
+
+    Args:
+        shape: The backbone's.
+        layer: Global index of the layer.
+        placement: Which expert ranks hold which experts.
+        parallel: Ranks, groups and device of this process.
+        activation: Function of the inner rows of `experts_fc1`, both halves of them.
+        shared_experts: The MLP that every row passes; None: there is none.
+    """
+
+    def __init__(
+        self,
+        shape: BackboneShape,
+        layer: int,
+        placement: Placement,
+        parallel: Parallel,
+        activation: Callable[[Tensor], Tensor],
+        shared_experts: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        assert shape.experts is not None
+        ranks = parallel.experts
+        self.ranks = ranks
+        self.sequence_parallel = parallel.sequence_parallel
+        self.tp_rank = parallel.tp_rank
+        self.activation = activation
+        self.held = placement.held(layer, ranks.rank)
+        places = {expert: place for place, expert in enumerate(self.held)}
+        with torch.device("cpu"):  # the model is built on the meta device
+            serving = torch.tensor(placement.serving(layer, ranks.rank))
+            found = torch.tensor([*(places.get(expert, -1) for expert in range(shape.experts.count)), -1])
+        self.serving, self.places = serving.to(parallel.device), found.to(parallel.device)
+        self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
+        self.router = Router(shape.experts.routing, shape.experts.count, shape.hidden)
+        inner, parts = shape.out_features("experts_fc1"), ranks.tensor_size
+        self.experts_fc1 = GroupedLinear(len(self.held), shape.hidden, inner // parts)
+        self.experts_fc2 = GroupedLinear(len(self.held), shape.experts.ffn // parts, shape.hidden)
+        self.shared_experts = shared_experts
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """`[T, 1, H]` to the same, and no bias, as Megatron's layer expects of an MLP (it passes a padding mask)."""
+        x = hidden.squeeze(1)
+        routes = self.router(x)
+        slots = self._slots(len(x))
+        if self.ranks.group.size() == 1:
+            output = self._compute(Received(x, routes.weights, routes.experts, slots))
+        else:
+            sent = send_to(routes, self.serving, self.ranks)
+            anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
+            output = collect(self._compute(dispatch(x, routes, slots, sent, anchor)), sent)
+        output = output.unsqueeze(1)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden)[0]
+        return output, None
+
+    def _compute(self, received: Received) -> Tensor:
+        """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
+        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held))
+        inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
+        y = self.experts_fc2(inner, pairs)
+        weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
+        return pairs.summed((y * weights).to(y.dtype))
+
+    def _slots(self, rows: int) -> Tensor:
+        """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
+        first = self.tp_rank * rows if self.sequence_parallel else 0
+        table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
+        if not len(table):
+            return torch.zeros(rows, dtype=torch.int64, device=table.device)
+        row = torch.arange(first, first + rows, device=table.device)
+        # Padding rows at the end are no task's.
+        slots = torch.cat((table[:, 0], table[:, 0].max().unsqueeze(0) + 1))
+        return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]

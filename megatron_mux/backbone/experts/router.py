@@ -1,0 +1,81 @@
+"""Choosing experts for rows, with the casts of each family's model in transformers.
+
+Shapes: R rows on this rank, E experts, K of them for a row, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_mux.expert_shape import Routing
+
+
+class Routes(NamedTuple):
+    """The experts of rows.
+
+    Attributes:
+        experts: `[R, K]` int64.
+        weights: `[R, K]`, what their outputs are multiplied by.
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module):
+    """A frozen router: never balanced, no jitter, no limit of an expert's rows.
+
+    Args:
+        routing: How it chooses.
+        experts: E.
+        hidden: H.
+    """
+
+    def __init__(self, routing: Routing, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        if routing.bias:
+            self.bias = nn.Parameter(torch.empty(experts))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Score the experts for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.routing.fp32_product:
+            logits = F.linear(x.to(wide), self.weight.to(wide))
+        else:
+            logits = F.linear(x, self.weight).to(wide)
+        return logits.sigmoid() if self.routing.score == "sigmoid" else logits.softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Routes:
+        """Choose experts for the rows of `x` `[R, H]`; the weights are differentiable with respect to it."""
+        routing, scores = self.routing, self.scores(x)
+        with torch.no_grad():
+            ranking = scores + self.bias if routing.bias else scores
+            if routing.groups > 1:
+                ranking = self._in_best_groups(ranking)
+            experts = ranking.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if routing.normalised:
+            total = weights.sum(dim=-1, keepdim=True)
+            # Sigmoid scores may all vanish; DeepSeek-V3 adds this, softmax families nothing.
+            weights = weights / (total + 1e-20 if routing.score == "sigmoid" else total)
+        if routing.scale != 1.0:
+            weights = weights * routing.scale
+        return Routes(experts, weights.to(x.dtype) if routing.cast else weights)
+
+    def _in_best_groups(self, ranking: Tensor) -> Tensor:
+        """`ranking` `[R, E]` with the experts outside of each row's best groups put last."""
+        routing = self.routing
+        groups = ranking.view(len(ranking), routing.groups, -1)
+        if routing.group_score == "best":
+            of_group = groups.amax(dim=-1)
+        else:
+            of_group = groups.topk(2, dim=-1).values.sum(dim=-1)
+        best = of_group.topk(routing.top_groups, dim=-1).indices
+        outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
+        return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)

@@ -1,0 +1,143 @@
+"""However experts and the rest of the backbone are divided, a task's adapter comes out the same, fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mux.backbone.model import Recompute, load_stages
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.backbone.residence import Kind
+from megatron_mux.engine import Engine, Planning
+from megatron_mux.runtime import Parallel
+from tests import tiny_models
+from tests.distributed.test_experts import scattered
+from tests.end_to_end.harness import Case, assert_close, random_records
+
+STEPS = 3
+
+
+class Layout(NamedTuple):
+    """How four processes are divided, and what else may differ."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int = 1
+    split: tuple[int, ...] = ()
+    recompute: Recompute = "none"
+    residence: Kind = "resident"
+    scattered: bool = False
+    policy: Literal["spatial", "temporal"] = "spatial"
+
+
+LAYOUTS = [
+    Layout(1, 1, 2),
+    Layout(1, 1, 4, scattered=True),
+    Layout(1, 1, 2, 2, recompute="full"),
+    Layout(1, 2, 2, split=(1, 1, 1, 1), policy="temporal"),
+    Layout(2, 1, 1, 2, scattered=True),
+    Layout(2, 1, 2, 2),
+    Layout(2, 2, 2, recompute="full", residence="offloaded", scattered=True),
+]
+
+
+def cases_of(vocab: int) -> list[Case]:
+    def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
+        recipe = {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "max_steps": 8,
+            "seed": 3,
+            **training,
+        }
+        return Case(name, adapter, recipe, random_records(records, vocab, 3, longest, seed=len(name)))
+
+    return [
+        case(
+            "lora",
+            {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
+            9,
+            16,
+        ),
+        # On a layer that not every task has adapters below.
+        case("high", {"peft_type": "LORA", "r": 3, "target_modules": ".*layers[.]2[.].*o_proj"}, 3, 9),
+        case(
+            "experts",
+            {
+                "peft_type": "LORA",
+                "r": 3,
+                "target_modules": ["q_proj"],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            },
+            8,
+            14,
+        ),
+        case(
+            "few_experts",
+            {
+                "peft_type": "LORA",
+                "r": 5,
+                "target_modules": ".*layers[.]3[.].*q_proj",
+                "target_parameters": ["down_proj"],
+            },
+            3,
+            6,
+            max_grad_norm=0.01,
+        ),
+        case(
+            "bottle", {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": ["o_proj"]}, 5, 12
+        ),
+        case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
+        case("linear", {"peft_type": "VERA", "r": 6, "target_modules": "all-linear"}, 7, 11),
+    ]
+
+
+def train(
+    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: Layout
+) -> tuple[list[dict[str, tuple[float, float, int]]], dict[str, dict[str, Tensor] | None]]:
+    parallel = joined(layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, layout.expert_tensor)
+    stages = load_stages(
+        path,
+        parallel,
+        torch.float64,
+        layout.recompute,
+        layout.split or None,
+        layout.residence,
+        placement=scattered(read_shape(path), layout.expert) if layout.scattered else None,
+    )
+    virtual = len(layout.split) // layout.pipeline or 1
+    planning = Planning(layout.policy, stages=layout.pipeline * virtual, virtual=virtual, split=layout.split)
+    engine = Engine(stages, parallel, planning)
+    engine.register_tasks([case.task for case in cases])
+    taken = engine.steps(STEPS)
+    while len(taken) < STEPS:
+        taken += engine.steps(STEPS - len(taken))
+    results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in step.items()} for step in taken]
+    return results, {case.name: engine.adapter_tensors(case.name) for case in cases}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_every_layout_gives_the_same_adapters(
+    family: str, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
+) -> None:
+    path = once(f"expert-layouts-{family}", lambda directory: tiny_models.make(directory, family)) / family
+    every = cases_of(96)
+    without = [case for case in every if "target_parameters" not in case.adapter]
+    whole = {len(cases): train(joined, path, cases, Layout(1, 1, 1)) for cases in (every, without)}
+    for layout in LAYOUTS if family == "mixtral" else LAYOUTS[1::3]:
+        cases = without if layout.expert_tensor > 1 else every
+        wanted, adapters = whole[len(cases)]
+        found, own = train(joined, path, cases, layout)
+        for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
+            for name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-9), (layout, step, name)
+        for name, tensors in own.items():
+            reference = adapters[name]
+            if tensors is not None and reference is not None:
+                assert_close(tensors, reference, 1e-9, f"{layout} {name}")
