@@ -123,10 +123,9 @@ def manager_problems(world_size: int, managers: int) -> list[str]:
     if world_size == managers + 1:
         return []
     are = "process was" if world_size == 1 else "processes were"
-    return [
-        f"{managers} expert manager(s) and their master are {managers + 1} processes, but {world_size} {are} started: "
-        f"use torchrun --nproc-per-node {managers + 1}, or on several hosts --nnodes with as many in total."
-    ]
+    needed = f"{managers} expert manager{'s' * (managers > 1)} and their master are {managers + 1} processes"
+    how = f"use torchrun --nproc-per-node {managers + 1}, or on several hosts as many in total"
+    return [f"--mux-expert-managers: {needed}, but {world_size} {are} started: {how}."]
 
 
 def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
@@ -159,7 +158,7 @@ def broker_ranks(alone: dist.ProcessGroup, device: torch.device, timeout_minutes
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    both, *groups = (
+    both, headers, forth, back = (
         dist.new_group(backend=name, timeout=timeout) for name in (None, "gloo", backend, backend)
     )
     size = dist.get_world_size()
@@ -172,7 +171,7 @@ def broker_ranks(alone: dist.ProcessGroup, device: torch.device, timeout_minutes
         group=both,
         data_group=alone,
         over_data=True,
-        broker=Broker(*groups, Outbox(_AT_ONCE * peers)),
+        broker=Broker(headers, forth, back, Outbox(_AT_ONCE * peers)),
     )
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ExpertTerms(Adapter):
     """The LoRAs of one task at one BaseOp of routed experts, in the layout of `peft`.
 
-    Every expert-parallel rank has those of all experts, and the gradients of those whose rows it has computed: sums over
-    ranks make them whole, wherever experts are. An expert manager has those of its experts only, and steps them itself:
-    no gradient of theirs is sent.
+    Every expert-parallel rank has those of all experts, and the gradients of those whose rows it has computed: sums
+    over ranks make them whole, wherever experts are. An expert manager has those of its experts only, and steps them
+    itself: no gradient of theirs is sent.
 
     Args:
         owner: The task's adapter.

@@ -304,12 +304,12 @@ class Backbone:
 
     def traffic(self) -> dict[int, Traffic]:
         """What this rank has exchanged for the experts of each layer; layers without an exchange are left out."""
-        mlps = (
-            (i, getattr(layer, "mlp", None))
-            for i, layer in zip(self.layers, self.model.decoder.layers, strict=True)
-        )
-        found = {i: mlp.exchange for i, mlp in mlps if isinstance(mlp, MoELayer)}
-        return {i: exchange.traffic for i, exchange in found.items() if exchange is not None}
+        found = {}
+        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoELayer) and mlp.exchange is not None:
+                found[index] = mlp.exchange.traffic
+        return found
 
     # ---- details ----------------------------------------------------------------------------------------------------
 

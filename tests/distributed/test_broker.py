@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from megatron_mux import layout
 from megatron_mux.backbone.experts.from_master import HEADER_BYTES
 from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
@@ -87,8 +87,6 @@ def test_agrees_with_transformers_and_counts_its_bytes(
 
 
 def empty_batch(shape: BackboneShape) -> Any:
-    from megatron_mux import layout
-
     return layout.pack([], ("first", "second"), {"first": 0, "second": 0}).to()
 
 
@@ -104,7 +102,7 @@ def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None
         "row gradients": (shape.hidden + top_k) * number,
     }
     for layer, traffic in backbone.traffic().items():
-        at = {message: i for i, message in enumerate(MESSAGES)}
+        at: dict[str, int] = {message: i for i, message in enumerate(MESSAGES)}
         everyones: list[Any] = [None] * ranks.size
         dist.all_gather_object(everyones, (traffic.sent, traffic.received))
         for sender in range(ranks.size):
@@ -135,16 +133,16 @@ def test_adapters_come_out_as_in_one_process(
     shape = read_shape(path)
     cases = cases_of(96)
     wanted, adapters = train(joined, path, cases, Layout(1, 1, 1))
-    for layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
-        placement = uneven(shape) if layout.scattered else None
-        found, own = train(joined, path, cases, layout, placement)
+    for own_layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
+        placement = uneven(shape) if own_layout.scattered else None
+        found, own = train(joined, path, cases, own_layout, placement)
         for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
             for name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-10), (layout, step, name)
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-10), (own_layout, step, name)
         for name, tensors in own.items():
             reference_ = adapters[name]
             if tensors is not None and reference_ is not None:
-                assert_close(tensors, reference_, 1e-10, f"{layout} {name}")
+                assert_close(tensors, reference_, 1e-10, f"{own_layout} {name}")
 
 
 LAYOUTS = [

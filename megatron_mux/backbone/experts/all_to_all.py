@@ -33,13 +33,13 @@ class AllToAll(Exchange):
         dist.all_to_all_single(incoming, choice.counts, group=self._ranks.group)
         outgoing, received = torch.stack((choice.counts, incoming)).tolist()
         self.traffic.add("sizes", choice.counts.element_size(), [1] * len(outgoing), [1] * len(outgoing))
-        return _SentToAll(choice, tuple(outgoing), tuple(received), self.traffic, self._ranks.group)
+        return _SentToAll(self._ranks.group, choice, tuple(outgoing), tuple(received), self.traffic)
 
 
 class _SentToAll(Sent):
-    def __init__(self, *sent: Any) -> None:
-        *sent, self._group = sent
+    def __init__(self, group: dist.ProcessGroup, *sent: Any) -> None:
         super().__init__(*sent)
+        self._group = group
 
     def _forth(self, x: Tensor) -> Arriving:
         return self._exchange(x, self.outgoing, self.incoming)

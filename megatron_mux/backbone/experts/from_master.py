@@ -44,13 +44,13 @@ class FromMaster(Exchange):
         if self._ranks.is_manager:
             counts = self._header(broker), *none[1:]
             self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
-            return _SentFromMaster(choice, none, counts, self.traffic, broker)
+            return _SentFromMaster(broker, choice, none, counts, self.traffic)
         counts = tuple(choice.counts.tolist())
         for manager in range(1, size):
             header = torch.tensor([counts[manager], self._layer], device="cpu")
             broker.outbox.send(header, manager, broker.headers)
         self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), none)
-        return _SentFromMaster(choice, counts, none, self.traffic, broker)
+        return _SentFromMaster(broker, choice, counts, none, self.traffic)
 
     def _header(self, broker: Broker) -> int:
         """Receive how many rows will come."""
@@ -65,10 +65,9 @@ class FromMaster(Exchange):
 
 
 class _SentFromMaster(Sent):
-    def __init__(self, *sent: Any) -> None:
-        *sent, broker = sent
+    def __init__(self, broker: Broker, *sent: Any) -> None:
         super().__init__(*sent)
-        self._broker: Broker = broker
+        self._broker = broker
 
     def _forth(self, x: Tensor) -> Arriving:
         return self._exchange(x, self.outgoing, self.incoming, self._broker.forth)

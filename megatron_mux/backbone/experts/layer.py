@@ -20,7 +20,7 @@ from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, 
 from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
-from megatron_mux.backbone.experts.router import Router, Routes, no_routes
+from megatron_mux.backbone.experts.router import Router, no_routes
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
