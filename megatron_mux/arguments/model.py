@@ -193,8 +193,8 @@ class MuxArguments:
     )
     mux_expert_managers: int | Literal["auto"] | None = _flag(
         "mux",
-        "N of the processes hold the routed experts and nothing else, and the first one the rest of the backbone; auto: "
-        "all processes but the first (default: none, each process holds a part of everything)",
+        "N processes hold the routed experts and nothing else, the first one (their master) the rest of the backbone; "
+        "auto: all processes but the first (default: none; each process holds a part of everything)",
         type=auto_or_none(at_least(1)),
         metavar="N",
     )

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
-from megatron_mux.moe.placement import PlacementFile, read_placement
+from megatron_mux.moe.placement import read_placement
 from megatron_mux.moe.profile_tasks import identity
 
 
@@ -67,15 +67,14 @@ def placement_on_managers(
         wanted: Sequence[Sequence[int]] = [[e % managers for e in range(experts.count)] for _ in layers]
         owners = _fitted(wanted, room)
     else:
-        found = read_placement(file, identity(info), None if continued else managers, replicas=False)
-        if found.workers < managers:
-            read_placement(file, workers=managers)
+        found = read_placement(file, identity(info), replicas=False)
+        gone = continued and found.workers > managers
+        if not gone:
+            read_placement(file, workers=managers, capacities=np.array(room))
         wanted = [[one for (one,) in row] for row in found.placement]
         owners = _fitted(wanted, room)
-        if found.workers > managers:
-            news.append(_moved(file, found, wanted, owners, managers))
-        elif owners != wanted:
-            read_placement(file, capacities=np.array(room))
+        if gone:
+            news.append(_moved(file, found.workers, wanted, owners, managers))
     counts = Counter(owner for row in owners for owner in row)
     held = ", ".join(str(counts[manager]) for manager in range(managers))
     who = "the expert manager holds" if managers == 1 else f"{managers} expert managers hold"
@@ -97,15 +96,16 @@ def _room(capacity: Sequence[int], managers: int, layers: int, experts: int) -> 
         )
     room = [*capacity] * (managers if len(capacity) == 1 else 1)
     if sum(room) < needed:
+        have = "expert manager has" if managers == 1 else f"{managers} expert managers have"
         raise UserError(
-            f"{flag}: {managers} expert manager{'s have' if managers > 1 else ' has'} room for {sum(room)} experts, but "
-            f"the backbone has {layers} layers x {experts} experts = {needed}: start more managers, or raise it"
+            f"{flag}: {have} room for {sum(room)} experts, but the backbone has {layers} layers x {experts} experts = "
+            f"{needed}: start more managers, or raise it"
         )
     return room
 
 
 def _fitted(wanted: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-    """A placement that fits: experts stay where they are wanted, as far as there is room; the others go where most is."""
+    """A placement that fits: experts are where they are wanted, as far as there is room; others where most room is."""
     left = list(room)
     owners = [[-1] * len(row) for row in wanted]
     for layer, row in enumerate(wanted):
@@ -123,20 +123,16 @@ def _fitted(wanted: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[i
 
 def _moved(
     file: Path,
-    found: PlacementFile,
+    workers: int,
     wanted: Sequence[Sequence[int]],
     owners: Sequence[Sequence[int]],
     managers: int,
 ) -> str:
     """Where the experts of managers that are gone went."""
-    pairs = [
-        (before, now)
-        for old, new in zip(wanted, owners, strict=True)
-        for before, now in zip(old, new, strict=True)
-    ]
-    moved = Counter(now for before, now in pairs if before != now)
+    rows = zip(wanted, owners, strict=True)
+    moved = Counter(now for row in rows for before, now in zip(*row, strict=True) if before != now)
     places = ", ".join(f"{moved[n]} to manager {n + 1}" for n in sorted(moved))
     return (
-        f"--mux-expert-placement {file} is for {found.workers} expert managers, and there are {managers}: of the experts "
-        f"of those that are gone, {places}"
+        f"--mux-expert-placement {file} is for {workers} expert managers, and there are {managers}: of the experts of "
+        f"those that are gone, {places}"
     )
