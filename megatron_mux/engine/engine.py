@@ -18,7 +18,7 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.agreement import first_problem
+from megatron_mux.engine.agreement import first_problem, from_first
 from megatron_mux.engine.evaluate import EvalResult, Evaluator
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
@@ -27,6 +27,7 @@ from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import UserError, failed_allocation
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
@@ -161,6 +162,42 @@ class Engine:
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
         if self._trials is not None:
             self._trials.forget()
+
+    def place_experts(self, placement: Placement) -> int:
+        """Move routed experts to the ranks that a placement names, between steps. Every rank calls it.
+
+        Losses and adapters go on as if they had been there before, to rounding. Expert-parallel ranks have the adapters
+        of all experts, so weights move alone. Those of an expert manager's experts move with their optimizer's state,
+        through the first rank.
+
+        Returns:
+            Bytes of weights that this rank received.
+
+        Raises:
+            UserError: Weights are not resident.
+        """
+        divided = self.parallel.experts.broker is not None
+        states: dict[str, Snapshot] = {}
+        if divided:
+            self._runner.read_ahead.forget()  # it knows slots
+            states = {name: self._everywhere(name) for name in self._tasks}
+            for name in self._tasks:
+                self.adapters.remove(name)
+        received = sum(stage.place_experts(placement) for stage in self.stages.values())
+        self.adapters.renew_experts()
+        for name, state in states.items():
+            self._tasks[name].attach(self.adapters, state)
+        if divided:
+            self._reserve_gradient_buffer()
+        if self._trials is not None:
+            self._trials.forget()
+        return received
+
+    def _everywhere(self, name: str) -> Snapshot:
+        """A task's whole state on every rank."""
+        state = from_first(self.snapshot(name), self.parallel)
+        assert state is not None
+        return state
 
     @property
     def tasks(self) -> tuple[str, ...]:
