@@ -28,7 +28,7 @@ from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
-from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
+from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss

@@ -19,7 +19,7 @@ from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem, from_first
-from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
@@ -210,6 +210,11 @@ class Engine:
         going = [name for name, task in self._tasks.items() if task.status == "running"]
         return tuple(name for name in going if not self._tasks[name].parked) or tuple(going[:1])
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slot of each registered task: see `RowGroups`."""
+        return {name: task.slot for name, task in self._tasks.items()}
+
     def task(self, name: str) -> Task:
         """A registered task."""
         return self._tasks[name].task
@@ -305,18 +310,23 @@ class Engine:
 
     # -- reading it out
 
-    def evaluate(self, name: str) -> EvalResult | None:
+    def evaluate(self, name: str, records: Records | None = None) -> EvalResult | None:
         """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it.
+
+        Args:
+            name: The task.
+            records: Records to evaluate instead of its evaluation data.
 
         Raises:
             UserError: The data could not be read; on every rank, so none waits for another.
         """
         task = self._tasks[name]
-        if task.task.evaluation is None:
+        records = task.task.evaluation if records is None else records
+        if records is None:
             return None
         self.adapters.prepare()
         evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
-        return evaluator.evaluate(task.task.evaluation)
+        return evaluator.evaluate(records)
 
     def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
         """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.

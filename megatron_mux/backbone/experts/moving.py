@@ -5,6 +5,8 @@ A layer at a time, so that a rank needs memory for its old and new experts of on
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,7 +40,9 @@ def move_experts(layer: MoELayer, before: Placement, after: Placement) -> int:
             if move.source == own
         ]
         came = _exchange(layer, moves, rows)
-        arriving = [move.expert for move in sorted(moves, key=lambda m: (m.source, m.expert)) if move.target == own]
+        arriving = [
+            move.expert for move in sorted(moves, key=lambda m: (m.source, m.expert)) if move.target == own
+        ]
         received = came.nbytes
         for expert, row in zip(arriving, came, strict=True):
             parts = row.split([operator.in_features * operator.out_features for operator in operators])
@@ -77,3 +81,23 @@ def _counts(moves: list[Move], ranks: ExpertRanks, sends: bool) -> list[int]:
         if here == ranks.rank:
             counts[there * ranks.tensor_size + ranks.tensor_rank] += 1
     return counts
+
+
+def trial_seconds(ranks: ExpertRanks, device: torch.device, size: int) -> float:
+    """Seconds in which each process sends so many bytes to that of the next expert rank. A collective.
+
+    Expert rank 0 of a master and its managers takes part, too. Timed the second time: the first one connects.
+    """
+    here, count = ranks.group.rank(), ranks.group.size()
+    outgoing, incoming = [0] * count, [0] * count
+    outgoing[(here + ranks.tensor_size) % count] = size
+    incoming[(here - ranks.tensor_size) % count] = size
+    sent, came = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = 0.0
+    for _ in range(2):
+        dist.barrier(ranks.group)
+        began = time.perf_counter()
+        dist.all_to_all_single(came, sent, incoming, outgoing, group=ranks.group)
+        int(came[-1])  # until it is there
+        seconds = time.perf_counter() - began
+    return seconds
