@@ -61,6 +61,12 @@ class Access:
             pairs = self.together + other.together
         return Access(self.layers, by_task, pairs)
 
+    def scaled(self, factor: float) -> Access:
+        """So many times what was counted, rounded."""
+        by_task = {name: np.rint(rows * factor).astype(np.int64) for name, rows in self.by_task.items()}
+        pairs = None if self.together is None else np.rint(self.together * factor).astype(np.int64)
+        return Access(self.layers, by_task, pairs)
+
     def probabilities(self, selected: Ints, top_k: int) -> Floats:
         """[L][E] probability that a row selects an expert; zeros without rows."""
         return np.asarray(selected * top_k / np.maximum(selected.sum(axis=1, keepdims=True), 1))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,15 @@ class ExpertWatch:
             return
         self.reporter.say(f"placing experts by {_START_TOKENS} tokens of each task at most")
         self.parallel.heartbeat.at("placing experts", long=True)
-        step = 0.0
+        tokens, found = 0.0, []
         for name in names:
-            task = self.engine.task(name)
-            ends = np.cumsum(task.data.lengths)
-            records = int(np.searchsorted(ends, _START_TOKENS)) + 1
-            with self._counts.counting():
-                self.engine.evaluate(name, _Sample(task.data, min(records, len(task.data))))
-            step += task.spec.sequences_per_step * float(np.mean(task.data.lengths))
-        access = self._counts.take(self.parallel, self.engine.slots, pairs=True)
-        decision = self._placer.decide_start(access, max(1, round(step)))
+            spec, lengths = self.engine.task(name).spec, self.engine.task(name).data.lengths
+            of_step = spec.sequences_per_step * float(np.mean(lengths))
+            # Each task counts by its share of a step, whatever the size of its file.
+            found.append(self._select(name).scaled(1000 * of_step / float(lengths[: self._records(name)].sum())))
+            tokens += of_step
+        access = reduce(Access.merged, found)
+        decision = self._placer.decide_start(access, max(1, round(tokens)))
         before = self._placer.rows
         count = len(moved(before, decision.rows, self._placer.layers))
         size, seconds = self._placer.move(decision)
@@ -130,7 +130,25 @@ class ExpertWatch:
         self._has_moved = True
         self.save()
 
+    def _select(self, name: str) -> Access:
+        """What a task's first records select."""
+        data = self.engine.task(name).data
+        with self._counts.counting():
+            self.engine.evaluate(name, _Sample(data, self._records(name)))
+        slots = self.engine.slots
+        return self._counts.take(self.parallel, {name: slots[name]}, pairs=True)
+
+    def _records(self, name: str) -> int:
+        """How many records of a task experts are placed by."""
+        ends = np.cumsum(self.engine.task(name).data.lengths)
+        return min(len(ends), int(np.searchsorted(ends, _START_TOKENS)) + 1)
+
     # -- while steps run
+
+    def due(self) -> Iterator[tuple[int, int]]:
+        """In how many steps experts may move, and after how many more again; nothing if they stay."""
+        if self._replaces:
+            yield max(1, self._interval - self._steps), self._interval
 
     def after(self, steps: int) -> None:
         """Note that steps were taken; write a line, and move experts, if it is time to."""

@@ -173,7 +173,9 @@ class Loop:
                 self.engine.remove_task(name)
 
     def _due(self) -> Iterator[Due]:
-        """When each task's next evaluation and save are due."""
+        """When each task's next evaluation and save are due, and the next look at the experts."""
+        if self.watch is not None:
+            yield from self.watch.due()
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
             for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
