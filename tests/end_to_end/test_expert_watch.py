@@ -87,7 +87,10 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
 def test_bad_input_is_refused(place: Workplace, server: Server) -> None:
     """By name, before anything is written."""
     topology = json.loads((place.root / "topology.json").read_text())
-    for name, workers in (("three.json", topology["workers"][:1] * 3), ("small.json", [{"node": "a", "capacity": 9}] * 2)):
+    for name, workers in (
+        ("three.json", topology["workers"][:1] * 3),
+        ("small.json", [{"node": "a", "capacity": 9}] * 2),
+    ):
         (place.root / name).write_text(json.dumps({**topology, "workers": workers}))
     auto, file = ("--mux-expert-placement", "auto"), "--mux-expert-topology"
     for words, complaint in (
@@ -95,7 +98,10 @@ def test_bad_input_is_refused(place: Workplace, server: Server) -> None:
         ((*auto, file, place.root / "small.json"), "workers: have a capacity of 18 experts together"),
         ((*auto, file, place.root / "none.json"), "none.json cannot be read"),
         ((*auto, "--mux-backbone-weights", "offloaded"), "only resident experts move"),
-        ((file, place.root / "topology.json"), "needs --mux-expert-placement auto or --mux-replace-experts auto"),
+        (
+            (file, place.root / "topology.json"),
+            "needs --mux-expert-placement auto or --mux-replace-experts auto",
+        ),
     ):
         save = place.root / "refused"
         one = server.run(place.arguments("--save", save, *RANKS, *words))
