@@ -114,7 +114,9 @@ class ExpertWatch:
             spec, lengths = self.engine.task(name).spec, self.engine.task(name).data.lengths
             of_step = spec.sequences_per_step * float(np.mean(lengths))
             # Each task counts by its share of a step, whatever the size of its file.
-            found.append(self._select(name).scaled(1000 * of_step / float(lengths[: self._records(name)].sum())))
+            found.append(
+                self._select(name).scaled(1000 * of_step / float(lengths[: self._records(name)].sum()))
+            )
             tokens += of_step
         access = reduce(Access.merged, found)
         decision = self._placer.decide_start(access, max(1, round(tokens)))
