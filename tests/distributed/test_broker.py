@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
+from tests.distributed.rendezvous import run_under_the_rules
 from tests.distributed.test_expert_layouts import Layout, cases_of, train
 from tests.distributed.test_experts import batch_of, reference
-from tests.end_to_end.harness import assert_close
+from tests.distributed.test_nccl_rules import Scenario, run
+from tests.end_to_end.harness import Case, assert_close, random_records
 from tests.logits import all_logits
 
 Joined = Callable[..., Parallel]
@@ -73,12 +77,12 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     batch = batch_of(shape, parallel, 1 if parallel.experts.is_manager else 0)
     if parallel.experts.is_manager:
         batch = empty_batch(shape)
-    run = stages(backbone, batch)
+    passes_ = stages(backbone, batch)
     embedded = backbone.embed(batch).clone().requires_grad_(True)
-    hidden = run.forward(embedded)
+    hidden = passes_.forward(embedded)
     loss, _ = backbone.loss(hidden, batch)
     found = all_logits(backbone, batch, hidden) if batch.rows else None
-    gradient = run.backward(loss)
+    gradient = passes_.backward(loss)
     if found is not None:
         logits, wanted = reference(path, batch)
         assert (found - logits).abs().max() <= 1e-9
@@ -150,3 +154,40 @@ LAYOUTS = [
     Layout(1, 1, 1, managers=3, scattered=True, policy="temporal"),
     Layout(1, 1, 1, managers=3, scattered=True, recompute="full"),
 ]
+
+
+def test_a_task_that_diverges_changes_no_neighbour(
+    joined: Joined, checkpoints: Callable[[str], Path]
+) -> None:
+    """Nor does it stop them: its gradients are not finite on managers and on the master."""
+    path, layout_ = checkpoints("mixtral"), LAYOUTS[0]
+    both = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    training = {"per_device_train_batch_size": 4, "max_steps": 8, "seed": 3}
+    own, diverging = (
+        Case(
+            name,
+            {"peft_type": "LORA", "r": 3, **both},
+            {**training, "learning_rate": rate, "optim": "sgd"},
+            random_records(9, 96, 3, 12, seed=3),
+        )
+        for name, rate in (("own", 0.1), ("diverging", 1e200))
+    )
+    alone, wanted = train(joined, path, [own], layout_)
+    beside, found = train(joined, path, [own, diverging], layout_)
+    assert not all(map(math.isfinite, beside[-1].get("diverging", (math.nan,)))), "it did not diverge"
+    for theirs, ours in zip(alone, beside, strict=True):
+        assert ours["own"] == pytest.approx(theirs["own"], rel=1e-10)
+    if found["own"] is not None:
+        assert_close(found["own"], wanted["own"] or {}, 1e-10, "own")
+
+
+def test_messages_follow_the_rules_of_nccl(joined: Joined, checkpoints: Callable[[str], Path]) -> None:
+    parallel = joined(1, 1, managers=3)
+    scenarios = [Scenario("temporal", pipeline=1, then=then) for then in ("evaluate", "join")]
+    for scenario in scenarios:
+        rules, problem = run_under_the_rules(partial(run, scenario, parallel, checkpoints("mixtral")))
+        assert not problem, problem
+        assert rules.met["send"] + rules.met["recv_"] > 100
