@@ -16,8 +16,8 @@ from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
-from tests.distributed.test_broker import uneven
 from tests.distributed.test_expert_layouts import Layout, cases_of, train
+from tests.distributed.test_expert_managers import uneven
 from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import assert_close
 
