@@ -180,6 +180,8 @@ class Engine:
         states: dict[str, Snapshot] = {}
         if divided:
             self._runner.read_ahead.forget()  # it knows slots
+            if self._runner.copied is not None:
+                self._runner.copied.wait()  # of what is about to be freed
             states = {name: self._everywhere(name) for name in self._tasks}
             for name in self._tasks:
                 self.adapters.remove(name)

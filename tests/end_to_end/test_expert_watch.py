@@ -46,7 +46,7 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def run(
-    place: Workplace, server: Server, name: str, *more: object, faults: Mapping[int, Fault] | None = None
+    place: Workplace, server: Server, name: str, *more: str | Path, faults: Mapping[int, Fault] | None = None
 ) -> tuple[Path, str]:
     """A run on two ranks that is saved under a name; its directory and what it said."""
     save = place.root / name
@@ -76,8 +76,8 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
     counted = [line for line in lines if "access" in line]
     assert max(counted[0]["drift"]) == 0 and min(counted[-1]["drift"]) > 0.3
     # Rows of all ranks, once each, wherever their experts are; the last layer computes labelled ones only.
-    rows = sum(np.array(line["rows"]) for line in counted)
-    assert rows.tolist() == sum(np.array(line["rows"]) for line in lines_of(kept)).tolist()
+    rows = np.sum([line["rows"] for line in counted], axis=0)
+    assert rows.tolist() == np.sum([line["rows"] for line in lines_of(kept)], axis=0).tolist()
     assert rows.tolist() == [(8 * 16 + 24 * 2) * 21] * 3 + [(8 * 16 + 24 * 2) * 20]
     for name, step in (("early", 8), ("late", 24)):
         file = f"{name}/checkpoint-{step}/adapter_model.safetensors"

@@ -24,7 +24,7 @@ def test_a_small_change_is_its_first_order_and_within_the_bound() -> None:
     found = layer_drift(before, after, 2, 1e-4, None)
     assert found.mean == pytest.approx(float(first_order.mean()), rel=1e-3)
     assert found.bound_mean == pytest.approx(float((6e-4 * scores * (1 - scores)).mean()), rel=1e-9)
-    assert found.violations == 0 and found.mean < found.bound_mean
+    assert found.bound_mean is not None and found.violations == 0 and found.mean < found.bound_mean
     assert (found.paper_mean, found.paper_violations) == (None, 0)
 
 
