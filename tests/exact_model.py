@@ -31,7 +31,26 @@ def exact_model(path: Path) -> Any:
             model.set_submodule(name, exact)
         elif kind.lower().endswith("topkrouter"):
             _widen(module)
+    if model.config.model_type == "deepseek_v2":
+        _rotate_widely(sys.modules[type(model).__module__])
     return model
+
+
+def _rotate_widely(module: Any) -> None:
+    """Let DeepSeek-V2 rotate fp64 features in fp64."""
+    of_transformers = module.apply_rotary_emb
+    if of_transformers.__module__ != module.__name__:
+        return
+
+    def rotate(xq: Any, xk: Any, turns: Any) -> Any:
+        if xq.dtype != torch.float64:
+            return of_transformers(xq, xk, turns)
+        return tuple(
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(1)).flatten(3)
+            for x in (xq, xk)
+        )
+
+    module.apply_rotary_emb = rotate
 
 
 def _widen(router: Any) -> None:

@@ -214,11 +214,11 @@ class TaskAdapter(ABC):
     def _tensors_of(self, site: Site) -> list[AdapterParameter]:
         """Make a module's tensors, divided over tensor ranks as the section says."""
         made = []
-        for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
-            held = site.part.features if site.info.column_parallel else site.inputs
-            index = None if tensor.dim is None else held
+        for name in self.spec.module_tensors(site.module, self.host.shape):
             key = tensor_key(self.spec.key_path(site.module), name)
-            made.append(self.make(key, tensor.dim, index))
+            held = site.part.features if site.info.column_parallel else site.inputs
+            dim = self.tensors[key].dim
+            made.append(self.make(key, dim, None if dim is None else held))
         return made
 
     def make(
