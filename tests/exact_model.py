@@ -33,7 +33,15 @@ def exact_model(path: Path) -> Any:
             _widen(module)
     if model.config.model_type == "deepseek_v2":
         _rotate_widely(sys.modules[type(model).__module__])
+        rotary = model.model.rotary_emb
+        rotary.forward = types.MethodType(_turns, rotary)
     return model
+
+
+def _turns(rotary: Any, x: Any, position_ids: Any) -> Any:
+    """DeepSeek-V2's turns, fp32 as there; `torch.polar` rounds the last bit of cosines otherwise than `cos`."""
+    angles = position_ids[..., None].float() * rotary.inv_freq.float()
+    return torch.complex(angles.cos(), angles.sin()) * rotary.attention_scaling
 
 
 def _rotate_widely(module: Any) -> None:

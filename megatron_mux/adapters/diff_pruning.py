@@ -252,6 +252,16 @@ class DiffPruningSpec(AdapterSpec):
     free_with_weights = frozenset({"l0_weight", "sparsity"})
     refused = OUR_FIELDS
 
+    def modules(self, shape: BackboneShape) -> list[Module]:
+        """See `AdapterSpec.modules`; the regulariser counts elements where tensor ranks divide them."""
+        found = super().modules(shape)
+        whole = short_names(module for module in found if module.replicated)
+        if whole:
+            raise UserError(
+                f"target_modules: {', '.join(whole)} cannot be pruned: every tensor rank has them whole; name others"
+            )
+        return found
+
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: divided as the weight is."""
         size, dim = (module.out_features, module.in_features), 0 if module.column_parallel else 1

@@ -153,7 +153,7 @@ class AdapterSpec(Section, ABC):
             for name, tensor in self.module_tensors(module, shape).items():
                 key = tensor_key(self.key_path(module), name)
                 if module.replicated:
-                    tensor = replace(tensor, dim=None)
+                    tensor = replace(tensor, dim=None, on_output=False)
                 if tensor.dim is not None and tensor.shape[tensor.dim] != width:
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor

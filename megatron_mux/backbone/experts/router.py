@@ -71,7 +71,7 @@ class Router(nn.Module):
     def _in_best_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` `[R, E]` with the experts outside of each row's best groups put last."""
         routing = self.routing
-        groups = ranking.view(len(ranking), routing.groups, -1)
+        groups = ranking.unflatten(-1, (routing.groups, -1))  # also where there are no rows
         if routing.group_score == "best":
             of_group = groups.amax(dim=-1)
         else:
