@@ -39,7 +39,6 @@ LAYOUTS = [
     (2, 1, True, 2, 2),
     (2, 2, True, 2, 1),
     (2, 2, True, 1, 1),
-    (2, 1, False, 2, 1),
 ]
 LATENT = tuple(name for name in tiny_models.WITH_EXPERTS if name.startswith("deepseek"))
 NAMES = tuple(name for name in tiny_models.WITH_EXPERTS if name not in LATENT)
