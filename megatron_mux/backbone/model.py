@@ -172,8 +172,9 @@ class Backbone:
             labelled_only: As for `forward`.
 
         Raises:
-            UserError: The backbone has experts.
+            UserError: The backbone has experts, or latent attention.
         """
+        self.shape.refuse_latent("Interleaving of hybrid tasks")
         self.shape.refuse_experts("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel

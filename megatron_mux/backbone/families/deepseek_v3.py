@@ -12,9 +12,10 @@ from megatron_mux.shape import BackboneShape
 
 
 def _shape(full: Mapping[str, Any]) -> BackboneShape:
+    experts = _deepseek.size(full, "n_routed_experts")
+    if experts < 2 * _deepseek.size(full, "n_group"):
+        refuse("n_group", full["n_group"], f"groups of two of the {experts} experts at least")
     groups, best = _deepseek.check_groups(full)
-    if full["n_routed_experts"] < 2 * groups:
-        refuse("n_group", groups, f"groups of two experts at least, of {full['n_routed_experts']}")
     routing = Routing(
         top_k=_deepseek.size(full, "num_experts_per_tok"),
         score="sigmoid",
