@@ -49,7 +49,13 @@ EXPERT_OPS: tuple[BaseOpName, ...] = ("experts_fc1", "experts_fc2")
 BASE_OPS: tuple[BaseOpName, ...] = (*ATTENTION_OPS, *MLP_OPS)
 """Those of a layer without experts; `BackboneShape.ops` says which ones a layer has."""
 
-COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", *LATENT_OPS, "linear_fc1", "shared_fc1", "experts_fc1")
+COLUMN_PARALLEL: tuple[BaseOpName, ...] = (
+    "linear_qkv",
+    *LATENT_OPS,
+    "linear_fc1",
+    "shared_fc1",
+    "experts_fc1",
+)
 """BaseOps whose output is divided over tensor ranks (or replicated); the input of the others is divided."""
 
 

@@ -149,7 +149,7 @@ class Rope:
 
     Attributes:
         rope_theta: Base of the wavelengths.
-        rope_type: How wavelengths are stretched: not, all alike, long ones only (Llama 3, YaRN), or one by one (LongRoPE).
+        rope_type: How wavelengths are stretched: not, all alike, long ones (Llama 3, YaRN), or one by one (LongRoPE).
         factor: By how much (`linear`, `llama3`, `yarn`).
         low_freq_factor, high_freq_factor: Which wavelengths `llama3` stretches.
         original_max_position_embeddings: Longest sequence before the stretching (`llama3`, `longrope`, `yarn`).

@@ -54,7 +54,9 @@ def _rotate_widely(module: Any) -> None:
         if xq.dtype != torch.float64:
             return of_transformers(xq, xk, turns)
         return tuple(
-            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(1)).flatten(3)
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(1)).flatten(
+                3
+            )
             for x in (xq, xk)
         )
 

@@ -102,7 +102,8 @@ def _is_valid(name: str, value: Any, count: int) -> bool:
     if not isinstance(numbers, (list, tuple)) or (name in _LISTS and len(numbers) != count):
         return False
     return all(
-        type(number) in (int, float) and (number > 0 or (number == 0 and name in _OR_ZERO)) for number in numbers
+        type(number) in (int, float) and (number > 0 or (number == 0 and name in _OR_ZERO))
+        for number in numbers
     )
 
 

@@ -169,7 +169,9 @@ def add_experts(
         if shape.has_experts(index):
             shared = layer.mlp if shape.experts.shared_ffn else None
             if shared is not None:
-                megatron_core.set_output_width(shared.linear_fc2, shape.experts.shared_ffn // parallel.tp_size)
+                megatron_core.set_output_width(
+                    shared.linear_fc2, shape.experts.shared_ffn // parallel.tp_size
+                )
             activation = layer.mlp.activation_func
             layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
             layer.mlp.to(model.config.params_dtype)

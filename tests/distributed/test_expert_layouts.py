@@ -166,7 +166,9 @@ def test_every_layout_gives_the_same_adapters(
         every = [of_latent_attention(case) for case in every]
     without = [case for case in every if "target_parameters" not in case.adapter]
     whole = {len(cases): train(joined, path, cases, Layout(1, 1, 1)) for cases in (every, without)}
-    for layout in LAYOUTS if family == "mixtral" else LAYOUTS[1::3] if family == "qwen3_moe" else LAYOUTS[1::2]:
+    for layout in (
+        LAYOUTS if family == "mixtral" else LAYOUTS[1::3] if family == "qwen3_moe" else LAYOUTS[1::2]
+    ):
         cases = without if layout.expert_tensor > 1 else every
         wanted, adapters = whole[len(cases)]
         found, own = train(joined, path, cases, layout)

@@ -100,7 +100,9 @@ def reference(path: Path, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return torch.cat(logits), torch.cat(gradients)
 
 
-@pytest.mark.parametrize(("names", "placed"), [(NAMES, "contiguous"), (NAMES, "scattered"), (LATENT, "scattered")])
+@pytest.mark.parametrize(
+    ("names", "placed"), [(NAMES, "contiguous"), (NAMES, "scattered"), (LATENT, "scattered")]
+)
 @pytest.mark.parametrize("layout_", LAYOUTS, ids=lambda x: "x".join(map(str, map(int, x))))
 def test_agrees_with_transformers(
     layout_: Any,

@@ -25,7 +25,12 @@ def near_ties(router: Router, x: Tensor) -> Tensor:
     near = torch.zeros(len(x), dtype=torch.bool)
     if 1 < routing.groups != routing.top_groups:
         groups = ranking.unflatten(-1, (routing.groups, -1))
-        best = groups.topk(2 if routing.group_score == "two best" else 1).values.sum(-1).sort(descending=True).values
+        best = (
+            groups.topk(2 if routing.group_score == "two best" else 1)
+            .values.sum(-1)
+            .sort(descending=True)
+            .values
+        )
         near |= best[:, routing.top_groups - 1] - best[:, routing.top_groups] < ROUNDING
         ranking = router._in_best_groups(ranking)
     best = ranking.sort(descending=True).values
