@@ -88,7 +88,7 @@ def fused_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "down": lambda e, own=of_layer: (own[e, "down"]["A"], own[e, "down"]["B"]),
             "gate": lambda e, own=of_layer: (
                 torch.cat((own[e, "gate"]["A"], own[e, "up"]["A"])),
-                torch.block_diag(own[e, "gate"]["B"], own[e, "up"]["B"]),
+                torch.block_diag(own[e, "gate"]["B"], own[e, "up"]["B"]),  # type: ignore[no-untyped-call]
             ),
         }
         for role in sorted(roles - {"up"}):

@@ -36,6 +36,7 @@ class LocalLinear(nn.Module):
 
     explicit_expert_comm = True
     skip_bias_add = False
+    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
@@ -57,6 +58,14 @@ class LatentAttention(nn.Module):
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.
     """
+
+    linear_q: nn.Module
+    linear_q_down: nn.Module
+    linear_q_up: nn.Module
+    linear_kv_down: nn.Module
+    linear_kv_up: nn.Module
+    q_norm: nn.Module
+    kv_norm: nn.Module
 
     def __init__(
         self,
@@ -127,9 +136,9 @@ class LatentAttention(nn.Module):
             return hidden
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:
-            spread = gather_from_sequence_parallel_region(
+            gathered: Tensor = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
             )
-        else:
-            spread = copy_to_tensor_model_parallel_region(hidden, group=group)
-        return spread
+            return gathered
+        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return copied

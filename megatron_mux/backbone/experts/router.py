@@ -78,7 +78,8 @@ class Router(nn.Module):
             of_group = groups.topk(2, dim=-1).values.sum(dim=-1)
         best = of_group.topk(routing.top_groups, dim=-1).indices
         outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
-        return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        masked: Tensor = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        return masked
 
 
 def no_routes(routing: Routing, x: Tensor) -> Routes:
