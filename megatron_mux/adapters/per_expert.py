@@ -84,22 +84,27 @@ def fused_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for expert in range(count):
             if any(of_layer.get((expert, role), {}).keys() != {"A", "B"} for role in roles):
                 raise UserError(f"{layer}: expert {expert} lacks adapters that other experts have")
-        pairs = {
-            "down": lambda e, own=of_layer: (own[e, "down"]["A"], own[e, "down"]["B"]),
-            "gate": lambda e, own=of_layer: (
-                torch.cat((own[e, "gate"]["A"], own[e, "up"]["A"])),
-                torch.block_diag(own[e, "gate"]["B"], own[e, "up"]["B"]),  # type: ignore[no-untyped-call]
-            ),
-        }
         for role in sorted(roles - {"up"}):
             inner = ".base_layer" if role == "gate" and "down" in roles else ""
-            both = [pairs[role](expert) for expert in range(count)]
+            both = [_pair(of_layer, expert, role) for expert in range(count)]
             key = f"{layer}.mlp.experts{inner}.lora_"
             a = [_padded(a, rank, "lora_A") for a, _ in both]
             b = [_padded(b, rank, "lora_B") for _, b in both]
             made[f"{key}A.weight"] = torch.cat(a)
             made[f"{key}B.weight"] = torch.stack(b, dim=2).flatten(1)  # an expert's number is fastest
     return made
+
+
+def _pair(
+    of_layer: Mapping[tuple[int, str], Mapping[str, Tensor]], expert: int, role: str
+) -> tuple[Tensor, Tensor]:
+    """A and B of an expert's down projection, or of its gate and up projections together."""
+    own = of_layer[expert, role]
+    if role == "down":
+        return own["A"], own["B"]
+    up = of_layer[expert, "up"]
+    block: Tensor = torch.block_diag(own["B"], up["B"])
+    return torch.cat((own["A"], up["A"])), block
 
 
 def _padded(tensor: Tensor, rank: int, key: str) -> Tensor:
