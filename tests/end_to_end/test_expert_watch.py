@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,9 @@ def task(data: str, size: int, steps: int, **adapter: Any) -> dict[str, Any]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A workplace with a Mixtral, and two tasks that each use few experts: one for a while, the other to the end."""
     made = furnish(tmp_path_factory.mktemp("expert-watch"), "mixtral")
-    for name, word in (("early.jsonl", "w7"), ("late.jsonl", "w11")):
-        made.write_records(name, [{"text": " ".join([word] * 20)} for _ in range(16)])
+    drawn = random.Random(3)
+    for name, words in (("early.jsonl", ("w7", "w8")), ("late.jsonl", ("w11", "w12"))):
+        made.write_records(name, [{"text": " ".join(drawn.choices(words, k=20))} for _ in range(16)])
     late = task("late.jsonl", 2, 24, target_parameters=["mlp.experts.down_proj"])
     made.write_tasks("tasks.yaml", {"early": task("early.jsonl", 16, 8), "late": late})
     # The second rank computes so slowly that popular experts belong on the first.
