@@ -67,16 +67,16 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
     save, said = run(place, server, "moved", *asked, faults={1: fault})
     assert "experts are placed: transfers of a step are predicted to take" in said
     moves = [line for line in lines_of(save) if "moved" in line]
-    assert [line["steps"] for line in moves] == [{"late": 12}]  # the early task is done, rows are enough
-    assert f"{len(moves[0]['moved'])} expert(s) moved" in said
+    assert moves[-1]["steps"] == {"late": 12}  # the early task is done at 8; then rows have to be enough
+    assert all(f"{len(line['moved'])} expert(s) moved" in said for line in moves)
     where = json.loads((save / "expert_placement.json").read_text())["placement"]
-    assert all(worker in where[layer][expert] for layer, expert, _, worker in moves[0]["moved"])
+    assert all(worker in where[layer][expert] for layer, expert, _, worker in moves[-1]["moved"])
     _, said = run(place, server, "moved", *asked, "--load", save)
     assert "experts are where" in said and "placing experts" not in said
     lines = lines_of(save)
     assert [line for line in lines if "moved" in line] == moves
     counted = [line for line in lines if "access" in line]
-    assert max(counted[0]["drift"]) == 0 and min(counted[-1]["drift"]) > 0.3
+    assert max(counted[0]["drift"]) == 0 and max(counted[-1]["drift"]) > 0.3
     # Rows of all ranks, once each, wherever their experts are; the last layer computes labelled ones only.
     rows = np.sum([line["rows"] for line in counted], axis=0)
     assert rows.tolist() == np.sum([line["rows"] for line in lines_of(kept)], axis=0).tolist()
