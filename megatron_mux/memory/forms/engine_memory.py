@@ -11,7 +11,7 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.assumed_routes import ExpertLoad
 from megatron_mux.memory.estimate import process_overhead
+from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
 from megatron_mux.memory.forms.engine_layer import EngineLayer
@@ -261,7 +263,18 @@ class EngineMemory:
             self.gpu,
             method.tensor,
             method.sequence_parallel,
+            load=self.load,
+            exchanges=method.expert * method.tensor > 1,
         )
+
+    @cached_property
+    def load(self) -> ExpertLoad:
+        """What the rank that computes most of a layer's experts does."""
+        a, method = self.architecture, self.method
+        if a.moe is None:
+            return ExpertLoad()
+        loads = ExpertLoad.of(a.moe, method.expert, method.tensor, a.placement)
+        return ExpertLoad(*map(max, zip(*map(astuple, loads), strict=True)))
 
     @cached_property
     def _tables(self) -> AdapterTables:
@@ -292,6 +305,9 @@ class EngineMemory:
         layer = self._layer
         mlp = layer.bytes(layer.mlp_backward()) - tasks.least_fc2_inputs
         mlp = np.maximum(mlp, layer.bytes(layer.linear_fc2_backward()))
+        share = self.architecture.moe_share
+        experts = layer.bytes(expert_layer.backward(layer)) if share else 0.0
+        mlp = np.maximum(mlp * (share < 1), experts)
         attention = layer.bytes(layer.attention_backward())
         hidden = most * layer.input
         gone = most * layer.bytes(layer.mlp_gone())
