@@ -37,10 +37,8 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
         if routing.normalised:
             yield Row("weights before and their sum", "rows", routing.top_k + 1, wide)
         yield Row("outputs of pairs", "rows", load.pairs * a.hidden)
-    if layer.exchanges:
-        yield Row("rows sent and their experts", "rows", load.sent * (2 + routing.top_k), _INDEX)
+    yield from order(layer)
     yield Row("weights of pairs", "rows", load.pairs, layer.size if routing.cast else wide)
-    yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
     if begins <= 4:
         inner = layer.expert_ffn * (2 if a.gated else 1)
         yield Row("input of experts' activation, or its output", "rows", load.pairs * inner)
@@ -48,17 +46,30 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
             yield Row("activated half of experts", "rows", load.pairs * layer.expert_ffn)
 
 
-def backward(layer: EngineLayer) -> list[Row]:
+def order(layer: EngineLayer) -> Iterator[Row]:
+    """Where rows went and the order of their pairs, which are not saved tensors: recomputation keeps them."""
+    load, moe = layer.load, layer.architecture.moe
+    assert moe is not None
+    if layer.exchanges:
+        yield Row("rows sent and their experts", "rows", load.sent * (2 + moe.routing.top_k), _INDEX)
+    yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
+
+
+def backward(layer: EngineLayer, recomputes: bool) -> list[Row]:
     """Temporary tensors of the product of outputs and weights going backward, when nothing has been freed yet.
 
     That product has the wider of their dtypes, and so has its gradient and what that becomes for each of the two.
+
+    Args:
+        layer: The layer.
+        recomputes: Whether it has been recomputed: then outputs are gone before their gradient is rounded.
     """
     a = layer.architecture
     assert a.moe is not None
     wide = layer.size if a.moe.routing.cast else max(4, layer.size)
-    rounded = layer.size if wide > layer.size else 0
+    rounded = wide > layer.size and not recomputes
     return [
         Row("gradient of hidden states", "rows", a.hidden),
         Row("gradients of outputs and weights", "rows", layer.load.pairs * a.hidden * 3, wide),
-        Row("rounded gradient of outputs", "rows", layer.load.pairs * a.hidden * (rounded > 0)),
+        Row("rounded gradient of outputs", "rows", layer.load.pairs * a.hidden * rounded),
     ]
