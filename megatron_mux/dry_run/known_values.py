@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_mux.backbone.experts import layer as moe_layer
@@ -27,6 +28,8 @@ from megatron_mux.memory.fake_gpu.device import replaced
 _KNOWN = "_known_values"
 _INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 _DYNAMIC = torch.Tag.dynamic_output_shape
+_MOST = 1 << 24
+"""Elements of a tensor whose values are kept: they take host memory."""
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -35,9 +38,11 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def set_known(tensor: Tensor, values: Tensor | None) -> None:
-    """Put values beside a fake tensor; None: they are not known any more."""
+    """Put values beside a fake tensor, or into a real one; None: they are not known any more."""
     if isinstance(tensor, FakeTensor):
         setattr(tensor, _KNOWN, values)
+    elif values is not None:
+        tensor.copy_(values)
 
 
 def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -48,17 +53,21 @@ def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], 
         args, kwargs: Its arguments, at least one of them fake, or the device of a new tensor.
         run: Runs it on the fake tensors.
     """
-    values = _computed(func, args, kwargs)
-    if values is None:
-        made = run()
-        if func._schema.is_mutable:
-            for tensor in _written(func, args):
-                set_known(tensor, None)
-        return made
     if _DYNAMIC in func.tags:
+        values = _computed(func, args, kwargs)
+        if values is None:
+            return run()
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
         return _with_known(torch.empty(values.shape, dtype=values.dtype, device=device), values)
-    return tree_map(_with_known, run(), values)
+    made = run()
+    small = all(one.numel() <= _MOST for one in tree_leaves(made) if isinstance(one, FakeTensor))
+    values = _computed(func, args, kwargs) if small else None
+    if values is not None:
+        return tree_map(_with_known, made, values)
+    if func._schema.is_mutable:
+        for tensor in _written(func, args):
+            set_known(tensor, None)
+    return made
 
 
 def _with_known(made: Any, values: Any) -> Any:
@@ -120,10 +129,11 @@ def assumed_routes(ranks: ExpertRanks) -> Iterator[None]:
         own = slice(first, first + sent.outgoing[ranks.group.rank()])
         experts, rows, of_rows = (known(tensor) for tensor in (sent.experts, sent.rows, slots))
         if experts is not None and rows is not None and of_rows is not None:
-            with unset_fake_temporarily():
-                times = len(sent.outgoing)
-                set_known(received.experts, experts[own].repeat(times, 1))
-                set_known(received.slots, of_rows[rows[own]].repeat(times))
+            times = len(sent.outgoing)
+            with _disable_current_modes():
+                both = experts[own].repeat(times, 1), of_rows[rows[own]].repeat(times)
+            for tensor, values in zip((received.experts, received.slots), both, strict=True):
+                set_known(tensor, values)
         return received
 
     with replaced(Router, "forward", chosen), replaced(moe_layer, "dispatch", dispatched):

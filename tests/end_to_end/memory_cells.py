@@ -50,13 +50,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Configs of families that are not as Llama is."""
+ON_EXPERTS = "LORA on experts"
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "LORA": {"r": 8, "target_modules": "all-linear"},
     "LORA with dropout": {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
     "BOTTLENECK": {"bottleneck_size": 32},
     "PREFIX_TUNING": {"num_virtual_tokens": 16},
     "DIFF_PRUNING": {"sparsity": 0.9, "target_modules": "all-linear"},
-    "LORA on experts": {
+    ON_EXPERTS: {
         "r": 8,
         "target_modules": ["q_proj", "v_proj"],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -235,11 +236,19 @@ def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
 
 
 def all_cells(
-    families: Sequence[str] = DENSE,
-    kinds: Sequence[str] = KIND_NAMES,
-    divisions: Sequence[str] = tuple(METHODS),
+    families: Sequence[str] = (*DENSE, *WITH_EXPERTS),
+    kinds: Sequence[str] = (*KIND_NAMES, ON_EXPERTS),
     dtype: Dtype = "bfloat16",
 ) -> list[Cell]:
-    """The whole matrix, or a part of it, without adapters that a family cannot have."""
-    every = [Cell(f, k, d, dtype) for f in families for k in kinds for d in divisions]
+    """The whole matrix, or a part of it, without adapters that a family cannot have.
+
+    Of families with experts, LoRA without and with adapters on these.
+    """
+    every = [
+        Cell(family, kind, division, dtype)
+        for family in families
+        for kind in kinds
+        for division in (EXPERT_METHODS if family in WITH_EXPERTS else METHODS)
+        if family in DENSE or (kind in ("LORA", ON_EXPERTS) and (kind, division) != (ON_EXPERTS, "TP2"))
+    ]
     return [cell for cell in every if cell.exists]
