@@ -42,7 +42,7 @@ def set_known(tensor: Tensor, values: Tensor | None) -> None:
     if isinstance(tensor, FakeTensor):
         setattr(tensor, _KNOWN, values)
     elif values is not None:
-        tensor.copy_(values)
+        tensor.data.copy_(values)  # autograd has it already
 
 
 def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
