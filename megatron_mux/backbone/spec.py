@@ -107,6 +107,8 @@ def build(
             fuse_gate(model, shape.activation)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
+        if parallel.experts.is_manager:
+            keep_experts(model)
     return model.eval()
 
 
@@ -160,6 +162,15 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.dtype != dtype:
                 setattr(part, name, nn.Parameter(parameter.to(dtype)))
+
+
+def keep_experts(model: GPTModel) -> None:
+    """Leave an expert manager the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    kept = [{"mlp": layer.mlp} if isinstance(layer.mlp, MoELayer) else {} for layer in model.decoder.layers]
+    for name, _ in list(model.named_children()):
+        delattr(model, name)
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
