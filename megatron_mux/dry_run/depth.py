@@ -31,9 +31,9 @@ _FETCHED = Grouping(first=2, further=1)
 def shallow(run: RunSpec) -> list[RunSpec]:
     """The same run with two and with three groups of layers for each stage; empty if these do not represent it.
 
-    That is so if layers differ (in their windows or adapters, or only some have experts), if an adapter is one tensor for all layers (a prefix) or
-    processes all layers between steps (diff pruning), if stages are hardly deeper, if a rank has several stages, if
-    hybrid tasks are computed in turns, and on a CPU.
+    That is so if layers differ (in their windows or adapters, or only some have experts), if an adapter is one tensor
+    for all layers (a prefix) or processes all layers between steps (diff pruning), if stages are hardly deeper, if a
+    rank has several stages, if hybrid tasks are computed in turns, and on a CPU.
     """
     info = read_info(run.config)
     grouping = _grouping(run)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_mux.backbone.experts import layer as moe_layer
-from megatron_mux.backbone.experts.exchange import Received, Sent
+from megatron_mux.backbone.experts.exchange import Received, Sent, dispatch
 from megatron_mux.backbone.experts.router import Router, Routes
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.memory.assumed_routes import assumed_experts
@@ -115,7 +115,7 @@ def assumed_routes(ranks: ExpertRanks) -> Iterator[None]:
     Args:
         ranks: The expert ranks.
     """
-    choose, send = Router.forward, moe_layer.dispatch
+    choose, send = Router.forward, dispatch
 
     def chosen(router: Router, x: Tensor) -> Routes:
         routes = choose(router, x)

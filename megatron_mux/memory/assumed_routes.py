@@ -77,5 +77,7 @@ class ExpertLoad:
                     received[rank] += here.any(axis=1).mean()
                     pairs[rank] += here.sum(axis=1).mean()
                     held[rank] += len(placement.held(layer, rank)) / ranks
-        table = np.stack((sent * tensor, received * tensor, pairs * tensor, held), axis=1) / len(placement.ranks)
+        table = np.stack((sent * tensor, received * tensor, pairs * tensor, held), axis=1) / len(
+            placement.ranks
+        )
         return [cls(*row) for row in table.tolist()]

@@ -43,10 +43,12 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "head_dim": 64},
     "gemma3_text": {**_LLAMA, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "phi3": {**_LLAMA, "pad_token_id": 0},
-    "mixtral": {**_LLAMA, "vocab_size": 512, "intermediate_size": 704, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        **_LLAMA, "vocab_size": 512, "intermediate_size": 704, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {
-        **_LLAMA, "vocab_size": 512, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
+        **_LLAMA, "vocab_size": 512, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256, "norm_topk_prob": True,
     },
 }  # fmt: skip
 """Configs of families that are not as Llama is."""

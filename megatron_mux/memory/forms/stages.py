@@ -85,7 +85,9 @@ def stages(architecture: Architecture, method: Method, split: Sequence[range] | 
             if architecture.tied and index:  # a copy of its own
                 head += Unit(divided=architecture.embedding.divided)
             units.append(head)
-        found.append(Stage(index, len(split), layers, tuple(on_rank(unit, method, architecture) for unit in units)))
+        found.append(
+            Stage(index, len(split), layers, tuple(on_rank(unit, method, architecture) for unit in units))
+        )
     return found
 
 
