@@ -120,7 +120,9 @@ def assumed_routes(ranks: ExpertRanks) -> Iterator[None]:
     def chosen(router: Router, x: Tensor) -> Routes:
         routes = choose(router, x)
         experts = assumed_experts(len(x), router.weight.shape[0], router.routing.top_k)
-        set_known(routes.experts, torch.from_numpy(experts))
+        with _disable_current_modes():  # what stands for it is not recorded
+            values = torch.from_numpy(experts)
+        set_known(routes.experts, values)
         return routes
 
     def dispatched(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tensor) -> Received:
