@@ -153,8 +153,9 @@ def architecture_of(shape: BackboneShape, placement: Placement | None = None) ->
         placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
 
     Raises:
-        UserError: The backbone has shared experts.
+        UserError: The backbone has shared experts or latent attention.
     """
+    shape.refuse_latent("The closed form of the engine's memory")
     moe = shape.experts
     if moe is not None and moe.shared_ffn:
         raise UserError(

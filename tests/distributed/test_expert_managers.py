@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux import layout
+from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.experts.from_master import HEADER_BYTES
 from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.engine import Engine
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
+from tests.distributed.rendezvous import run_under_the_rules
 from tests.distributed.test_expert_layouts import Layout, cases_of, train
 from tests.distributed.test_experts import batch_of, reference
-from tests.end_to_end.harness import assert_close
+from tests.distributed.test_nccl_rules import Scenario, run
+from tests.end_to_end.harness import Case, assert_close, random_records
 from tests.logits import all_logits
 
 Joined = Callable[..., Parallel]
@@ -61,33 +67,19 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     placement = uneven(shape)
     backbone = Backbone.load(path, parallel, torch.float64, recompute, placement=placement)
     backbone.lowest_adapter = lambda: 0
-    held = {
-        name.rpartition(".")[0].rpartition(".")[2]
-        for name, p in backbone.model.named_parameters()
-        if p.numel()
-    }
-    if parallel.experts.is_manager:
-        assert held <= {"experts_fc1", "experts_fc2"}
-    else:
-        assert held.isdisjoint({"experts_fc1", "experts_fc2"})
-    batch = batch_of(shape, parallel, 1 if parallel.experts.is_manager else 0)
-    if parallel.experts.is_manager:
-        batch = empty_batch(shape)
-    run = stages(backbone, batch)
+    none = layout.pack([], ("first", "second"), {"first": 0, "second": 0}).to()
+    batch = none if parallel.experts.is_manager else batch_of(shape, parallel, 0)
+    passes_ = stages(backbone, batch)
     embedded = backbone.embed(batch).clone().requires_grad_(True)
-    hidden = run.forward(embedded)
+    hidden = passes_.forward(embedded)
     loss, _ = backbone.loss(hidden, batch)
     found = all_logits(backbone, batch, hidden) if batch.rows else None
-    gradient = run.backward(loss)
+    gradient = passes_.backward(loss)
     if found is not None:
         logits, wanted = reference(path, batch)
         assert (found - logits).abs().max() <= 1e-9
         assert (gradient.squeeze(1) - wanted).norm() <= 1e-9 * wanted.norm()
     check_traffic(backbone, placement, recompute == "full")
-
-
-def empty_batch(shape: BackboneShape) -> Any:
-    return layout.pack([], ("first", "second"), {"first": 0, "second": 0}).to()
 
 
 def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None:
@@ -125,6 +117,35 @@ def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None
             assert found[at[message]].tolist() == (rows * width[message] * times).tolist(), message
 
 
+def test_each_part_is_on_one_process(
+    joined: Joined, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the backbone and of adapters; a manager reads nothing but its experts."""
+    path, parallel = checkpoints("mixtral"), joined(1, 1, managers=3)
+    read: set[str] = set()
+    chunks = Checkpoint.read_chunks
+
+    def note(self: Checkpoint, name: str, *arguments: Any) -> Any:
+        read.add(name)
+        return chunks(self, name, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "read_chunks", note)
+    backbone = Backbone.load(path, parallel, placement=uneven(read_shape(path)))
+    experts = {name for name in read if ".experts." in name}
+    assert experts == (read if parallel.experts.is_manager else set())
+    engine = Engine(backbone, parallel)
+    engine.register_tasks([case.task for case in cases_of(96)])
+    adapters = engine.adapters.tasks
+    held = {name: sum(p.value.numel() for p in own.parameters) for name, own in adapters.items()}
+    everyones: list[Any] = [None] * 4
+    dist.all_gather_object(everyones, (held, sorted(read)))
+    assert len(set().union(*(names for _, names in everyones))) == sum(len(names) for _, names in everyones)
+    for name, own in adapters.items():
+        trained = sum(math.prod(tensor.shape) for tensor in own.tensors.values() if tensor.trained)
+        assert sum(sizes[name] for sizes, _ in everyones) == trained
+        assert "experts" in name or not parallel.experts.is_manager or not held[name]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_adapters_come_out_as_in_one_process(
     family: str, joined: Joined, checkpoints: Callable[[str], Path]
@@ -150,3 +171,39 @@ LAYOUTS = [
     Layout(1, 1, 1, managers=3, scattered=True, policy="temporal"),
     Layout(1, 1, 1, managers=3, scattered=True, recompute="full"),
 ]
+
+
+def test_a_task_that_diverges_changes_no_neighbour(
+    joined: Joined, checkpoints: Callable[[str], Path]
+) -> None:
+    """Nor does it stop them: its gradients are not finite on managers and on the master."""
+    path, layout_ = checkpoints("mixtral"), LAYOUTS[0]
+    both = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    training = {"per_device_train_batch_size": 4, "max_steps": 8, "seed": 3}
+    own, diverging = (
+        Case(
+            name,
+            {"peft_type": "LORA", "r": 3, **both},
+            {**training, "learning_rate": rate, "optim": "sgd"},
+            random_records(9, 96, 3, 12, seed=3),
+        )
+        for name, rate in (("own", 0.1), ("diverging", 1e200))
+    )
+    alone, wanted = train(joined, path, [own], layout_)
+    beside, found = train(joined, path, [own, diverging], layout_)
+    assert not all(map(math.isfinite, beside[-1].get("diverging", (math.nan,)))), "it did not diverge"
+    for theirs, ours in zip(alone, beside, strict=True):
+        assert ours["own"] == pytest.approx(theirs["own"], rel=1e-10)
+    if found["own"] is not None:
+        assert_close(found["own"], wanted["own"] or {}, 1e-10, "own")
+
+
+def test_messages_follow_the_rules_of_nccl(joined: Joined, checkpoints: Callable[[str], Path]) -> None:
+    parallel = joined(1, 1, managers=3)
+    scenario = Scenario("temporal", pipeline=1, then="evaluate", tries_plans=True)
+    rules, problem = run_under_the_rules(partial(run, scenario, parallel, checkpoints("mixtral")))
+    assert not problem, problem
+    assert rules.met["send"] + rules.met["recv_"] > 100
