@@ -40,8 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Dry-run, compare and publish."""
     arguments = parse(argv)
-    from megatron_mux.backbone.registry import FAMILIES
-    from tests.end_to_end.memory_cells import KIND_NAMES, ON_EXPERTS, all_cells, compared
+    from tests.end_to_end.memory_cells import FAMILIES, KIND_NAMES, ON_EXPERTS, all_cells, compared
 
     found: list[Compared] = []
     for family in arguments.family or FAMILIES:  # family by family, to show progress
