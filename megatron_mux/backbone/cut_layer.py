@@ -56,6 +56,9 @@ class TensorMessages:
 
     def spread(self, normed: Tensor) -> Exchanging[Tensor]:
         """Its input: all rows."""
+        if not self.divided:
+            # As Megatron does: the strides of a view decide which product a matrix library computes, to the bit.
+            return normed.view_as(normed)
         if not self.sequence_parallel:
             return normed
         return received((yield Message("all_gather", normed)))
