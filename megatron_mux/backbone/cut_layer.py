@@ -1,11 +1,12 @@
-"""A layer under tensor parallelism, cut at its messages, so that other hybrid tasks can be computed meanwhile.
+"""A layer, cut at its messages, so that other hybrid tasks can be computed meanwhile.
 
-Forward, a message follows attention and another one the MLP; backward, one follows each of them too:
+Tensor ranks: forward, a message follows attention and another one the MLP; backward, one follows each of them too:
 
     [norm, attention] message [join, norm, MLP] message [join]
 
 Sequence parallelism adds a message before attention and before the MLP, each way. What acts between a message and the
-residual (biases, adapters after the reduction, norms of a sublayer's output) belongs to the join.
+residual (biases, adapters after the reduction, norms of a sublayer's output) belongs to the join. Experts in the place
+of the MLP have messages of their own: see `cut_experts`.
 
 Shapes: T rows of the micro-batch on this rank, N labelled ones, H hidden.
 """
@@ -13,23 +14,74 @@ Shapes: T rows of the micro-batch on this rank, N labelled ones, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_mux import layout
+from megatron_mux.backbone.cut_experts import CutExperts, CutMlp
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.pieces import (
     Exchanging,
     Message,
     MessageKind,
     Piece,
+    Yields,
+    nothing,
     received,
     without_collectives,
 )
 from megatron_mux.backbone.rotary import Angles
 from megatron_mux.layout import MicroBatch
+
+
+@dataclass(frozen=True)
+class TensorMessages:
+    """The messages of attention, or of an MLP, among tensor ranks that divide it.
+
+    Attributes:
+        divided: Whether there are several tensor ranks.
+        sequence_parallel: Whether they divide the rows outside of it.
+    """
+
+    divided: bool
+    sequence_parallel: bool
+
+    @property
+    def yields(self) -> Yields:
+        """How often it yields."""
+        count = 0 if not self.divided else 2 if self.sequence_parallel else 1
+        return Yields(count, count)
+
+    def spread(self, normed: Tensor) -> Exchanging[Tensor]:
+        """Its input: all rows."""
+        if not self.divided:
+            # As Megatron does: the strides of a view decide which product a matrix library computes, to the bit.
+            return normed.view_as(normed)
+        if not self.sequence_parallel:
+            return normed
+        return received((yield Message("all_gather", normed)))
+
+    def spread_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        """The input's gradient, summed."""
+        if not self.divided:
+            return gradient
+        return (yield None if gradient is None else Message(self._summing, gradient))
+
+    def sum(self, partial: Tensor) -> Exchanging[Tensor]:
+        """Its output, summed."""
+        return received((yield Message(self._summing, partial))) if self.divided else partial
+
+    def sum_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        """The output's gradient: all rows."""
+        if not self.sequence_parallel:
+            return gradient
+        return (yield None if gradient is None else Message("all_gather", gradient.contiguous()))
+
+    @property
+    def _summing(self) -> MessageKind:
+        return "reduce_scatter" if self.sequence_parallel else "all_reduce"
 
 
 @dataclass
@@ -38,24 +90,26 @@ class CutLayer:
 
     Attributes:
         layer: Megatron's transformer layer.
-        batch: The active micro-batch.
+        batch: The active micro-batch; without rows the layer has experts, which may compute those of other ranks.
         angles: The rotary angles of the tokens; None without rotary embedding.
-        sequence_parallel: Whether tensor ranks divide the rows between attention and MLP.
+        messages: Those of attention, and of an MLP.
         labelled_only: Compute the MLP on labelled rows only.
         recompute: Keep the input alone, and compute the layer again, messages included, before its backward.
         last_norm: Applied to the output: the final norm after the last layer, else None.
         anchor: See `Piece`.
+        exchanged: Whether expert ranks take part in the backward pass, with rows or without.
         trained: Whether the output of `forward` needs a gradient.
     """
 
     layer: Any
     batch: MicroBatch
     angles: Angles | None
-    sequence_parallel: bool
+    messages: TensorMessages
     labelled_only: bool
     recompute: bool
     last_norm: Callable[[Tensor], Tensor] | None
     anchor: Tensor
+    exchanged: bool
 
     def __post_init__(self) -> None:
         self._pieces: _Pieces | None = None
@@ -86,28 +140,39 @@ class CutLayer:
             yield from self._compute(*again)
         assert self._pieces is not None
         pieces, self._pieces = self._pieces, None
+        if not self.batch.rows:
+            yield from pieces.mlp.backward(dx)
+            yield from nothing(self.messages.yields.backward)
+            return dx
         d_sum, d_residual = pieces.end.backward(dx)
-        (d_normed,) = pieces.mlp.backward((yield from self._sum_backward(d_sum)))
-        d_normed = yield from self._spread_backward(d_normed)
+        d_normed = yield from pieces.mlp.backward(d_sum)
         d_sum, d_residual = pieces.middle.backward(d_residual, d_normed)
-        (d_normed,) = pieces.attention.backward((yield from self._sum_backward(d_sum)))
-        (dx_of_norm,) = pieces.begin.backward((yield from self._spread_backward(d_normed)))
+        (d_normed,) = pieces.attention.backward((yield from self.messages.sum_backward(d_sum)))
+        (dx_of_norm,) = pieces.begin.backward((yield from self.messages.spread_backward(d_normed)))
         if d_residual is None or dx_of_norm is None:
             return d_residual if dx_of_norm is None else dx_of_norm
         return d_residual + dx_of_norm
 
     def _compute(self, x: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
-        layer, pieces = self.layer, _Pieces(self.anchor)
+        layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp())
         self._pieces = pieces
+        if not self.batch.rows:
+            yield from nothing(self.messages.yields.forward)
+            _, trained = yield from pieces.mlp.forward(x, needed)
+            return x, trained or needed
         normed, _ = pieces.begin.output(layer.input_layernorm(pieces.begin.input(x, needed)))
-        normed = yield from self._spread(normed)
+        normed = yield from self.messages.spread(normed)
         partial, trained = self._attend(pieces.attention, normed, needed)
-        summed = yield from self._sum(partial)
+        summed = yield from self.messages.sum(partial)
         x, normed, needed = self._join_and_norm(pieces.middle, (summed, trained), (x, needed))
-        normed = yield from self._spread(normed)
-        partial, trained = self._mlp(pieces.mlp, normed, needed)
-        summed = yield from self._sum(partial)
+        summed, trained = yield from pieces.mlp.forward(normed, needed)
         return self._join(pieces.end, (summed, trained), (x, needed))
+
+    def _cut_mlp(self) -> CutMlp:
+        mlp = self.layer.mlp
+        if isinstance(mlp, MoELayer):
+            return CutExperts(mlp, self._rows, self.anchor, self.exchanged)
+        return _DividedMlp(mlp, self._rows, self.anchor, self.messages)
 
     def _attend(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
         attention = self.layer.self_attention
@@ -128,54 +193,56 @@ class CutLayer:
         x, needed = piece.output(x)
         return x, piece.output(normed)[0], needed
 
-    def _mlp(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
-        mlp = self.layer.mlp
-        with self._rows(), without_collectives(mlp.linear_fc1, mlp.linear_fc2):
-            partial, _ = mlp(piece.input(normed, needed))
-        return piece.output(partial)
-
     def _join(
         self, piece: Piece, summed: tuple[Tensor, bool], residual: tuple[Tensor, bool]
     ) -> tuple[Tensor, bool]:
         layer = self.layer
-        with self._rows():
-            output = finished(layer.mlp.linear_fc2, piece.input(*summed))
+        output: tuple[Tensor, Tensor | None] = piece.input(*summed), None
+        if not isinstance(layer.mlp, MoELayer):
+            with layout.activate(self._rows):
+                output = finished(layer.mlp.linear_fc2, output[0])
         x = layer.mlp_bda(layer.training, False)(output, piece.input(*residual), 0.0)
         return piece.output(x if self.last_norm is None else self.last_norm(x))
 
-    def _rows(self) -> AbstractContextManager[MicroBatch]:
-        """The rows of the MLP."""
-        batch = self.batch.labelled if self.labelled_only else self.batch
-        return layout.activate(batch)
-
-    # -- messages: of the input of attention or MLP, and of the sum of its outputs, each way
-
-    def _spread(self, normed: Tensor) -> Exchanging[Tensor]:
-        if not self.sequence_parallel:
-            return normed
-        return received((yield Message("all_gather", normed)))
-
-    def _spread_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
-        return (yield None if gradient is None else Message(self._summing, gradient))
-
-    def _sum(self, partial: Tensor) -> Exchanging[Tensor]:
-        return received((yield Message(self._summing, partial)))
-
-    def _sum_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
-        if not self.sequence_parallel:
-            return gradient
-        return (yield None if gradient is None else Message("all_gather", gradient.contiguous()))
-
     @property
-    def _summing(self) -> MessageKind:
-        return "reduce_scatter" if self.sequence_parallel else "all_reduce"
+    def _rows(self) -> MicroBatch:
+        """The rows of the MLP."""
+        return self.batch.labelled if self.labelled_only else self.batch
+
+
+class _DividedMlp:
+    """An MLP that tensor ranks divide; see `CutMlp`."""
+
+    def __init__(self, mlp: Any, batch: MicroBatch, anchor: Tensor, messages: TensorMessages) -> None:
+        self._mlp, self._batch, self._messages = mlp, batch, messages
+        self._piece = Piece(anchor)
+
+    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        """See `CutMlp.forward`."""
+        normed = yield from self._messages.spread(normed)
+        with layout.activate(self._batch), without_collectives(self._mlp.linear_fc1, self._mlp.linear_fc2):
+            partial, _ = self._mlp(self._piece.input(normed, needed))
+        partial, trained = self._piece.output(partial)
+        return (yield from self._messages.sum(partial)), trained
+
+    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        """See `CutMlp.backward`."""
+        (d_normed,) = self._piece.backward((yield from self._messages.sum_backward(gradient)))
+        return (yield from self._messages.spread_backward(d_normed))
 
 
 class _Pieces:
     """The pieces of a layer, between its messages."""
 
-    def __init__(self, anchor: Tensor) -> None:
-        self.begin, self.attention, self.middle, self.mlp, self.end = (Piece(anchor) for _ in range(5))
+    def __init__(self, anchor: Tensor, mlp: CutMlp) -> None:
+        self.begin, self.attention, self.middle, self.end = (Piece(anchor) for _ in range(4))
+        self.mlp = mlp
+
+
+def yields_of(layer: Any, messages: TensorMessages) -> Yields:
+    """How often a layer's generators yield, whatever its rows; see `CutLayer`."""
+    mlp = getattr(layer, "mlp", None)  # an expert manager lacks those without experts
+    return messages.yields + (CutExperts.yields(mlp) if isinstance(mlp, MoELayer) else messages.yields)
 
 
 def finished(module: Any, summed: Tensor) -> tuple[Tensor, Tensor | None]:

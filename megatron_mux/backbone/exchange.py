@@ -1,4 +1,4 @@
-"""Messages of tensor ranks, issued without waiting: computations that do not need them go on meanwhile."""
+"""Messages, issued without waiting: computations that do not need them go on meanwhile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.backbone.pieces import Exchanging, Message
+from megatron_mux.backbone.pieces import Arriving, Begun, Exchanging, Message
 from megatron_mux.layout import MicroBatch
 
 Made = TypeVar("Made")
 
 
 class Exchange(ABC):
-    """Issues the messages of one rank, in the same order on all ranks of its tensor group."""
+    """Issues the messages of one rank to other tensor ranks, in the same order on all of them."""
 
     @abstractmethod
     def issue(self, message: Message) -> Pending:
@@ -71,7 +71,7 @@ class Observer(Protocol):
         """The piece has been computed, or enqueued on a GPU."""
         ...
 
-    def issued(self, index: int, message: Message, pending: Pending) -> None:
+    def issued(self, index: int, message: Message | Begun, pending: Arriving) -> None:
         """The message after the piece is on its way."""
         ...
 
@@ -87,7 +87,7 @@ def interleave(
     Args:
         courses: The computations.
         order: For each piece, the index of the computation that it belongs to: as often as that yields, and once more.
-        exchange: Carries their messages.
+        exchange: Carries their messages of tensor ranks.
         observer: Is told of pieces and messages.
 
     Returns:
@@ -96,7 +96,7 @@ def interleave(
     Raises:
         RuntimeError: The order ends before some computation does, or goes on after its end.
     """
-    pending: list[Pending | None] = [None] * len(courses)
+    pending: list[Arriving | None] = [None] * len(courses)
     made: dict[int, Made] = {}
     for index in order:
         if index in made:
@@ -115,7 +115,8 @@ def interleave(
         if observer is not None:
             observer.ends(index)
         if message is not None:
-            sent = pending[index] = exchange.issue(message)
+            sent = message.arriving if isinstance(message, Begun) else exchange.issue(message)
+            pending[index] = sent
             if observer is not None:
                 observer.issued(index, message, sent)
     if len(made) < len(courses):

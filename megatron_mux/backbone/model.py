@@ -18,11 +18,12 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
-from megatron_mux.backbone.cut_layer import CutLayer
+from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
@@ -165,49 +166,54 @@ class Backbone:
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
         return layers.hidden
 
-    def begin(self, batch: MicroBatch, labelled_only: bool = False) -> StagePass:
+    def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
 
         Args:
             batch: As for `forward`.
+            needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
             labelled_only: As for `forward`.
 
         Raises:
-            UserError: The backbone has experts, or latent attention.
+            UserError: The backbone has latent attention.
         """
         self.shape.refuse_latent("Interleaving of hybrid tasks")
-        self.shape.refuse_experts("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        trained_from = self._trained_from
         angles = self.angles(batch) if batch.rows else []
         layers = [
             CutLayer(
                 layer=decoder.layers[i],
                 batch=batch,
-                angles=angles[i],
-                sequence_parallel=self.parallel.sequence_parallel,
+                angles=angles[i] if batch.rows else None,
+                messages=self._tensor_messages,
                 labelled_only=labelled_only and i == last,
                 recompute=self.recompute == "full",
-                last_norm=decoder.final_layernorm if self.last and i == last else None,
+                last_norm=decoder.final_layernorm if batch.rows and self.last and i == last else None,
                 anchor=self._anchor,
+                exchanged=needed or i >= trained_from,
             )
-            if batch.rows
+            if self._computes(i, batch)
             else None
             for i in range(len(self.layers))
         ]
-        recompute = self.recompute == "full"
-        return StagePass(layers, self.residence, self._trained_from, self._messages_of_layer, recompute)
+        return StagePass(layers, self.residence, trained_from, self._messages)
 
     @property
     def pieces(self) -> Pieces:
         """The pieces of a pass that `begin` begins, whatever the micro-batch."""
-        messages = self._messages_of_layer * len(self.layers)
-        return Pieces(messages + 1, messages * (2 if self.recompute == "full" else 1) + 1)
+        return Pieces.between(self._messages)
 
     @property
-    def _messages_of_layer(self) -> int:
-        """Messages of a layer between tensor ranks, each way."""
-        return 4 if self.parallel.sequence_parallel else 2
+    def _tensor_messages(self) -> TensorMessages:
+        return TensorMessages(self.parallel.tp_size > 1, self.parallel.sequence_parallel)
+
+    @property
+    def _messages(self) -> list[Yields]:
+        """Messages of each layer, each way; of a backward pass also those of layers that it computes again."""
+        found = [yields_of(layer, self._tensor_messages) for layer in self.model.decoder.layers]
+        return [own.recomputed for own in found] if self.recompute == "full" else found
 
     def embed(self, batch: MicroBatch) -> Tensor:
         """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
@@ -347,13 +353,17 @@ class Backbone:
                 return i
         return len(self.layers)
 
+    def _computes(self, i: int, batch: MicroBatch) -> bool:
+        """Whether this rank computes the stage's layer `i`: without rows its experts may have those of others."""
+        return bool(batch.rows) or (
+            self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data
+        )
+
     def _layer(
         self, i: int, batch: MicroBatch, angles: Angles | None, labelled_only: bool, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
-        if not batch.rows and not (
-            self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data
-        ):
+        if not self._computes(i, batch):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1

@@ -1,4 +1,4 @@
-"""Pieces of a computation between messages of tensor ranks: each has an autograd graph of its own.
+"""Pieces of a computation between messages of ranks: each has an autograd graph of its own.
 
 MuxTune section 3.4.2 ends a subgraph at each communication operator. A `Piece` is what lies between two of them. Its
 inputs are detached, so its backward ends there: the caller then sends the gradients, and may compute pieces of other
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,60 @@ class Message:
     tensor: Tensor
 
 
-Exchanging = Generator[Message | None, Tensor | None, Made]
+class Arriving(Protocol):
+    """A message on its way here."""
+
+    @property
+    def work(self) -> Any:
+        """What tells of its arrival, if one thing does."""
+        ...
+
+    def wait(self) -> Tensor:
+        """What arrives, for computations that follow."""
+        ...
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A message that whoever yields it has sent: expert ranks have connections of their own.
+
+    Attributes:
+        kind: Names it.
+        arriving: Its result.
+    """
+
+    kind: str
+    arriving: Arriving
+
+
+Exchanging = Generator[Message | Begun | None, Tensor | None, Made]
 """Yields messages, is sent their results, and returns what it has made."""
+
+
+@dataclass(frozen=True)
+class Yields:
+    """How often a computation yields, whatever the rows of a rank.
+
+    Attributes:
+        forward, backward: In its forward and in its backward pass.
+    """
+
+    forward: int
+    backward: int
+
+    def __add__(self, other: Yields) -> Yields:
+        return Yields(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def recomputed(self) -> Yields:
+        """Those of a computation that is done again before its backward pass."""
+        return Yields(self.forward, self.forward + self.backward)
+
+
+def nothing(times: int) -> Exchanging[None]:
+    """Yield so often without a message."""
+    for _ in range(times):
+        yield None
 
 
 def received(result: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_mux.backbone.cut_layer import CutLayer
-from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.backbone.pieces import Exchanging, Yields, nothing
 from megatron_mux.backbone.residence import Key, Residence
 
 
@@ -26,18 +26,22 @@ class Pieces:
     forward: int
     backward: int
 
+    @classmethod
+    def between(cls, messages: Sequence[Yields]) -> Pieces:
+        """Those between the messages of layers."""
+        return cls(sum(own.forward for own in messages) + 1, sum(own.backward for own in messages) + 1)
+
 
 class StagePass:
     """The layers of a stage on one micro-batch; made by `Backbone.begin`.
 
-    How often `forward` and `backward` yield depends on the number of layers alone: see `Backbone.pieces`.
+    How often `forward` and `backward` yield depends on the layers alone: see `Backbone.pieces`.
 
     Args:
-        layers: Of the stage; None where the micro-batch has no rows on this rank.
+        layers: Of the stage; None where this rank has nothing to compute.
         residence: Where their weights live.
         trained_from: The first layer of the stage with an adapter.
-        messages: How often a layer yields, each way.
-        recompute: Whether layers are computed again before their backward.
+        messages: How often each layer yields, each way; those of recomputation count as backward.
     """
 
     def __init__(
@@ -45,14 +49,12 @@ class StagePass:
         layers: Sequence[CutLayer | None],
         residence: Residence,
         trained_from: int,
-        messages: int,
-        recompute: bool,
+        messages: Sequence[Yields],
     ) -> None:
         self._layers = layers
         self._residence = residence
         self._trained_from = trained_from
         self._messages = messages
-        self._again = 2 if recompute else 1
 
     def forward(self, hidden: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
         """Compute the layers.
@@ -70,7 +72,7 @@ class StagePass:
             following: Key = i + 1 if i + 1 < len(self._layers) else "head"
             with self._residence.using(i, following):
                 if layer is None:
-                    yield from self._nothing()
+                    yield from nothing(self._messages[i].forward)
                 else:
                     hidden, needed = yield from layer.forward(hidden, needed)
         return hidden, needed
@@ -88,16 +90,11 @@ class StagePass:
         lowest = 0 if to_input else self._trained_from
         for i, layer in reversed(list(enumerate(self._layers))):
             if i < lowest:
-                yield from self._nothing(self._again)
+                yield from nothing(self._messages[i].backward)
                 continue
             with self._residence.using(i, i - 1 if i > lowest else None):
                 if layer is None or gradient is None or not layer.trained:
-                    yield from self._nothing(self._again)
+                    yield from nothing(self._messages[i].backward)
                 else:
                     gradient = yield from layer.backward(gradient)
         return gradient if to_input else None
-
-    def _nothing(self, times: int = 1) -> Exchanging[None]:
-        """Yield as often as a layer that is computed so many times."""
-        for _ in range(self._messages * times):
-            yield None

@@ -65,7 +65,6 @@ class InterleavedPasses:
         self._batches = batches
         self._order = order
         self._exchange = exchange
-        self._passes = [backbone.begin(batch, labelled_only=True) for batch in batches]
         self._hidden: Tensor | None = None
 
     @property
@@ -88,6 +87,9 @@ class InterleavedPasses:
         """
         backbone, batches = self._backbone, self._batches
         self._hidden, self._needed = hidden, needed
+        self._passes = [
+            backbone.begin(batch, own, labelled_only=True) for batch, own in zip(batches, needed, strict=True)
+        ]
         if hidden is None:
             parts = [self._embed(batch) for batch in batches]
         else:

@@ -1,4 +1,4 @@
-"""A log of the messages of tensor ranks that a process issues."""
+"""A log of the messages that a process issues while hybrid tasks take turns."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_mux.backbone import cut_experts
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Pending
-from megatron_mux.backbone.pieces import Message
+from megatron_mux.backbone.pieces import Arriving, Begun, Message
 
 
 @contextmanager
 def logged() -> Iterator[list[tuple[str, int]]]:
-    """Context that logs kind and elements of each message, in the order in which they are issued."""
+    """Context that logs kind and elements of each message, in the order in which they are issued.
+
+    Those of expert ranks differ in size: their elements are logged as 0.
+    """
     log: list[tuple[str, int]] = []
     issue = GroupExchange.issue
 
@@ -22,6 +26,11 @@ def logged() -> Iterator[list[tuple[str, int]]]:
         log.append((message.kind, message.tensor.numel()))
         return issue(self, message)
 
+    def begin_and_log(kind: str, arriving: Arriving) -> Begun:
+        log.append((kind, 0))
+        return Begun(kind, arriving)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut_experts, "Begun", begin_and_log)
         patch.setattr(GroupExchange, "issue", issue_and_log)
         yield log

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.communication import GroupExchange
-from megatron_mux.backbone.cut_layer import CutLayer
+from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages
 from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import received
@@ -79,11 +79,12 @@ def _cut(
         layer=backbone.model.decoder.layers[LAYER],
         batch=batch,
         angles=backbone.angles(batch)[LAYER],
-        sequence_parallel=parallel.sequence_parallel,
+        messages=TensorMessages(True, parallel.sequence_parallel),
         labelled_only=False,
         recompute=False,
         last_norm=None,
         anchor=torch.zeros(0, requires_grad=True),
+        exchanged=True,
     )
     messages = 4 if parallel.sequence_parallel else 2
 

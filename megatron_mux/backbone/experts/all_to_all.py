@@ -25,12 +25,17 @@ class AllToAll(Exchange):
         self._ranks = ranks
         self.traffic = Traffic(ranks.group.size())
 
-    def send_to(self, routes: Routes) -> Sent:
-        """See `Exchange.send_to`: a collective, whose result the host reads."""
+    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+        """See `Exchange.begin`: a collective."""
         choice = Choice.of(routes, self.serving, self._ranks)
         incoming = torch.empty_like(choice.counts)
-        dist.all_to_all_single(incoming, choice.counts, group=self._ranks.group)
-        outgoing, received = torch.stack((choice.counts, incoming)).tolist()
+        work = dist.all_to_all_single(incoming, choice.counts, group=self._ranks.group, async_op=True)
+        assert work is not None
+        return choice, Arriving(incoming, [work], choice.counts)
+
+    def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
+        """See `Exchange.agreed`."""
+        outgoing, received = torch.stack((choice.counts, sizes)).tolist()
         self.traffic.add("sizes", choice.counts.element_size(), [1] * len(outgoing), [1] * len(outgoing))
         return _SentToAll(self._ranks.group, choice, tuple(outgoing), tuple(received), self.traffic)
 

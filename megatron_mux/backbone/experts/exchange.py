@@ -73,6 +73,11 @@ class Arriving:
     ) -> None:
         self._value, self._works, self._given = value, works, given
 
+    @property
+    def work(self) -> dist.Work | Leaving | None:
+        """What tells of its arrival; None: several do, or nothing was needed."""
+        return self._works[0] if len(self._works) == 1 else None
+
     def wait(self) -> Tensor:
         """The message, once it is there."""
         for work in self._works:
@@ -131,13 +136,22 @@ class Exchange(ABC):
     serving: Tensor
     traffic: Traffic
 
-    @abstractmethod
     def send_to(self, routes: Routes) -> Sent:
         """Agree on which rows go where. Every rank calls it, before the messages.
 
         Args:
             routes: Of this rank's rows.
         """
+        choice, sizes = self.begin(routes)
+        return self.agreed(choice, sizes.wait())
+
+    @abstractmethod
+    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+        """Begin to agree: what this rank chooses, and how many rows will come to it."""
+
+    @abstractmethod
+    def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
+        """What both directions need, once both results of `begin` are there. The host reads the sizes."""
 
 
 @dataclass(frozen=True)
@@ -177,26 +191,55 @@ def collect(y: Tensor, sent: Sent) -> Tensor:
     return collected
 
 
+class Rows:
+    """Rows on their way to experts, and their gradients on the way back.
+
+    Args:
+        sent: Which rows go where.
+    """
+
+    def __init__(self, sent: Sent) -> None:
+        self._sent = sent
+        self._forth: _Form = []
+        self._back: _Form = []
+
+    def forth(self, x: Tensor, weights: Tensor, slots: Tensor) -> Arriving:
+        """Begin to send this rank's rows; see `dispatch`."""
+        rows = self._sent.rows
+        numbers = torch.cat((self._sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
+        parts = [x.index_select(0, rows), weights.index_select(0, rows), numbers]
+        self._forth = _form(parts)
+        return self._sent.forth(_joined(parts), "rows")
+
+    def arrived(self, message: Tensor) -> Received:
+        """The rows for this rank's experts, from the message that `forth` began."""
+        x, weights, numbers = _apart(message, self._forth)
+        return Received(x, weights, numbers[:, :-1].long(), numbers[:, -1].long())
+
+    def back(self, dx: Tensor, dweights: Tensor) -> Arriving:
+        """Begin to send back the gradients of what `arrived` returned."""
+        self._back = _form([dx, dweights])
+        return self._sent.back(_joined([dx, dweights]), "row gradients")
+
+    def returned(self, message: Tensor) -> list[Tensor]:
+        """The gradients of this rank's rows and weights, from the message that `back` began."""
+        return [self._sent.collected(part) for part in _apart(message, self._back)]
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, sent: Sent, anchor: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.sent = sent
-        rows = sent.rows
-        numbers = torch.cat((sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
-        parts = [x.index_select(0, rows), weights.index_select(0, rows), numbers]
-        x, weights, numbers = _apart(sent.forth(_joined(parts), "rows").wait(), parts)
-        experts, slots = numbers[:, :-1].long(), numbers[:, -1].long()
-        ctx.mark_non_differentiable(experts, slots)
-        return x, weights, experts, slots
+        ctx.rows = rows = Rows(sent)
+        received = rows.arrived(rows.forth(x, weights, slots).wait())
+        ctx.mark_non_differentiable(received.experts, received.slots)
+        return received.x, received.weights, received.experts, received.slots
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dweights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        sent: Sent = ctx.sent
-        parts = [dx, dweights]
-        back = _apart(sent.back(_joined(parts), "row gradients").wait(), parts)
-        return *(sent.collected(part) for part in back), None, None, None
+        rows: Rows = ctx.rows
+        return *rows.returned(rows.back(dx, dweights).wait()), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -211,6 +254,14 @@ class _Collect(torch.autograd.Function):
         return sent.forth(gradient.index_select(0, sent.rows), "result gradients").wait(), None
 
 
+_Form = list[tuple[int, torch.dtype]]
+"""Width and dtype of matrices that travel in one message."""
+
+
+def _form(parts: list[Tensor]) -> _Form:
+    return [(part.shape[1], part.dtype) for part in parts]
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     """`[rows, bytes]` uint8 of matrices with equally many rows, whatever their dtypes."""
     return torch.cat(
@@ -218,11 +269,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
     )
 
 
-def _apart(joined: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The matrices in `_joined`, which have widths and dtypes of `like`."""
-    widths = [part.shape[1] * part.element_size() for part in like]
+def _apart(joined: Tensor, form: _Form) -> list[Tensor]:
+    """The matrices in `_joined`."""
+    widths = [width * dtype.itemsize for width, dtype in form]
     return [
         # Copied: an aligned matrix of its own, also where there is one row, whose stride `contiguous` would keep.
-        part.clone(memory_format=torch.contiguous_format).view(model.dtype)
-        for part, model in zip(joined.split(widths, dim=1), like, strict=True)
+        part.clone(memory_format=torch.contiguous_format).view(dtype)
+        for part, (_, dtype) in zip(joined.split(widths, dim=1), form, strict=True)
     ]

@@ -34,27 +34,35 @@ class FromMaster(Exchange):
         self._ranks, self._layer = ranks, layer
         self.traffic = Traffic(ranks.size)
 
-    def send_to(self, routes: Routes) -> Sent:
-        """See `Exchange.send_to`: the master sends headers; a manager's host waits for its own."""
+    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+        """See `Exchange.begin`: the master sends headers, and knows its own; a manager receives one."""
         broker, size = self._ranks.broker, self._ranks.size
         assert broker is not None
         choice = Choice.of(routes, self.serving, self._ranks)
-        none = (0,) * size
         if self._ranks.is_manager:
-            counts = self._header(broker), *none[1:]
-            self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
-            return _SentFromMaster(broker, choice, none, counts, self.traffic)
-        counts = tuple(choice.counts.tolist())
-        for manager in range(1, size):
-            header = torch.tensor([counts[manager], self._layer], device="cpu")
+            header = torch.tensor([0, self._layer], device="cpu")
+            work = dist.irecv(header, group=broker.headers, group_src=0)
+            assert work is not None
+            return choice, Arriving(header, [work])
+        counts = choice.counts.cpu()
+        for manager, rows in enumerate(counts.tolist()[1:], start=1):
+            header = torch.tensor([rows, self._layer], device="cpu")
             broker.outbox.send(header, manager, broker.headers)
-        self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), none)
-        return _SentFromMaster(broker, choice, counts, none, self.traffic)
+        self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
+        return choice, Arriving(counts, [])
 
-    def _header(self, broker: Broker) -> int:
-        """Receive how many rows will come."""
-        header = torch.tensor([0, self._layer], device="cpu")
-        dist.recv(header, group=broker.headers, group_src=0)
+    def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
+        """See `Exchange.agreed`."""
+        broker, none = self._ranks.broker, (0,) * self._ranks.size
+        assert broker is not None
+        if not self._ranks.is_manager:
+            return _SentFromMaster(broker, choice, tuple(sizes.tolist()), none, self.traffic)
+        counts = self._checked(sizes), *none[1:]
+        self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
+        return _SentFromMaster(broker, choice, none, counts, self.traffic)
+
+    def _checked(self, header: Tensor) -> int:
+        """How many rows will come, by a header."""
         rows, layer = header.tolist()
         if layer != self._layer and rows:
             raise RuntimeError(

@@ -86,10 +86,8 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no bias, as Megatron's layer expects of an MLP (it passes a padding mask)."""
         x = hidden.squeeze(1)
-        routes = no_routes(self.routing, x) if self.router is None else self.router(x)
-        slots = self._slots(len(x))
-        if self.observe is not None:
-            self.observe(routes, slots)
+        slots = self.slots(len(x))
+        routes = self.route(x, slots)
         sent = None
         received = Received(x, routes.weights, routes.experts, slots)
         if self.exchange is not None:
@@ -98,13 +96,20 @@ class MoELayer(nn.Module):
             received = dispatch(x, routes, slots, sent, anchor)
         # While others compute, in both directions: autograd runs backward what was run last.
         shared = None if self.shared_experts is None else self.shared_experts(hidden)[0]
-        output = self._compute(received)
+        output = self.compute(received)
         if sent is not None:
             output = collect(output, sent)
         output = output.unsqueeze(1)
         return output if shared is None else output + shared, None
 
-    def _compute(self, received: Received) -> Tensor:
+    def route(self, x: Tensor, slots: Tensor) -> Routes:
+        """The experts of rows `[T, H]`, which are told to `observe`; `slots` `[T]` are those of their tasks."""
+        routes: Routes = no_routes(self.routing, x) if self.router is None else self.router(x)
+        if self.observe is not None:
+            self.observe(routes, slots)
+        return routes
+
+    def compute(self, received: Received) -> Tensor:
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
         if not len(received.x):
             return received.x
@@ -114,7 +119,7 @@ class MoELayer(nn.Module):
         weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
-    def _slots(self, rows: int) -> Tensor:
+    def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
         first = self.tp_rank * rows if self.sequence_parallel else 0
         table = layout.active().groups.table.long()  # slot, first row, one past the last, steps

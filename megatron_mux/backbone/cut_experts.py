@@ -1,0 +1,134 @@
+"""The experts of a layer, cut at their messages, so that other hybrid tasks can be computed meanwhile.
+
+Forward, and backward:
+
+    [router] sizes | rows [shared experts] | [experts] results | [sum]
+    result gradients [shared experts] | [experts] row gradients | [router]
+
+Expert ranks exchange the same messages in the same order, also those without rows.
+
+Shapes: R rows of the micro-batch on this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.experts.exchange import Received, Rows, Sent
+from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.router import Routes
+from megatron_mux.backbone.pieces import Begun, Exchanging, Piece, Yields, received
+from megatron_mux.layout import MicroBatch
+
+
+class CutMlp(Protocol):
+    """What follows attention in a layer, as generators: `CutExperts`, or an MLP that tensor ranks divide."""
+
+    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        """Compute rows.
+
+        Args:
+            normed: `[R, 1, H]`, without a gradient of its own.
+            needed: Whether `backward` is to return its gradient.
+
+        Returns:
+            `[R, 1, H]`, before biases and what adapters do after them; and whether it needs a gradient.
+        """
+        ...
+
+    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
+        ...
+
+
+class CutExperts:
+    """Experts on one micro-batch; see `CutMlp`.
+
+    Args:
+        layer: Router and experts.
+        batch: Its rows.
+        anchor: See `Piece`.
+        trained: Whether expert ranks take part in the backward pass, with rows or without.
+    """
+
+    def __init__(self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, trained: bool) -> None:
+        self._layer, self._batch, self._trained = layer, batch, trained
+        self._router, self._shared, self._experts = (Piece(anchor) for _ in range(3))
+        self._sent: Sent | None = None
+        self._rows: Rows | None = None
+
+    @staticmethod
+    def yields(layer: Any) -> Yields:
+        """How often it yields: not at all where this process has all experts."""
+        return Yields(0, 0) if layer.exchange is None else Yields(3, 2)
+
+    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+        """See `CutMlp.forward`."""
+        layer, trained = self._layer, self._trained and torch.is_grad_enabled()
+        with layout.activate(self._batch):
+            begun = self._router.input(normed, needed).squeeze(1)
+            slots = layer.slots(len(begun))
+            routes = layer.route(begun, slots)
+        x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
+        arrived = Received(x, weights, routes.experts, slots)
+        if layer.exchange is None:
+            shared, shared_trained = self._compute_shared(normed, needed)
+            y, trained = self._compute_experts(arrived, needed)
+        else:
+            choice, sizes = layer.exchange.begin(Routes(routes.experts, weights))
+            told = received((yield Begun("sizes", sizes)))
+            self._sent = sent = layer.exchange.agreed(choice, told)
+            self._rows = rows = Rows(sent)
+            leaving = rows.forth(x, weights, slots)
+            shared, shared_trained = self._compute_shared(normed, needed)
+            arrived = rows.arrived(received((yield Begun("rows", leaving))))
+            y, _ = self._compute_experts(arrived, trained)
+            y = sent.collected(received((yield Begun("results", sent.back(y, "results")))))
+        output = y.unsqueeze(1)
+        return output if shared is None else output + shared, trained or shared_trained
+
+    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+        """See `CutMlp.backward`."""
+        assert gradient is not None
+        sent, rows = self._sent, self._rows
+        dy = gradient.squeeze(1)
+        if sent is None or rows is None:
+            dx, dweights = self._experts.backward(dy)
+            (d_shared,) = self._back_shared(gradient)
+        else:
+            leaving = sent.forth(dy.index_select(0, sent.rows), "result gradients")
+            (d_shared,) = self._back_shared(gradient)
+            dy = received((yield Begun("result gradients", leaving)))
+            dx, dweights = self._experts.backward(dy)
+            leaving = rows.back(*self._whole(dx, dweights, dy))
+            dx, dweights = rows.returned(received((yield Begun("row gradients", leaving))))
+        (d_normed,) = self._router.backward(dx, dweights)
+        if d_normed is None or d_shared is None:
+            return d_shared if d_normed is None else d_normed
+        return d_shared + d_normed
+
+    def _compute_experts(self, rows: Received, trained: bool) -> tuple[Tensor, bool]:
+        piece, self._weights = self._experts, rows.weights[:0]
+        x, weights = piece.input(rows.x, trained), piece.input(rows.weights, trained)
+        with layout.activate(self._batch):
+            return piece.output(self._layer.compute(Received(x, weights, rows.experts, rows.slots)))
+
+    def _compute_shared(self, normed: Tensor, needed: bool) -> tuple[Tensor | None, bool]:
+        shared = self._layer.shared_experts
+        if shared is None:
+            return None, False
+        with layout.activate(self._batch):
+            return self._shared.output(shared(self._shared.input(normed, needed))[0])
+
+    def _back_shared(self, gradient: Tensor) -> list[Tensor | None]:
+        return [None] if self._layer.shared_experts is None else self._shared.backward(gradient)
+
+    def _whole(self, dx: Tensor | None, dweights: Tensor | None, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients with zeros for what is None: other ranks wait for them."""
+        if dweights is None:
+            dweights = self._weights.new_zeros(len(dy), self._weights.shape[1])
+        return torch.zeros_like(dy) if dx is None else dx, dweights

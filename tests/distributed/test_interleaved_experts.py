@@ -1,0 +1,119 @@
+"""With experts, too, hybrid tasks computed in turns come out as one after another, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.backbone.experts.traffic import MESSAGES
+from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.engine import Engine, Planning
+from megatron_mux.expert_shape import Placement
+from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.runtime import Parallel
+from tests import tiny_models
+from tests.distributed.message_log import logged
+from tests.distributed.test_expert_layouts import Layout, cases_of
+from tests.distributed.test_expert_managers import uneven
+from tests.distributed.test_experts import scattered
+from tests.end_to_end.harness import Case
+
+BUCKETS = (
+    # A sequence of `one` in a step: most ranks have no rows of that hybrid task.
+    Bucket((HybridTask(("bottle", "experts")), HybridTask(("few_experts", "high")), HybridTask(("one",))), 1),
+    Bucket((HybridTask(("lora",)), HybridTask(("linear", "prefix"))), 2),
+)
+Trained = tuple[list[dict[str, tuple[float, float]]], dict[str, Tensor]]
+
+
+def placement_of(path: Path, layout: Layout) -> Placement | None:
+    if layout.managers:
+        return uneven(read_shape(path))
+    return scattered(read_shape(path), layout.expert) if layout.scattered else None
+
+
+def taking_turns(plan: Plan, stages: Sequence[Backbone]) -> Plan:
+    """The plan with Algorithm 1's launch orders; stages with and without experts have other pieces."""
+    everyones: list[dict[int, tuple[int, int]]] = [{}] * dist.get_world_size()
+    own = {stage.layers.start: (stage.pieces.forward, stage.pieces.backward) for stage in stages}
+    dist.all_gather_object(everyones, own)
+    merged = {start: counts for one in everyones for start, counts in one.items()}
+
+    def order(count: int, batches: int) -> str:
+        return encode(kahn([[PieceCost(1.0, 1.0)] * count] * batches))
+
+    def launch(batches: int) -> tuple[LaunchOrder, ...]:
+        both = [[order(count, batches) for count in merged[start]] for start in sorted(merged)]
+        return tuple(LaunchOrder(*own) for own in both)
+
+    return replace(plan, buckets=tuple(replace(b, launch=launch(b.batches)) for b in plan.buckets))
+
+
+def train(
+    path: Path, parallel: Parallel, layout: Layout, cases: list[Case], dtype: torch.dtype, in_turns: bool
+) -> Trained:
+    """Results of two steps, and this rank's part of the adapters after them."""
+    stages = load_stages(
+        path,
+        parallel,
+        dtype,
+        layout.recompute,
+        layout.split or None,
+        layout.residence,
+        placement=placement_of(path, layout),
+    )
+    plan = Plan("auto", sum(s.parallel.pp_size for s in stages), BUCKETS, len(stages), layout.split)
+    given = taking_turns(plan, stages) if in_turns else plan
+    engine = Engine(stages, parallel, Planning("auto", plan.stages, given=given))
+    engine.register_tasks([case.task for case in cases])
+    with logged() as log:
+        steps = [engine.step() for _ in range(2)]
+    # A master and its managers differ in what they wait for, not in what they yield.
+    own = [entry for entry in log if entry[0] in MESSAGES]
+    logs = [own] * parallel.experts.group.size()
+    dist.all_gather_object(logs, own, group=parallel.experts.group)
+    assert all(other == own for other in logs) and bool(own) is in_turns, "one order on all expert ranks"
+    losses = [{name: (result.loss, result.grad_norm) for name, result in step.items()} for step in steps]
+    assert all(len(step) == len(cases) for step in losses)
+    engine.close()
+    return losses, {case.name: engine._tasks[case.name].adapter.arena.values.clone() for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype"),
+    [
+        ("mixtral", Layout(1, 1, 2), torch.float32),
+        ("mixtral", Layout(1, 1, 4, scattered=True, recompute="full"), torch.float64),
+        ("qwen3_moe", Layout(1, 2, 2, split=(1, 1, 1, 1), scattered=True), torch.float32),
+        ("qwen3_moe", Layout(2, 1, 2, scattered=True), torch.float64),
+        ("qwen3_moe", Layout(2, 2, 2, recompute="full"), torch.float32),
+        ("mixtral", Layout(1, 1, 1, managers=3), torch.float64),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
+)
+def test_in_turns_as_one_after_another(
+    family: str,
+    layout: Layout,
+    dtype: torch.dtype,
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+) -> None:
+    path = once(f"turns-{family}", lambda directory: tiny_models.make(directory, family)) / family
+    one = next(case for case in cases_of(96) if case.name == "experts")
+    training = {**one.training, "per_device_train_batch_size": 1}
+    cases = [*cases_of(96), Case("one", one.adapter, training, one.records)]
+    sizes = layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, 1, layout.managers
+    parallel = joined(*sizes)
+    losses, adapters = train(path, parallel, layout, cases, dtype, in_turns=False)
+    again, others = train(path, parallel, layout, cases, dtype, in_turns=True)
+    assert losses == again
+    for name in adapters:
+        assert torch.equal(adapters[name], others[name]), name
