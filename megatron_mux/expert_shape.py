@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TARGETS = ("q_proj", "v_proj")
 """The modules that tasks adapt by default in families with experts."""
@@ -25,7 +25,7 @@ class Routing:
         groups, top_groups: Experts are chosen among those of the best groups of experts; 1 and 1: among all.
         group_score: What the score of a group is: its best expert's, or the sum of its two best ones'.
         bias: Whether a bias is added to the scores for choosing, but not for weighting.
-        fp32_product: Whether the router's product is computed in fp32 whatever the backbone's dtype.
+        fp32_product: Whether the router is kept and its product computed in fp32 whatever the backbone's dtype.
         cast: Whether the weights are rounded to the dtype of the hidden states.
     """
 
@@ -50,6 +50,7 @@ class ExpertNames:
         stored_router: The same in checkpoints.
         stored: Module of an expert in checkpoints, with `{}` for its number.
         gate, up, down: Its projections there.
+        router_bias: Within the router, the bias added to scores for choosing, if it has one.
         fused: Module of all experts in transformers, whose parameters `gate_up_proj` and `down_proj` hold them all.
     """
 
@@ -59,6 +60,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router_bias: str = "e_score_correction_bias"
     fused: str = "mlp.experts"
 
 
@@ -85,6 +87,15 @@ class Experts:
     def layers(self, layers: int) -> tuple[int, ...]:
         """The layers that have experts, of so many."""
         return tuple(layer for layer in range(layers) if layer not in self.dense)
+
+
+class Move(NamedTuple):
+    """An expert's weights on their way from one expert rank to another."""
+
+    layer: int
+    expert: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,16 @@ class Placement:
     def held(self, layer: int, rank: int) -> tuple[int, ...]:
         """The experts of a layer that a rank holds, in ascending order."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
+
+    def moves(self, after: Placement, layer: int) -> list[Move]:
+        """What has to be sent to make another placement of this one: each expert from the nearest rank that has it."""
+        nodes = after.nodes or ("",) * self.size
+        return [
+            Move(layer, expert, serving_rank(old, target, nodes[target], nodes), target)
+            for expert, (old, new) in enumerate(zip(self.ranks[layer], after.ranks[layer], strict=True))
+            for target in new
+            if target not in old
+        ]
 
     def serving(self, layer: int, source: int) -> list[int]:
         """For each expert of a layer, the rank that computes the rows of expert rank `source`."""

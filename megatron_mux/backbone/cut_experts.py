@@ -71,8 +71,7 @@ class CutExperts:
         layer, trained = self._layer, self._trained and torch.is_grad_enabled()
         with layout.activate(self._batch):
             begun = self._router.input(normed, needed).squeeze(1)
-            routes = layer.route(begun)
-            slots = layer.slots(len(begun))
+            routes, slots = layer.route(begun)
         x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
         arrived = Received(x, weights, routes.experts, slots)
         if layer.exchange is None:

@@ -20,6 +20,7 @@ from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.pieces import Yields
@@ -28,7 +29,7 @@ from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
-from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
+from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
@@ -93,7 +94,7 @@ class Backbone:
             scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
             self._embedding_scale = scale.to(self.dtype)
         self._rotaries = {
-            rope: Rotary(rope, shape.head_dim, self.device)
+            rope: Rotary(rope, shape.rotary_width, self.device)
             for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
             if rope is not None
         }
@@ -172,7 +173,11 @@ class Backbone:
             batch: As for `forward`.
             needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
             labelled_only: As for `forward`.
+
+        Raises:
+            UserError: The backbone has latent attention.
         """
+        self.shape.refuse_latent("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
         trained_from = self._trained_from
@@ -232,8 +237,10 @@ class Backbone:
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
         """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
+        wide = self.shape.latent is not None and self.shape.latent.wide_rotation
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         found = {
-            rope: rotary.angles(batch.positions, batch.segments, self.dtype)
+            rope: rotary.angles(batch.positions, batch.segments, dtype)
             for rope, rotary in self._rotaries.items()
         }
         return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]
@@ -295,10 +302,28 @@ class Backbone:
                         inputs=columns.inputs(self.shape, op, *part.of_op(op)),
                         parts=columns.parts(self.shape, op, *part.of_op(op)),
                         hf_prefix=self.shape.names.layer.format(index),
-                        experts=part.held(index) if op in EXPERT_OPS else (),
                     )
                 )
         return found
+
+    def place_experts(self, placement: Placement) -> int:
+        """Move routed experts to the ranks that a placement names, rank to rank. Every rank calls it, between steps.
+
+        Returns:
+            Bytes of weights that this rank received.
+
+        Raises:
+            UserError: Weights are not resident.
+        """
+        assert self.placement is not None
+        if self.residence.units:
+            raise UserError("Experts cannot move: that needs --mux-backbone-weights resident.")
+        received = 0
+        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
+            if self.shape.has_experts(index):
+                received += move_experts(layer.mlp, self.placement, placement)
+        self.placement = placement
+        return received
 
     @property
     def in_step(self) -> bool:

@@ -42,13 +42,16 @@ class Router(nn.Module):
         if routing.bias:
             self.bias = nn.Parameter(torch.empty(experts))
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Score the experts for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
+    def logits(self, x: Tensor) -> Tensor:
+        """What scores are made of, for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.routing.fp32_product:
-            logits = F.linear(x.to(wide), self.weight.to(wide))
-        else:
-            logits = F.linear(x, self.weight).to(wide)
+            return F.linear(x.to(wide), self.weight.to(wide))
+        return F.linear(x, self.weight).to(wide)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Score the experts for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
+        logits = self.logits(x)
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Routes:
@@ -71,14 +74,15 @@ class Router(nn.Module):
     def _in_best_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` `[R, E]` with the experts outside of each row's best groups put last."""
         routing = self.routing
-        groups = ranking.view(len(ranking), routing.groups, -1)
+        groups = ranking.unflatten(-1, (routing.groups, -1))  # also where there are no rows
         if routing.group_score == "best":
             of_group = groups.amax(dim=-1)
         else:
             of_group = groups.topk(2, dim=-1).values.sum(dim=-1)
         best = of_group.topk(routing.top_groups, dim=-1).indices
         outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
-        return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        masked: Tensor = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        return masked
 
 
 def no_routes(routing: Routing, x: Tensor) -> Routes:
