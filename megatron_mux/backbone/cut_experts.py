@@ -53,10 +53,13 @@ class CutExperts:
         batch: Its rows.
         anchor: See `Piece`.
         trained: Whether expert ranks take part in the backward pass, with rows or without.
+        again: Whether they are computed again for that.
     """
 
-    def __init__(self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, trained: bool) -> None:
-        self._layer, self._batch, self._trained = layer, batch, trained
+    def __init__(
+        self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, trained: bool, again: bool
+    ) -> None:
+        self._layer, self._batch, self._trained, self._again = layer, batch, trained, again
         self._router, self._shared, self._experts = (Piece(anchor) for _ in range(3))
         self._sent: Sent | None = None
         self._rows: Rows | None = None
@@ -71,8 +74,7 @@ class CutExperts:
         layer, trained = self._layer, self._trained and torch.is_grad_enabled()
         with layout.activate(self._batch):
             begun = self._router.input(normed, needed).squeeze(1)
-            slots = layer.slots(len(begun))
-            routes = layer.route(begun, slots)
+            routes, slots = layer.route(begun, self._again)
         x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
         arrived = Received(x, weights, routes.experts, slots)
         if layer.exchange is None:

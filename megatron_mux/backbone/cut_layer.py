@@ -137,7 +137,7 @@ class CutLayer:
         """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
         if self._input is not None:
             again, self._input = self._input, None
-            yield from self._compute(*again)
+            yield from self._compute(*again, again=True)
         assert self._pieces is not None
         pieces, self._pieces = self._pieces, None
         if not self.batch.rows:
@@ -153,8 +153,8 @@ class CutLayer:
             return d_residual if dx_of_norm is None else dx_of_norm
         return d_residual + dx_of_norm
 
-    def _compute(self, x: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
-        layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp())
+    def _compute(self, x: Tensor, needed: bool, again: bool = False) -> Exchanging[tuple[Tensor, bool]]:
+        layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp(again))
         self._pieces = pieces
         if not self.batch.rows:
             yield from nothing(self.messages.yields.forward)
@@ -168,10 +168,10 @@ class CutLayer:
         summed, trained = yield from pieces.mlp.forward(normed, needed)
         return self._join(pieces.end, (summed, trained), (x, needed))
 
-    def _cut_mlp(self) -> CutMlp:
+    def _cut_mlp(self, again: bool) -> CutMlp:
         mlp = self.layer.mlp
         if isinstance(mlp, MoELayer):
-            return CutExperts(mlp, self._rows, self.anchor, self.exchanged)
+            return CutExperts(mlp, self._rows, self.anchor, self.exchanged, again)
         return _DividedMlp(mlp, self._rows, self.anchor, self.messages)
 
     def _attend(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:

@@ -21,6 +21,7 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged
+from tests.distributed.rendezvous import run_under_the_rules
 from tests.distributed.test_expert_layouts import Layout, cases_of
 from tests.distributed.test_expert_managers import uneven
 from tests.distributed.test_experts import scattered
@@ -38,6 +39,13 @@ def placement_of(path: Path, layout: Layout) -> Placement | None:
     if layout.managers:
         return uneven(read_shape(path))
     return scattered(read_shape(path), layout.expert) if layout.scattered else None
+
+
+def some_cases() -> list[Case]:
+    """Tasks of many kinds, and one with a sequence in a step."""
+    one = next(case for case in cases_of(96) if case.name == "experts")
+    training = {**one.training, "per_device_train_batch_size": 1}
+    return [*cases_of(96), Case("one", one.adapter, training, one.records)]
 
 
 def taking_turns(plan: Plan, stages: Sequence[Backbone]) -> Plan:
@@ -107,9 +115,7 @@ def test_in_turns_as_one_after_another(
     joined: Callable[..., Parallel],
 ) -> None:
     path = once(f"turns-{family}", lambda directory: tiny_models.make(directory, family)) / family
-    one = next(case for case in cases_of(96) if case.name == "experts")
-    training = {**one.training, "per_device_train_batch_size": 1}
-    cases = [*cases_of(96), Case("one", one.adapter, training, one.records)]
+    cases = some_cases()
     sizes = layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, 1, layout.managers
     parallel = joined(*sizes)
     losses, adapters = train(path, parallel, layout, cases, dtype, in_turns=False)
@@ -117,3 +123,17 @@ def test_in_turns_as_one_after_another(
     assert losses == again
     for name in adapters:
         assert torch.equal(adapters[name], others[name]), name
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 2)], ids=["pipeline", "tensor"])
+def test_messages_follow_the_rules_of_nccl(
+    layout: Layout, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
+) -> None:
+    path = once("turns-mixtral", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+    parallel = joined(layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert)
+    cases = some_cases()
+    rules, problem = run_under_the_rules(
+        lambda: train(path, parallel, layout, cases, torch.float32, in_turns=True)
+    )
+    assert not problem, problem
+    assert sum(count for name, count in rules.met.items() if "alltoall" in name) > 100, rules.met

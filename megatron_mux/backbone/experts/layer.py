@@ -86,8 +86,7 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no bias, as Megatron's layer expects of an MLP (it passes a padding mask)."""
         x = hidden.squeeze(1)
-        slots = self.slots(len(x))
-        routes = self.route(x, slots)
+        routes, slots = self.route(x)
         sent = None
         received = Received(x, routes.weights, routes.experts, slots)
         if self.exchange is not None:
@@ -102,12 +101,16 @@ class MoELayer(nn.Module):
         output = output.unsqueeze(1)
         return output if shared is None else output + shared, None
 
-    def route(self, x: Tensor, slots: Tensor) -> Routes:
-        """The experts of rows `[T, H]`, which are told to `observe`; `slots` `[T]` are those of their tasks."""
+    def route(self, x: Tensor, again: bool = False) -> tuple[Routes, Tensor]:
+        """The experts of rows `[T, H]`, and `[T]` int64: the slot of the task that each belongs to.
+
+        Tells `observe` of them, unless the layer is computed `again` for its backward.
+        """
         routes: Routes = no_routes(self.routing, x) if self.router is None else self.router(x)
-        if self.observe is not None:
+        slots = self._slots(len(x))
+        if self.observe is not None and not again:
             self.observe(routes, slots)
-        return routes
+        return routes, slots
 
     def compute(self, received: Received) -> Tensor:
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
@@ -119,7 +122,7 @@ class MoELayer(nn.Module):
         weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
-    def slots(self, rows: int) -> Tensor:
+    def _slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
         first = self.tp_rank * rows if self.sequence_parallel else 0
         table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
