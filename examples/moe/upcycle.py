@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Group = tuple[list[nn.Parameter], float]
 """Parameters and their learning rate."""
 
-_HEAL, _EXPERTS, _ROUTERS = 0.42, 0.18, 0.40
+_HEAL, _EXPERTS, _ROUTERS = 0.38, 0.18, 0.44
 """Shares of the time: training the remaining layers, each kind's networks, and routers with experts."""
 
 
@@ -135,7 +135,7 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
     train.stage("routers", model, [(gates, 2e-3), (networks, 5e-4)], _ROUTERS)
     told["loss"] = {"random_routers_untrained": untrained}
     model.to(torch.bfloat16)
-    more = held_out(kinds, 16, arguments.length)
+    more = held_out(kinds, 6, arguments.length)
     names = list(more)
     told["routing"], table = report(routing_of(model, more), with_random_routers(model, more, arguments.seed), names)
     say(table)
@@ -170,7 +170,7 @@ def assemble(dense: Any, experts: list[list[dict[str, Tensor]]], seed: int) -> A
         output_router_logits=False,
         sliding_window=None,
     )
-    config._experts_implementation = "eager"
+    config._experts_implementation = "grouped_mm"  # eager adds a tensor of all experts for each one to the gradient
     model = MixtralForCausalLM(config)
     state = {name: x for name, x in dense.state_dict().items() if ".mlp." not in name}
     missing, unexpected = model.load_state_dict(state, strict=False)

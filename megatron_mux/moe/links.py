@@ -23,15 +23,27 @@ class Traffic:
     Attributes:
         tokens: Tokens of a step (the paper's K), of all senders together.
         row_bytes: Bytes of one token's features (the paper's b H / 8).
+        beside_bytes: Bytes that travel with them, mean of the four transfers; the paper counts none.
     """
 
     tokens: int
     row_bytes: float
+    beside_bytes: float = 0.0
 
     @property
     def step_bytes(self) -> float:
         """Bytes of all tokens of a step."""
         return self.tokens * self.row_bytes
+
+
+def bytes_beside(top_k: int) -> float:
+    """Bytes that the exchange sends beside a row's features, mean of its four transfers.
+
+    Out go the weights and numbers of its experts and its task's slot, and the weights' gradients come back: see
+    `backbone.experts.exchange`.
+    """
+    weights, numbers = 4 * top_k, 4 * (top_k + 1)
+    return (2 * weights + numbers) / 4
 
 
 def paper_seconds(topology: Topology, traffic: Traffic) -> Floats:
@@ -122,6 +134,7 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
         traffic: What a step sends; without a master, each worker has the same share of the tokens.
     """
     nodes = tuple(worker.node for worker in topology.workers)
+    moved = traffic.tokens * (traffic.row_bytes + traffic.beside_bytes)
     shared = {node: (link.up, link.down) for node, link in topology.uplinks.items()}
     if topology.master_node is not None:
         to_workers = topology.from_master()[None, :]
@@ -129,11 +142,11 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
             (None,),
             (topology.master_node,),
             nodes,
-            np.array([traffic.step_bytes]),
+            np.array([moved]),
             to_workers,
             to_workers.T,
             shared,
         )
     between = topology.between_workers()
-    sent = np.full(len(nodes), traffic.step_bytes / len(nodes))
+    sent = np.full(len(nodes), moved / len(nodes))
     return Links(tuple(range(len(nodes))), nodes, nodes, sent, between, between, shared)

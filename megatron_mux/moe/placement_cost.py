@@ -39,7 +39,7 @@ class PlacementProblem:
         compute_seconds: [N] seconds of compute if every token selects one expert on the worker.
         sets: [L] sets of experts that tokens select; None: each selected expert is a visit of its own (`vela`).
         links: The links, for placements with replicas.
-        row_bytes: Bytes of one token's features.
+        row_bytes: Bytes of one token's features and of what travels beside them.
     """
 
     access: Floats
@@ -180,5 +180,12 @@ def make_problem(
     else:
         raise UserError(f"objective: must be vela or full, got {objective!r}")
     return PlacementProblem(
-        access, topology.capacities, seconds, tuple(groups), compute, sets, links, traffic.row_bytes
+        access,
+        topology.capacities,
+        seconds,
+        tuple(groups),
+        compute,
+        sets,
+        links,
+        traffic.row_bytes + traffic.beside_bytes,
     )

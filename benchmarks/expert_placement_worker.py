@@ -1,0 +1,217 @@
+"""A process of `expert_placement.py`: takes steps with experts placed in one way or another, as it is told.
+
+It reads one JSON object a line from standard input and answers each with one on standard output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Task
+from megatron_mux.expert_shape import Placement
+from megatron_mux.moe.measure_links import LinkMeter, measure_links
+from megatron_mux.moe.profile_tasks import profile_tasks
+from megatron_mux.runtime import Parallel, initialize, shutdown
+from megatron_mux.tasks import TaskSpec
+from tests.reference.records import Records
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a network namespace; before it has threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(handle, _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    os.close(handle)
+
+
+@dataclass
+class Counted:
+    """What this process sent in a step. P: processes.
+
+    Attributes:
+        sent: [P] bytes that it gave the exchange for each process.
+        routed: [P] bytes that it must have sent according to the experts that rows selected.
+        selected: [L][E] rows that selected each expert.
+    """
+
+    sent: np.ndarray
+    routed: np.ndarray
+    selected: np.ndarray
+
+
+@dataclass
+class Method:
+    """An engine whose experts are placed in one way.
+
+    Attributes:
+        engine: It trains one task.
+        placement: Of its experts.
+    """
+
+    engine: Engine
+    placement: Placement
+
+
+@dataclass
+class Worker:
+    """This process.
+
+    Attributes:
+        parallel: Where it stands.
+        nodes: [P] node of each process.
+        methods: By name.
+    """
+
+    parallel: Parallel
+    nodes: Sequence[str]
+    methods: dict[str, Method] = field(default_factory=dict)
+
+    def load(self, backbone: str, records: str, batch: int, placements: Mapping[str, Any]) -> dict[str, Any]:
+        """Build an engine for each placement; all share the weights of everything but their experts.
+
+        Args:
+            backbone: Hugging Face directory.
+            records: File with token ids, `[records, length]`.
+            batch: Sequences of a step.
+            placements: Method to [L][E] workers.
+        """
+        self.methods.clear()
+        tokens = torch.load(records)
+        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        shared: dict[str, Tensor] = {}
+        for name, ranks in placements.items():
+            by_layer = dict(enumerate(tuple(tuple(tuple(own) for own in row) for row in ranks)))
+            placement = Placement(self.parallel.world_size, by_layer, tuple(self.nodes))
+            loaded = Backbone.load(backbone, self.parallel, torch.bfloat16, placement=placement)
+            for key, parameter in loaded.model.named_parameters():
+                if "experts_fc" not in key:
+                    parameter.data = shared.setdefault(key, parameter.data)
+            engine = Engine(loaded, self.parallel)
+            assert batch % self.parallel.dp_size == 0
+            spec = _spec(batch, tokens.shape[1])
+            engine.register_tasks([Task(spec, Records(pairs).as_dataset())])
+            self.methods[name] = Method(engine, placement)
+        return {}
+
+    def steps(self, method: str, count: int) -> dict[str, Any]:
+        """Take steps; returns when each ended, and what was sent."""
+        chosen = self.methods[method]
+        ends, sent, routed, selected = [], [], [], []
+        dist.barrier()
+        start = time.monotonic()
+        for _ in range(count):
+            with self._counting(chosen) as counted:
+                chosen.engine.step()
+            ends.append(time.monotonic())
+            sent.append(counted.sent.tolist())
+            routed.append(counted.routed.tolist())
+            selected.append(counted.selected.tolist())
+        return {"start": start, "ends": ends, "sent": sent, "routed": routed, "selected": selected}
+
+    @contextmanager
+    def _counting(self, method: Method) -> Iterator[Counted]:
+        backbone = method.engine.backbone
+        experts = backbone.shape.experts
+        assert experts is not None
+        count = self.parallel.world_size
+        counted = Counted(
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros((backbone.shape.layers, experts.count), np.int64),
+        )
+        own = dist.all_to_all_single
+
+        def counting(output: Tensor, data: Tensor, into: Any = None, out: Any = None, **more: Any) -> Any:
+            if out is not None:  # sizes are agreed on without
+                counted.sent += np.array(out) * (data[:1].numel() * data.element_size())
+            return own(output, data, into, out, **more)
+
+        with ExitStack() as hooks:
+            for layer, module in zip(backbone.layers, backbone.model.decoder.layers, strict=True):
+                serving = np.array(method.placement.serving(layer, self.parallel.rank))
+                handle = module.mlp.router.register_forward_hook(self._routed(counted, layer, serving))
+                hooks.callback(handle.remove)
+            dist.all_to_all_single = counting
+            hooks.callback(setattr, dist, "all_to_all_single", own)
+            yield counted
+
+    def _routed(self, counted: Counted, layer: int, serving: np.ndarray) -> Any:
+        def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
+            experts = routes.experts.numpy()
+            counted.selected[layer] += np.bincount(experts.ravel(), minlength=len(serving))
+            reached = np.zeros((len(experts), self.parallel.world_size), bool)
+            np.put_along_axis(reached, serving[experts], True, axis=1)
+            x = inputs[0]
+            per_row = 4 * x.shape[-1] * x.element_size()
+            beside = experts.shape[1] * routes.weights.element_size() * 2 + 4 * (experts.shape[1] + 1)
+            counted.routed += reached.sum(0) * (per_row + beside)
+
+        return hook
+
+    def profile(self, backbone: str, records: str) -> dict[str, Any]:
+        """Count which experts the records select; for a team of one."""
+        tokens = torch.load(records)
+        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        loaded = Backbone.load(backbone, self.parallel, torch.bfloat16)
+        found = profile_tasks(loaded, {"task": Records(pairs).as_dataset()}, tokens.numel())
+        return found.model_dump(mode="json")
+
+    def links(self, seconds: float) -> dict[str, Any]:
+        """Measure the links between all processes."""
+        found = measure_links(LinkMeter(self.parallel, seconds), self.nodes, all_pairs=False)
+        return {
+            "bandwidth": found.bandwidth.tolist(),
+            "latency": found.latency.tolist(),
+            "up": found.up,
+            "down": found.down,
+        }
+
+
+def _spec(batch: int, length: int) -> TaskSpec:
+    return TaskSpec.model_validate(
+        {
+            "name": "task",
+            "adapter": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+            "data": {"path": "made-up", "max_length": length, "shuffle": False},
+            "training": {"per_device_train_batch_size": batch, "learning_rate": 1e-3, "max_steps": 10**6},
+        }
+    )
+
+
+def main() -> None:
+    """Join the others and do what is asked until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    enter(os.environ["MUX_NAMESPACE"])
+    torch.set_num_threads(1)
+    nodes = os.environ["MUX_NODES"].split(",")
+    worker = Worker(initialize(expert_parallel=len(nodes), device="cpu"), nodes)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = getattr(worker, command.pop("do"))(**command)
+        answers.write(json.dumps(answer) + "\n")
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
