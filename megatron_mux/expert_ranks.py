@@ -2,10 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+_AT_ONCE = 8
+"""Messages to a rank that may be on their way: more than one of a layer, and no rank waits for room."""
+
+
+@dataclass
+class Outbox:
+    """Sends messages without waiting; each is kept until it has left.
+
+    Attributes:
+        most: Messages that may be on their way; one more waits until the first of them has left.
+    """
+
+    most: int
+    _leaving: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> None:
+        """Send a contiguous tensor, which must not change until it has left, to a rank of a group."""
+        if len(self._leaving) >= self.most:
+            self._leaving.popleft()[0].wait()
+        work = dist.isend(message, group=group, group_dst=to)
+        assert work is not None
+        self._leaving.append((work, message))
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A master and its expert managers (VELA, section IV.A): what they exchange, and over which connections.
+
+    Expert rank 0 is the master, with all of the backbone but its routed experts; the others are managers 1, 2 and so
+    on, with nothing but routed experts. Each kind of message has a group of its own, so that none waits for another.
+
+    Attributes:
+        headers: From the master to managers, between hosts' memories.
+        forth: From the master to managers.
+        back: From managers to the master.
+        outbox: Of this process.
+    """
+
+    headers: dist.ProcessGroup
+    forth: dist.ProcessGroup
+    back: dist.ProcessGroup
+    outbox: Outbox
+
+    def connect(self, device: torch.device) -> None:
+        """Send something both ways: NCCL connects at the first message, for which the host waits."""
+        rank, size = self.forth.rank(), self.forth.size()
+        flag = torch.zeros(1, device=device)
+        for manager in range(1, size):
+            for group, sender, receiver in ((self.forth, 0, manager), (self.back, manager, 0)):
+                if rank == sender:
+                    dist.send(flag, group=group, group_dst=receiver)
+                elif rank == receiver:
+                    dist.recv(flag, group=group, group_src=sender)
 
 
 @dataclass(frozen=True)
@@ -20,7 +78,8 @@ class ExpertRanks:
         tensor_rank, tensor_size: This process among the ranks that divide the matrices of an expert.
         group: All of them.
         data_group: The processes that hold the same experts.
-        over_data: Whether the group has processes of several data-parallel ranks, which then make equal passes.
+        over_data: Whether a rank without rows computes those of others: then all of them make equal passes.
+        broker: Connects a master and its expert managers; None: every rank has rows of its own.
     """
 
     rank: int
@@ -30,6 +89,12 @@ class ExpertRanks:
     group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     over_data: bool
+    broker: Broker | None = None
+
+    @property
+    def is_manager(self) -> bool:
+        """Whether this process holds routed experts and nothing else."""
+        return self.broker is not None and self.rank > 0
 
 
 def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expert_tensor: int) -> list[str]:
@@ -53,6 +118,16 @@ def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expe
     return []
 
 
+def manager_problems(world_size: int, managers: int) -> list[str]:
+    """What keeps so many processes from being a master and its managers; empty where nothing does."""
+    if world_size == managers + 1:
+        return []
+    are = "process was" if world_size == 1 else "processes were"
+    needed = f"{managers} expert manager{'s' * (managers > 1)} and their master are {managers + 1} processes"
+    how = f"use torchrun --nproc-per-node {managers + 1}, or on several hosts as many in total"
+    return [f"--mux-expert-managers: {needed}, but {world_size} {are} started: {how}."]
+
+
 def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
     """This process in Megatron-Core's expert groups.
 
@@ -71,3 +146,37 @@ def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
         data_group=mpu.get_expert_data_parallel_group(),
         over_data=group.size() > tensor,
     )
+
+
+def broker_ranks(alone: dist.ProcessGroup, device: torch.device, timeout_minutes: float) -> ExpertRanks:
+    """This process as the master (rank 0) or an expert manager. Every rank of the world calls it.
+
+    Args:
+        alone: A group of this process only.
+        device: That it computes on.
+        timeout_minutes: How long an exchange waits for the other process.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    both, headers, forth, back = (
+        dist.new_group(backend=name, timeout=timeout) for name in (None, "gloo", backend, backend)
+    )
+    size = dist.get_world_size()
+    peers = size - 1 if dist.get_rank() == 0 else 1
+    return ExpertRanks(
+        rank=dist.get_rank(),
+        size=size,
+        tensor_rank=0,
+        tensor_size=1,
+        group=both,
+        data_group=alone,
+        over_data=True,
+        broker=Broker(headers, forth, back, Outbox(_AT_ONCE * peers)),
+    )
+
+
+def leave(ranks: ExpertRanks) -> None:
+    """Destroy the groups that `broker_ranks` made."""
+    broker = ranks.broker
+    for group in () if broker is None else (ranks.group, broker.headers, broker.forth, broker.back):
+        dist.destroy_process_group(group)

@@ -107,6 +107,12 @@ class Placement:
         ranks = tuple((expert * size // experts,) for expert in range(experts))
         return cls(size, dict.fromkeys(layers, ranks))
 
+    @classmethod
+    def among_managers(cls, experts: int, managers: int, layers: Sequence[int]) -> Placement:
+        """Experts one after the other on expert managers 1, 2 and so on; their master, rank 0, has none."""
+        ranks = tuple((1 + expert % managers,) for expert in range(experts))
+        return cls(managers + 1, dict.fromkeys(layers, ranks))
+
     def held(self, layer: int, rank: int) -> tuple[int, ...]:
         """The experts of a layer that a rank holds, in ascending order."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)

@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 from megatron_mux import megatron_core
 from megatron_mux.errors import UserError
-from megatron_mux.expert_ranks import ExpertRanks, expert_ranks, size_problems
+from megatron_mux.expert_ranks import (
+    ExpertRanks,
+    broker_ranks,
+    expert_ranks,
+    leave,
+    manager_problems,
+    size_problems,
+)
 from megatron_mux.kernels.attention import has_varlen
 from megatron_mux.liveness import Heartbeat
 
@@ -40,8 +47,10 @@ class Parallel:
         rank, world_size: Of this process in the world.
         tp_rank, tp_size, tp_group: Tensor parallelism: a layer's matrices are divided among these.
         pp_rank, pp_size, pp_group: Pipeline parallelism: layers are divided among these, stage by stage.
-        dp_rank, dp_size, dp_group: Data parallelism: sequences are divided among these.
-        model_group: The ranks that together hold one copy of the backbone (tensor x pipeline), its experts aside.
+        dp_rank, dp_size, dp_group: Data parallelism: sequences are divided among these. Expert managers have none, and
+            are in the pipeline of their master.
+        model_group: The ranks that together hold one copy of the backbone (tensor x pipeline), its experts aside; of a
+            master and its managers, all.
         experts: The ranks that experts are divided among.
         device: The device this process computes on.
         sequence_parallel: Between tensor-parallel regions, each tensor rank holds its part of the rows.
@@ -111,6 +120,7 @@ def initialize(
     timeout_minutes: float = 30,
     expert_parallel: int = 1,
     expert_tensor_parallel: int = 1,
+    expert_managers: int = 0,
 ) -> Parallel:
     """Join the other processes and divide them into tensor, pipeline and data parallel groups.
 
@@ -126,6 +136,8 @@ def initialize(
         timeout_minutes: How long a collective waits for the others before it fails.
         expert_parallel: Number of ranks that the experts of a layer are divided among.
         expert_tensor_parallel: Number of ranks that share each expert.
+        expert_managers: Number of processes that hold the experts of a master, the first rank, and nothing else; then
+            all other sizes are 1. 0: there is no master.
 
     Returns:
         Ranks, groups and device of this process.
@@ -139,6 +151,8 @@ def initialize(
     problems = size_problems(
         world_size, tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel
     )
+    if expert_managers:
+        problems += manager_problems(world_size, expert_managers)
     if problems:
         raise UserError(*problems)
     chosen = _choose_device(device)
@@ -154,10 +168,11 @@ def initialize(
     if chosen.type == "cpu" or not is_dry_run():  # a dry run replaces what it needs to by itself
         megatron_core.adapt_to(chosen)
     if _current is not None:
-        experts = (_current.experts.size, _current.experts.tensor_size)
+        own = _current.experts
+        experts = (1, 1, own.size - 1) if own.broker else (own.size, own.tensor_size, 0)
         here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device, *experts)
         wanted = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen)
-        if here == (*wanted, expert_parallel, expert_tensor_parallel):
+        if here == (*wanted, expert_parallel, expert_tensor_parallel, expert_managers):
             return _current
     _leave_groups(mpu)
     mpu.initialize_model_parallel(
@@ -169,7 +184,16 @@ def initialize(
         distributed_timeout_minutes=timeout_minutes,
     )
     _current = _place(mpu, chosen, sequence_parallel)
+    if expert_managers:
+        _current = _with_broker(_current, timeout_minutes)
     return _current
+
+
+def _with_broker(alone: Parallel, timeout_minutes: float) -> Parallel:
+    """The place of the master or of an expert manager, whose other groups have this process only."""
+    own = alone.tp_group
+    experts = broker_ranks(own, alone.device, timeout_minutes)
+    return replace(alone, dp_rank=0, dp_size=1, dp_group=own, model_group=experts.group, experts=experts)
 
 
 def _place(mpu: Any, device: torch.device, sequence_parallel: bool, **groups: dist.ProcessGroup) -> Parallel:
@@ -229,6 +253,8 @@ def shutdown() -> None:
 
 def _leave_groups(mpu: Any) -> None:
     """Destroy Megatron-Core's groups: it only forgets them, and each would keep its threads and sockets."""
+    if _current is not None:
+        leave(_current.experts)
     for group in getattr(mpu, "_global_process_group_list", None) or []:
         if group is not None:
             dist.destroy_process_group(group)

@@ -212,14 +212,26 @@ class TaskAdapter(ABC):
         """Restore `state()` from full tensors, of which this rank takes its part."""
 
     def _tensors_of(self, site: Site) -> list[AdapterParameter]:
-        """Make a module's tensors, divided over tensor ranks as the section says."""
+        """Make a module's tensors, divided over tensor ranks as the section says, or over expert managers."""
         made = []
         for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
             held = site.part.features if site.info.column_parallel else site.inputs
-            index = None if tensor.dim is None else held
+            dim, index = tensor.dim, None if tensor.dim is None else held
+            if tensor.expert_dim is not None and self.host.parallel.experts.broker is not None:
+                dim, index = tensor.expert_dim, self._of_experts(tensor, site.info.experts)
             key = tensor_key(self.spec.key_path(site.module), name)
-            made.append(self.make(key, tensor.dim, index))
+            made.append(self.make(key, dim, index))
         return made
+
+    def _of_experts(self, tensor: AdapterTensor, held: Sequence[int]) -> Tensor:
+        """Where along `expert_dim` a tensor has the ranks of these experts."""
+        experts, dim = self.host.shape.experts, tensor.expert_dim
+        assert experts is not None and dim is not None
+        places = torch.arange(tensor.shape[dim])
+        own = torch.tensor(held, dtype=torch.int64)
+        if dim == 0:
+            return places.view(experts.count, -1)[own].flatten()
+        return places.view(-1, experts.count)[:, own].flatten()
 
     def make(
         self, key: str, dim: int | None = None, index: Tensor | None = None, owner: bool = True

@@ -75,8 +75,8 @@ class Host:
 
     @property
     def layers(self) -> list[int]:
-        """Global indices of the layers of this stage, ascending."""
-        return sorted({info.layer for info in self.base_ops})
+        """Global indices of the layers of this stage, ascending; none on an expert manager, which has parts of them."""
+        return sorted({info.layer for info in self.base_ops if info.name not in EXPERT_OPS})
 
     def columns(self, site: Site) -> Tensor | None:
         """`[n]` int32, a module's columns of its BaseOp's output; None where it is all of them in order.

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 class ExpertTerms(Adapter):
     """The LoRAs of one task at one BaseOp of routed experts, in the layout of `peft`.
 
-    Every rank has those of all experts, and the gradients of those whose rows it has computed: sums over ranks make
-    them whole, wherever experts are.
+    Every expert-parallel rank has those of all experts, and the gradients of those whose rows it has computed: sums
+    over ranks make them whole, wherever experts are. An expert manager has those of its experts only, and steps them
+    itself: no gradient of theirs is sent.
 
     Args:
         owner: The task's adapter.
         site: The parameter that holds the experts.
-        down: `[E R, K]`, the A of one expert after the other.
+        down: `[E R, K]`, the A of one expert after the other; E counts the experts that it has here.
         up: `[N, R E]`, B: column `r E + e` is column r of expert e.
     """
 
@@ -45,6 +46,10 @@ class ExpertTerms(Adapter):
     def low_rank(self, slot: int) -> list[Term]:
         """See `Adapter.low_rank`: a term for each expert that this rank holds, with a slot of its own."""
         held, rank = self.site.info.experts, self.owner.spec.rank
+        # Where the matrices have each one.
+        at = held if self.down.index is None else range(len(held))
+        if not held:
+            return []
         down, down_gradient = (matrix.view(-1, rank, matrix.shape[1]) for matrix in self._matrices(self.down))
         up, up_gradient = (matrix.view(matrix.shape[0], rank, -1) for matrix in self._matrices(self.up))
         return [
@@ -56,7 +61,7 @@ class ExpertTerms(Adapter):
                 down_gradient=down_gradient[expert],
                 up_gradient=up_gradient[:, :, expert],
             )
-            for place, expert in enumerate(held)
+            for place, expert in enumerate(at)
         ]
 
     def _matrices(self, matrix: AdapterParameter) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,8 @@ class AdapterTensor:
         layer: The layer that it belongs to; None: all layers share it.
         init: Its initial value.
         dim: The dimension that tensor ranks divide; None: each of them holds everything.
+        expert_dim: Of routed experts, the dimension with the ranks of all: one expert's after the other's in dimension
+            0, all experts' first ranks before their second ones in dimension 1.
         trained: Whether it is trained; else it is fixed, and each stage that has a part of the adapter holds it.
         stored: Whether it is stored with the adapter; else it can be made again.
         decay: Whether weight decay applies (not to biases and masks).
@@ -54,6 +56,7 @@ class AdapterTensor:
     stored: bool = True
     decay: bool = True
     on_output: bool = False
+    expert_dim: int | None = None
 
 
 def constant(value: float) -> Init:

@@ -113,8 +113,12 @@ class LoraSpec(LowRankSpec):
             assert shape.experts is not None
             rows = shape.experts.count * self.r
             return {
-                "lora_A.weight": AdapterTensor((rows, module.in_features), module.layer, uniform),
-                "lora_B.weight": AdapterTensor((module.out_features, rows), module.layer, constant(0.0)),
+                "lora_A.weight": AdapterTensor(
+                    (rows, module.in_features), module.layer, uniform, expert_dim=0
+                ),
+                "lora_B.weight": AdapterTensor(
+                    (module.out_features, rows), module.layer, constant(0.0), expert_dim=1
+                ),
             }
         column = module.column_parallel
         return {

@@ -74,9 +74,10 @@ class PrefixTuning(TaskAdapter):
         parallel, shape = self.host.parallel, self.host.shape
         self.heads = _heads_of_rank(shape.kv_heads, parallel.tp_rank, parallel.tp_size)
         self.places = {layer: i for i, layer in enumerate(self.host.layers)}
-        width = 2 * _width(shape)
-        index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in self.places])
-        self.table = self.make(_KEY, dim=1, index=index)
+        if self.places:
+            width = 2 * _width(shape)
+            index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in self.places])
+            self.table = self.make(_KEY, dim=1, index=index)
         super().build()
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Prefix:

@@ -50,6 +50,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append("--mux-fp32: contradicts --bf16: remove one of them")
     problems += _stages(arguments)
     problems += _planning(arguments)
+    problems += _expert_managers(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
         problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: create it first")
     for flag, directory in (("--save", arguments.save), ("--load", arguments.load)):
@@ -137,6 +138,28 @@ def _planning(arguments: MuxArguments) -> list[str]:
     if isinstance(arguments.mux_memory_limit, int) and arguments.mux_policy != "auto":
         problems.append(
             f"--mux-memory-limit: --mux-policy {arguments.mux_policy} does not respect it: use --mux-policy auto"
+        )
+    return problems
+
+
+def _expert_managers(arguments: MuxArguments) -> list[str]:
+    """What is wrong with the flags for a master and its expert managers."""
+    if arguments.mux_expert_managers is None:
+        return ["--mux-expert-capacity: needs --mux-expert-managers"] if arguments.mux_expert_capacity else []
+    sizes = {
+        "--tensor-model-parallel-size": arguments.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": arguments.pipeline_model_parallel_size,
+        "--expert-model-parallel-size": arguments.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": arguments.expert_tensor_parallel_size or 1,
+    }
+    problems = [
+        f"{flag} {size}: contradicts --mux-expert-managers, whose master is one process: remove one of them"
+        for flag, size in sizes.items()
+        if size > 1
+    ]
+    if arguments.mux_backbone_weights != "resident":
+        problems.append(
+            f"--mux-backbone-weights {arguments.mux_backbone_weights}: not with --mux-expert-managers yet: remove it"
         )
     return problems
 

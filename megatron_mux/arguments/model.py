@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import at_least, auto_or_none, flag_of, minutes, path, size
+from megatron_mux.arguments.values import at_least, auto_or_none, counts, flag_of, minutes, path, size
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -186,8 +187,24 @@ class MuxArguments:
     )
     mux_expert_placement: Path | None = _flag(
         "mux",
-        "which ranks hold which experts, as tools/place_experts.py writes it (default: neighbouring experts share one)",
+        "which ranks hold which experts, as tools/place_experts.py writes it (default: neighbouring experts share one; "
+        "with --mux-expert-managers, one after the other)",
         **_FILE,
+    )
+    mux_expert_managers: int | Literal["auto"] | None = _flag(
+        "mux",
+        "N processes hold the routed experts and nothing else, the first one (their master) the rest of the backbone; "
+        "auto: all processes but the first (default: none; each process holds a part of everything)",
+        type=auto_or_none(at_least(1)),
+        metavar="N",
+    )
+    mux_expert_capacity: tuple[int, ...] = _flag(
+        "mux",
+        "experts, over all layers, that an expert manager can hold: one number for all of them, or one for each "
+        "(default: any number)",
+        (),
+        type=counts,
+        metavar="N[,N...]",
     )
     mux_watch: Path | None = _flag(
         "mux",
@@ -245,6 +262,14 @@ class MuxArguments:
         """Number of expert ranks, and of ranks that share each expert, for a backbone."""
         default = self.tensor_model_parallel_size if shape.experts is not None else 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or default
+
+    @property
+    def expert_managers(self) -> int:
+        """Number of expert managers; 0 without them."""
+        if self.mux_expert_managers != "auto":
+            return self.mux_expert_managers or 0
+        text = os.environ.get("WORLD_SIZE", "1")
+        return int(text) - 1 if text.isdecimal() and int(text) > 1 else 1
 
     def without_planner(self, shape: BackboneShape) -> tuple[MuxArguments, str]:
         """Replace the policy `auto` where the planner does not know the backbone.

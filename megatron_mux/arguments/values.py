@@ -84,3 +84,8 @@ def auto_or_none(convert: Callable[[str], int]) -> Callable[[str], int | str | N
         return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else convert(text)
 
     return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers of at least 0, separated by commas."""
+    return tuple(at_least(0)(part) for part in text.split(","))

@@ -72,6 +72,8 @@ def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
 
 def _without_rows(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """Experts alone: they may compute rows of other ranks."""
+    if isinstance(layer, nn.ModuleDict):  # an expert manager has nothing else of it
+        return layer["mlp"](hidden)[0]  # type: ignore[no-any-return]
     return megatron_core.mlp_half(layer, hidden)
 
 

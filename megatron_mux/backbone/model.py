@@ -7,6 +7,7 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary. Be
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,8 @@ from megatron_mux import layout
 from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer
+from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
@@ -54,6 +57,7 @@ class Backbone:
         model: Megatron's `GPTModel` (a container here: its `forward` is not used).
         placement: Which expert ranks hold which experts; None without experts.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
+        lowest_adapter: On an expert manager, returns the lowest layer in which some task has an adapter.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Backbone:
         self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective", self.placement)
         self.residence = Residence(residence, parallel)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, self.placement)
+        self.lowest_adapter: Callable[[], int] = lambda: shape.layers
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._embedding_scale: Tensor | None = None
         if shape.embedding_scale != 1.0:
@@ -122,9 +127,9 @@ class Backbone:
             UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
         """
         info = info_without_weights(path) if config_only else read_backbone_info(path)
-        info.check_parallel(
-            parallel.tp_size, parallel.pp_size, parallel.experts.size, parallel.experts.tensor_size
-        )
+        # A manager may be without experts.
+        ranks = 1 if parallel.experts.broker else parallel.experts.size
+        info.check_parallel(parallel.tp_size, parallel.pp_size, ranks, parallel.experts.tensor_size)
         _check_experts(info.shape, parallel, residence)
         layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
@@ -204,10 +209,10 @@ class Backbone:
 
     def embed(self, batch: MicroBatch) -> Tensor:
         """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
-        embedding = self.model.embedding
         with torch.no_grad(), self.residence.using("embedding", 0):
             if not batch.rows:
                 return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
+            embedding = self.model.embedding
             # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
             words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
             if self._embedding_scale is not None:
@@ -278,7 +283,7 @@ class Backbone:
         found = []
         part = weights.Part.of(self.parallel, self.placement)
         for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
-            for op in self.shape.ops(index):
+            for op in part.ops(self.shape, index):
                 found.append(
                     BaseOpInfo(
                         layer=index,
@@ -297,11 +302,22 @@ class Backbone:
         """Whether data-parallel ranks must make the same passes, because each needs what others hold."""
         return self.residence.in_step or (self.placement is not None and self.parallel.experts.over_data)
 
+    def traffic(self) -> dict[int, Traffic]:
+        """What this rank has exchanged for the experts of each layer; layers without an exchange are left out."""
+        found = {}
+        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoELayer) and mlp.exchange is not None:
+                found[index] = mlp.exchange.traffic
+        return found
+
     # ---- details ----------------------------------------------------------------------------------------------------
 
     @property
     def _trained_from(self) -> int:
         """Index within the stage of the first layer in which some task has an adapter."""
+        if self.parallel.experts.is_manager:  # most adapters are on its master
+            return max(0, self.lowest_adapter() - self.layers.start)
         decoder = self.model.decoder
         for i, layer in enumerate(decoder.layers):
             # Attaching replaces `forward` on the instance, on every rank of the stage alike.
@@ -324,7 +340,7 @@ class Backbone:
         trained = torch.is_grad_enabled() and (i >= self._trained_from or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
             hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
-        if is_last:
+        if is_last and not self.parallel.experts.is_manager:
             with layout.activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
         return hidden
@@ -372,22 +388,29 @@ def load_stages(
 
 
 def _placement(shape: BackboneShape, parallel: Parallel, wanted: Placement | None) -> Placement | None:
-    """Which expert ranks hold which experts: what is wanted, or what Megatron-Core does; None without experts."""
+    """Which expert ranks hold which experts: what is wanted, or the default; None without experts."""
     if shape.experts is None or wanted is not None:
         return wanted
-    return Placement.contiguous(
-        shape.experts.count, parallel.experts.size, shape.experts.layers(shape.layers)
-    )
+    layers, size = shape.experts.layers(shape.layers), parallel.experts.size
+    if parallel.experts.broker is not None:
+        return Placement.among_managers(shape.experts.count, size - 1, layers)
+    return Placement.contiguous(shape.experts.count, size, layers)
 
 
 def _check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> None:
     """Raise `UserError` where experts do not go with how the rest is divided."""
     if shape.experts is None:
+        if parallel.experts.broker is not None:
+            raise UserError(f"--mux-expert-managers: a {shape.family} has no experts: remove it")
         return
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         raise UserError(
             "With tensor parallelism, a backbone with experts needs --sequence-parallel: each tensor rank then routes "
             "its own rows."
+        )
+    if residence != "resident" and parallel.experts.broker is not None:
+        raise UserError(
+            f"--mux-backbone-weights {residence}: not with --mux-expert-managers yet: remove it, or start more managers"
         )
     if residence.startswith("sharded") and parallel.experts.over_data:
         raise UserError(

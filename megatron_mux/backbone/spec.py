@@ -107,6 +107,8 @@ def build(
             fuse_gate(model, shape.activation)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
+        if parallel.experts.is_manager:
+            keep_experts(model)
     return model.eval()
 
 
@@ -152,6 +154,15 @@ def add_experts(
             activation = layer.mlp.activation_func
             layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
             layer.mlp.to(model.config.params_dtype)
+
+
+def keep_experts(model: GPTModel) -> None:
+    """Leave an expert manager the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    kept = [{"mlp": layer.mlp} if isinstance(layer.mlp, MoELayer) else {} for layer in model.decoder.layers]
+    for name, _ in list(model.named_children()):
+        delattr(model, name)
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

@@ -47,6 +47,7 @@ class Part:
         expert_rank: This expert rank.
         expert_tensor_rank, expert_tensor_size: This rank among those that divide an expert, and how many there are.
         placement: Which expert ranks hold which experts; None without experts.
+        experts_only: Whether it holds routed experts and nothing else.
     """
 
     rank: int = 0
@@ -55,14 +56,26 @@ class Part:
     expert_tensor_rank: int = 0
     expert_tensor_size: int = 1
     placement: Placement | None = None
+    experts_only: bool = False
 
     @classmethod
     def of(cls, parallel: Parallel, placement: Placement | None) -> Part:
         """The part of a process."""
         ranks = parallel.experts
         return cls(
-            parallel.tp_rank, parallel.tp_size, ranks.rank, ranks.tensor_rank, ranks.tensor_size, placement
+            parallel.tp_rank,
+            parallel.tp_size,
+            ranks.rank,
+            ranks.tensor_rank,
+            ranks.tensor_size,
+            placement,
+            ranks.is_manager,
         )
+
+    def ops(self, shape: BackboneShape, layer: int) -> tuple[BaseOpName, ...]:
+        """The BaseOps of a layer that the rank has a part of."""
+        found = shape.ops(layer)
+        return tuple(op for op in found if op in EXPERT_OPS) if self.experts_only else found
 
     def held(self, layer: int) -> tuple[int, ...]:
         """The experts of a layer that the rank holds."""
@@ -112,6 +125,11 @@ def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
     names, rank, size = shape.names, part.rank, part.size
     first, last = layers.start == 0, layers.stop == shape.layers
     filled: Plan = {}
+    if part.experts_only:
+        for here, layer in enumerate(layers):
+            for op in part.ops(shape, layer):
+                filled[f"decoder.layers.{here}.{MODULE_PATHS[op]}.weight"] = _experts(shape, op, part, layer)
+        return filled
     if first:
         filled["embedding.word_embeddings.weight"] = _vocabulary(shape, names.embedding, rank, size)
         if names.positions is not None:
@@ -225,10 +243,11 @@ def load(
         RuntimeError: The plan does not fill all parameters of the model, or others.
     """
     parallel = home.parallel
-    tied_here = shape.tied and len(layers) == shape.layers
+    part = Part.of(parallel, placement)
+    tied_here = shape.tied and len(layers) == shape.layers and not part.experts_only
     if tied_here:
         model.output_layer.register_parameter("weight", None)
-    filled = plan(shape, layers, Part.of(parallel, placement))
+    filled = plan(shape, layers, part)
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if wanted != filled.keys():
         raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")

@@ -112,6 +112,9 @@ class BucketFinalizer:
             if self.parallel.dp_size > 1:
                 dist.all_reduce(own, group=self.parallel.dp_group)
             table = torch.stack([own, squares, flags.double()], dim=1)
+            if self.parallel.experts.broker is not None:
+                # Each of them owns a part of the adapters, and the master has the losses.
+                dist.all_reduce(table, group=self.parallel.experts.group)
         else:
             table = others
             table[:, _SQUARE] += squares

@@ -74,6 +74,14 @@ class Engine:
             self.stages, parallel, self.planning, self.communicator, exchange, self._trials
         )
         self._tasks: dict[str, TaskState] = {}
+        if parallel.experts.is_manager:
+            for stage in own:
+                stage.lowest_adapter = self._lowest_adapter
+
+    def _lowest_adapter(self) -> int:
+        """The lowest layer in which some task has an adapter."""
+        lowest = (task.load.adapter.lowest_layer for task in self._tasks.values())
+        return min(lowest, default=self.backbone.shape.layers)
 
     # -- tasks come and go
 

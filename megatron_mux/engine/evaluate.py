@@ -117,6 +117,8 @@ class Evaluator:
         """
         tokens = TOKENS_PER_PASS
         mine = range(self.parallel.dp_rank, len(dataset), self.parallel.dp_size)
+        if self.parallel.experts.is_manager:
+            mine = range(0)
         passes = PASSES_PER_STAGE * self.parallel.pp_size
         groups = _groups(map(dataset.candidates, mine), passes, self.batch_size)
         sums = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)

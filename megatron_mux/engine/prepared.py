@@ -71,7 +71,8 @@ def prepare_step(
     else:
         grid = step_grid(plan, lengths, rank)
     sequences, problems = {}, {}
-    for name, task in tasks.items():
+    holds_rows = not parallel.experts.is_manager  # which makes the same passes without any
+    for name, task in tasks.items() if holds_rows else ():
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
         except UserError as error:
@@ -80,12 +81,12 @@ def prepare_step(
     for unit, chunks in grid.chunks.items() if not problems else ():
         batches[unit] = tuple(
             layout.pack(
-                [sequences[piece.task][piece.sequence] for piece in chunk],
+                [sequences[piece.task][piece.sequence] for piece in chunk] if holds_rows else [],
                 tuple(tasks),
                 steps,
                 {name: task.position_offset for name, task in tasks.items()},
                 parallel.tp_size if parallel.sequence_parallel else 1,
-                spans=[(piece.start, piece.stop) for piece in chunk],
+                spans=[(piece.start, piece.stop) for piece in chunk] if holds_rows else [],
                 slots={name: task.slot for name, task in tasks.items()},
             )
             for chunk in chunks

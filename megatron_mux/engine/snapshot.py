@@ -164,8 +164,8 @@ class LocalState:
             (*place, copy.tensor().numpy()) for place, copy in zip(self.places, self.copies, strict=True)
         ]
         gathered = [pieces]
-        if parallel.tp_size * parallel.pp_size > 1:
-            size = parallel.tp_size * parallel.pp_size
+        size = parallel.model_group.size()
+        if size > 1:
             received: list[Any] | None = [None] * size if parallel.rank == 0 else None
             # As arrays: tensors, as objects, take many times as long to send.
             dist.gather_object(pieces, received, dst=0, group=group)

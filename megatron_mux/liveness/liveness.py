@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -40,7 +39,7 @@ class Liveness(Heartbeat):
 
     Args:
         rank, world_size: Of this process.
-        stage: Its pipeline stage, in messages.
+        name: What messages call it: its rank, what it does, its host.
         timeout: Seconds that a rank may keep others waiting.
         advice: A sentence that says what to do after such an end.
         farewell: Called before the process ends.
@@ -50,13 +49,13 @@ class Liveness(Heartbeat):
         self,
         rank: int,
         world_size: int,
-        stage: int,
+        name: str,
         timeout: float,
         advice: str,
         farewell: Callable[[], None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._name = f"rank {rank} (pipeline stage {stage}, {socket.gethostname()})"
+        self._name = name
         self._detector = FailureDetector(timeout)
         self._advice = advice
         self._farewell = farewell

@@ -1,8 +1,12 @@
-"""The placement of experts that a run asks for."""
+"""The placement of experts that a run asks for: on expert-parallel ranks, or on expert managers."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
@@ -33,3 +37,102 @@ def expert_placement(file: Path | None, info: BackboneInfo, ranks: int) -> Place
     found = read_placement(file, identity(info), ranks)
     layers = experts.layers(info.shape.layers)
     return Placement(ranks, dict(zip(layers, found.placement, strict=True)), found.nodes or ())
+
+
+def placement_on_managers(
+    file: Path | None, capacity: Sequence[int], info: BackboneInfo, managers: int, continued: bool
+) -> tuple[Placement, list[str]]:
+    """Which expert managers hold which experts: manager n is expert rank n, and worker n - 1 of a placement file.
+
+    Args:
+        file: Of `--mux-expert-placement`; by default experts go to one manager after the other.
+        capacity: Experts that each manager can hold over all layers; one number for all of them; none: any number.
+        info: The backbone.
+        managers: How many there are.
+        continued: Whether the run continues a save: then the file may be for more managers, and the experts of those
+            that are gone go where there is most room.
+
+    Returns:
+        The placement, and what a user should know.
+
+    Raises:
+        UserError: The managers have no room for all experts, the file is wrong, or the backbone has no experts.
+    """
+    experts = info.shape.experts
+    if experts is None:
+        raise UserError(f"--mux-expert-managers: a {info.shape.family} has no experts: remove it")
+    layers, news = experts.layers(info.shape.layers), []
+    room = _room(capacity, managers, len(layers), experts.count)
+    if file is None:
+        wanted: Sequence[Sequence[int]] = [[e % managers for e in range(experts.count)] for _ in layers]
+        owners = _fitted(wanted, room)
+    else:
+        found = read_placement(file, identity(info), replicas=False)
+        gone = continued and found.workers > managers
+        if not gone:
+            read_placement(file, workers=managers, capacities=np.array(room))
+        wanted = [[one for (one,) in row] for row in found.placement]
+        owners = _fitted(wanted, room)
+        if gone:
+            news.append(_moved(file, found.workers, wanted, owners, managers))
+    counts = Counter(owner for row in owners for owner in row)
+    held = ", ".join(str(counts[manager]) for manager in range(managers))
+    who = "the expert manager holds" if managers == 1 else f"{managers} expert managers hold"
+    news.append(f"{who} {held} of the backbone's {counts.total()} experts")
+    ranks = {layer: tuple((1 + n,) for n in row) for layer, row in zip(layers, owners, strict=True)}
+    return Placement(managers + 1, ranks), news
+
+
+def _room(capacity: Sequence[int], managers: int, layers: int, experts: int) -> list[int]:
+    """Experts that each manager can hold; more than there are where nothing limits them."""
+    needed = layers * experts
+    if not capacity:
+        return [needed] * managers
+    flag = f"--mux-expert-capacity {','.join(map(str, capacity))}"
+    if len(capacity) not in (1, managers):
+        raise UserError(
+            f"{flag}: is for {len(capacity)} expert managers, but there are {managers}: give one number for all of "
+            "them, or one for each"
+        )
+    room = [*capacity] * (managers if len(capacity) == 1 else 1)
+    if sum(room) < needed:
+        have = "expert manager has" if managers == 1 else f"{managers} expert managers have"
+        raise UserError(
+            f"{flag}: {have} room for {sum(room)} experts, but the backbone has {layers} layers x {experts} experts = "
+            f"{needed}: start more managers, or raise it"
+        )
+    return room
+
+
+def _fitted(wanted: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+    """A placement that fits: experts are where they are wanted, as far as there is room; others where most room is."""
+    left = list(room)
+    owners = [[-1] * len(row) for row in wanted]
+    for layer, row in enumerate(wanted):
+        for expert, manager in enumerate(row):
+            if manager < len(left) and left[manager]:
+                owners[layer][expert] = manager
+                left[manager] -= 1
+    for row in owners:
+        for expert, owner in enumerate(row):
+            if owner < 0:
+                row[expert] = max(range(len(left)), key=left.__getitem__)
+                left[row[expert]] -= 1
+    return owners
+
+
+def _moved(
+    file: Path,
+    workers: int,
+    wanted: Sequence[Sequence[int]],
+    owners: Sequence[Sequence[int]],
+    managers: int,
+) -> str:
+    """Where the experts of managers that are gone went."""
+    rows = zip(wanted, owners, strict=True)
+    moved = Counter(now for row in rows for before, now in zip(*row, strict=True) if before != now)
+    places = ", ".join(f"{moved[n]} to manager {n + 1}" for n in sorted(moved))
+    return (
+        f"--mux-expert-placement {file} is for {workers} expert managers, and there are {managers}: of the experts of "
+        f"those that are gone, {places}"
+    )

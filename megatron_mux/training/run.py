@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.communication import CTAS, make_exchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone, load_stages
-from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
+from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info, stored_dtype
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
@@ -28,7 +29,7 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import load_task_file
-from megatron_mux.training.expert_placement import expert_placement
+from megatron_mux.training.expert_placement import expert_placement, placement_on_managers
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -56,7 +57,6 @@ def run(arguments: MuxArguments) -> None:
         *arguments.expert_sizes(info.shape),
     )
     arguments, of_policy = arguments.without_planner(info.shape)
-    placement = expert_placement(arguments.mux_expert_placement, info, arguments.expert_model_parallel_size)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
         save,
@@ -71,6 +71,9 @@ def run(arguments: MuxArguments) -> None:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        placement, news = _place_experts(arguments, info, manifest is not None)
+        for line in news:
+            reporter.say(line)
         specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
@@ -95,6 +98,17 @@ def run(arguments: MuxArguments) -> None:
         reporter.release()
 
 
+def _place_experts(
+    arguments: MuxArguments, info: BackboneInfo, continued: bool
+) -> tuple[Placement | None, list[str]]:
+    """Which expert ranks hold which experts, and what a user should know of it."""
+    file = arguments.mux_expert_placement
+    if not arguments.expert_managers:
+        return expert_placement(file, info, arguments.expert_model_parallel_size), []
+    capacity = arguments.mux_expert_capacity
+    return placement_on_managers(file, capacity, info, arguments.expert_managers, continued)
+
+
 def _join_world(
     arguments: MuxArguments, shape: BackboneShape, reporter: Reporter
 ) -> tuple[MuxArguments, Parallel]:
@@ -108,6 +122,7 @@ def _join_world(
         timeout_minutes=arguments.distributed_timeout_minutes,
         expert_parallel=expert,
         expert_tensor_parallel=expert_tensor,
+        expert_managers=arguments.expert_managers,
     )
     arguments, said = arguments.on_device(
         parallel.device.type, stored_dtype(arguments.backbone), has_bf16(parallel.device)
@@ -185,6 +200,15 @@ def _monitored(
     if arguments.save is not None:
         advice = f"Continue from the last save with --load {arguments.save}."
     timeout = arguments.distributed_timeout_minutes * 60
-    rank, stage = parallel.rank, parallel.pp_rank
-    with Liveness(rank, parallel.world_size, stage, timeout, advice, farewell) as liveness:
+    name = _name(parallel)
+    with Liveness(parallel.rank, parallel.world_size, name, timeout, advice, farewell) as liveness:
         yield replace(parallel, heartbeat=liveness)
+
+
+def _name(parallel: Parallel) -> str:
+    """What messages call this process."""
+    rank, host = parallel.rank, socket.gethostname()
+    if parallel.experts.broker is None:
+        return f"rank {rank} (pipeline stage {parallel.pp_rank}, {host})"
+    manager = f"expert manager {parallel.experts.rank}"
+    return f"{manager if parallel.experts.is_manager else 'the master'} (rank {rank}, {host})"

@@ -51,7 +51,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.memory = HostMemory(self.parallel.device)
-        if self.parallel.tp_size * self.parallel.pp_size > 1:
+        if self.parallel.model_group.size() > 1:
             # A group of its own: its exchanges run beside those of the steps.
             ranks = from_first(dist.get_process_group_ranks(self.parallel.model_group), self.parallel)
             self._group = new_group(ranks, self.parallel.device, "gloo")

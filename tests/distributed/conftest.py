@@ -50,7 +50,7 @@ def _state(parallel_state: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def joined() -> Iterator[Callable[..., Parallel]]:
-    """Divide the world: `joined(tp, pp, sequence_parallel=False, expert=1, expert_tensor=1)`.
+    """Divide the world: `joined(tp, pp, sequence_parallel=False, expert=1, expert_tensor=1, managers=0)`.
 
     A division's groups are kept for the next test that asks for it: connecting them takes a third of a second.
     """
@@ -62,11 +62,20 @@ def joined() -> Iterator[Callable[..., Parallel]]:
     leave = False
 
     def divide(
-        tp: int, pp: int, sequence_parallel: bool = False, expert: int = 1, expert_tensor: int = 1
+        tp: int,
+        pp: int,
+        sequence_parallel: bool = False,
+        expert: int = 1,
+        expert_tensor: int = 1,
+        managers: int = 0,
     ) -> Parallel:
         nonlocal leave
-        key = (tp, pp, sequence_parallel, expert, expert_tensor)
-        sizes: dict[str, Any] = {"expert_parallel": expert, "expert_tensor_parallel": expert_tensor}
+        key = (tp, pp, sequence_parallel, expert, expert_tensor, managers)
+        sizes: dict[str, Any] = {
+            "expert_parallel": expert,
+            "expert_tensor_parallel": expert_tensor,
+            "expert_managers": managers,
+        }
         if leave:
             # Divisions of experts are many: kept, the threads of their groups would slow everything down.
             runtime._leave_groups(parallel_state)
@@ -78,7 +87,7 @@ def joined() -> Iterator[Callable[..., Parallel]]:
         runtime._current = None
         vars(parallel_state).update(nothing)  # or the other groups would be destroyed
         parallel = runtime.initialize(tp, pp, sequence_parallel, **sizes)
-        leave = expert * expert_tensor > 1
+        leave = expert * expert_tensor > 1 or managers > 0
         if not leave:
             made[key] = parallel, _state(parallel_state)
         return parallel

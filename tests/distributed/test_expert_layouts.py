@@ -14,6 +14,7 @@ from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_experts import scattered
@@ -34,6 +35,7 @@ class Layout(NamedTuple):
     residence: Kind = "resident"
     scattered: bool = False
     policy: Literal["spatial", "temporal"] = "spatial"
+    managers: int = 0
 
 
 LAYOUTS = [
@@ -99,9 +101,22 @@ def cases_of(vocab: int) -> list[Case]:
 
 
 def train(
-    joined: Callable[..., Parallel], path: Path, cases: list[Case], layout: Layout
+    joined: Callable[..., Parallel],
+    path: Path,
+    cases: list[Case],
+    layout: Layout,
+    placement: Placement | None = None,
 ) -> tuple[list[dict[str, tuple[float, float, int]]], dict[str, dict[str, Tensor] | None]]:
-    parallel = joined(layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, layout.expert_tensor)
+    parallel = joined(
+        layout.tensor,
+        layout.pipeline,
+        layout.tensor > 1,
+        layout.expert,
+        layout.expert_tensor,
+        layout.managers,
+    )
+    if layout.scattered and placement is None:
+        placement = scattered(read_shape(path), layout.expert)
     stages = load_stages(
         path,
         parallel,
@@ -109,7 +124,7 @@ def train(
         layout.recompute,
         layout.split or None,
         layout.residence,
-        placement=scattered(read_shape(path), layout.expert) if layout.scattered else None,
+        placement=placement,
     )
     virtual = len(layout.split) // layout.pipeline or 1
     planning = Planning(layout.policy, stages=layout.pipeline * virtual, virtual=virtual, split=layout.split)

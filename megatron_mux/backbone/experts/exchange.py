@@ -3,11 +3,15 @@
 A row goes to a rank once, however many of its experts are there, with their numbers and weights in the same message:
 the rank returns the weighted sum. Ranks that divide an expert's matrices each get the row and return part of the sum.
 
+How messages travel is for `all_to_all` (each rank has rows) and `from_master` (one has).
+
 Shapes: R rows of this rank, K experts of a row, H hidden, S rows that it sends, N rows that it receives.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,43 +20,94 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.experts.router import Routes
+from megatron_mux.backbone.experts.traffic import Message, Traffic
 from megatron_mux.expert_ranks import ExpertRanks
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Where rows went: what both directions of the exchange need.
+class Choice:
+    """Which of this rank's rows go to which ranks.
 
     Attributes:
-        group: The ranks.
-        rows: `[S]` int64, this rank's rows in the order they were sent, rank by rank.
+        rows: `[S]` int64, in the order in which they are sent, rank by rank.
         experts: `[S, K]` int64, their experts; -1 for those that another rank computes.
         total: R.
-        outgoing, incoming: Rows sent to each rank and received from each.
+        counts: `[ranks]` int64, rows for each rank.
     """
 
-    group: dist.ProcessGroup
     rows: Tensor
     experts: Tensor
     total: int
-    outgoing: tuple[int, ...]
-    incoming: tuple[int, ...]
+    counts: Tensor
 
-    def forth(self, x: Tensor) -> Tensor:
-        """Send `[S, ...]` to the ranks: `[N, ...]`."""
-        made = x.new_empty(sum(self.incoming), *x.shape[1:])
-        dist.all_to_all_single(
-            made, x.contiguous(), list(self.incoming), list(self.outgoing), group=self.group
-        )
-        return made
+    @classmethod
+    def of(cls, routes: Routes, serving: Tensor, ranks: ExpertRanks) -> Choice:
+        """Choose ranks for rows.
 
-    def back(self, y: Tensor) -> Tensor:
-        """Send `[N, ...]` back: `[S, ...]`."""
-        made = y.new_empty(sum(self.outgoing), *y.shape[1:])
-        dist.all_to_all_single(
-            made, y.contiguous(), list(self.outgoing), list(self.incoming), group=self.group
-        )
-        return made
+        Args:
+            routes: Of the rows.
+            serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
+            ranks: The expert ranks.
+        """
+        served = serving[routes.experts]
+        there = torch.zeros(len(served), ranks.size, dtype=torch.bool, device=served.device)
+        there.scatter_(1, served, True)
+        to = there.t().repeat_interleave(ranks.tensor_size, dim=0)  # [ranks, R]
+        receiver, rows = to.nonzero(as_tuple=True)
+        elsewhere = served[rows] != (receiver // ranks.tensor_size).unsqueeze(1)
+        experts = routes.experts[rows].masked_fill(elsewhere, -1)
+        return cls(rows, experts, len(served), to.sum(dim=1))
+
+
+class Arriving:
+    """A message on its way here.
+
+    Args:
+        value: Where it arrives.
+        works: Done once it has.
+        given: What was sent for it, kept until then.
+    """
+
+    def __init__(self, value: Tensor, works: Sequence[dist.Work], given: Tensor | None = None) -> None:
+        self._value, self._works, self._given = value, works, given
+
+    def wait(self) -> Tensor:
+        """The message, once it is there."""
+        for work in self._works:
+            work.wait()
+        return self._value
+
+
+class Sent(ABC):
+    """Where rows went: what both directions of the exchange need.
+
+    Args:
+        choice: Which rows of this rank go where.
+        outgoing, incoming: Rows sent to each rank and received from each.
+        traffic: Counts.
+    """
+
+    def __init__(
+        self, choice: Choice, outgoing: tuple[int, ...], incoming: tuple[int, ...], traffic: Traffic
+    ) -> None:
+        self.rows, self.experts, self.total = choice.rows, choice.experts, choice.total
+        self.outgoing, self.incoming, self.traffic = outgoing, incoming, traffic
+
+    def forth(self, x: Tensor, message: Message) -> Arriving:
+        """Begin to send `[S, W]` to the ranks: `[N, W]`. Every rank calls it."""
+        self.traffic.add(message, x.shape[1] * x.element_size(), self.outgoing, self.incoming)
+        return self._forth(x.contiguous())
+
+    def back(self, y: Tensor, message: Message) -> Arriving:
+        """Begin to send `[N, W]` back: `[S, W]`. Every rank calls it."""
+        self.traffic.add(message, y.shape[1] * y.element_size(), self.incoming, self.outgoing)
+        return self._back(y.contiguous())
+
+    @abstractmethod
+    def _forth(self, x: Tensor) -> Arriving: ...
+
+    @abstractmethod
+    def _back(self, y: Tensor) -> Arriving: ...
 
     def collected(self, y: Tensor) -> Tensor:
         """Sum what came back for each row: `[S, W]` to `[R, W]`."""
@@ -63,26 +118,24 @@ class Sent:
         return summed
 
 
-def send_to(routes: Routes, serving: Tensor, ranks: ExpertRanks) -> Sent:
-    """Agree on which rows go where. A collective of the expert ranks.
+class Exchange(ABC):
+    """How a layer's rows reach their experts. Every rank makes one.
 
-    Args:
-        routes: Of this rank's rows.
+    Attributes:
         serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
-        ranks: The expert ranks.
+        traffic: What it has cost.
     """
-    served = serving[routes.experts]
-    there = torch.zeros(len(served), ranks.size, dtype=torch.bool, device=served.device)
-    there.scatter_(1, served, True)
-    to = there.t().repeat_interleave(ranks.tensor_size, dim=0)  # [ranks, R]
-    outgoing = to.sum(dim=1)
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=ranks.group)
-    counts = torch.stack((outgoing, incoming)).tolist()
-    receiver, rows = to.nonzero(as_tuple=True)
-    elsewhere = served[rows] != (receiver // ranks.tensor_size).unsqueeze(1)
-    experts = routes.experts[rows].masked_fill(elsewhere, -1)
-    return Sent(ranks.group, rows, experts, len(served), tuple(counts[0]), tuple(counts[1]))
+
+    serving: Tensor
+    traffic: Traffic
+
+    @abstractmethod
+    def send_to(self, routes: Routes) -> Sent:
+        """Agree on which rows go where. Every rank calls it, before the messages.
+
+        Args:
+            routes: Of this rank's rows.
+        """
 
 
 @dataclass(frozen=True)
@@ -103,7 +156,7 @@ class Received:
 
 
 def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tensor) -> Received:
-    """Send rows to their experts. Its backward is a collective too.
+    """Send rows to their experts. Its backward sends gradients back.
 
     Args:
         x: `[R, H]`.
@@ -117,7 +170,7 @@ def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tenso
 
 
 def collect(y: Tensor, sent: Sent) -> Tensor:
-    """Send the sums of the received rows' experts back: `[N, H]` to `[R, H]`. Its backward is a collective too."""
+    """Send the sums of the received rows' experts back: `[N, H]` to `[R, H]`. Its backward sends gradients forth."""
     collected: Tensor = _Collect.apply(y, sent)  # type: ignore[no-untyped-call]
     return collected
 
@@ -131,7 +184,7 @@ class _Dispatch(torch.autograd.Function):
         rows = sent.rows
         numbers = torch.cat((sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
         parts = [x.index_select(0, rows), weights.index_select(0, rows), numbers]
-        x, weights, numbers = _apart(sent.forth(_joined(parts)), parts)
+        x, weights, numbers = _apart(sent.forth(_joined(parts), "rows").wait(), parts)
         experts, slots = numbers[:, :-1].long(), numbers[:, -1].long()
         ctx.mark_non_differentiable(experts, slots)
         return x, weights, experts, slots
@@ -140,7 +193,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, dweights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         sent: Sent = ctx.sent
         parts = [dx, dweights]
-        back = _apart(sent.back(_joined(parts)), parts)
+        back = _apart(sent.back(_joined(parts), "row gradients").wait(), parts)
         return *(sent.collected(part) for part in back), None, None, None
 
 
@@ -148,12 +201,12 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
-        return sent.collected(sent.back(y))
+        return sent.collected(sent.back(y, "results").wait())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.sent
-        return sent.forth(gradient.index_select(0, sent.rows)), None
+        return sent.forth(gradient.index_select(0, sent.rows), "result gradients").wait(), None
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

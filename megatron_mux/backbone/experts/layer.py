@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mux import layout
-from megatron_mux.backbone.experts.exchange import Received, collect, dispatch, send_to
+from megatron_mux.backbone.experts.all_to_all import AllToAll
+from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
+from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
-from megatron_mux.backbone.experts.router import Router
+from megatron_mux.backbone.experts.router import Router, no_routes
+from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
 
 class MoELayer(nn.Module):
-    """Router, routed experts and shared experts of a layer.
+    """Router, routed experts and shared experts of a layer; of an expert manager, routed experts alone.
 
     Args:
         shape: The backbone's.
@@ -48,7 +51,7 @@ class MoELayer(nn.Module):
         super().__init__()
         assert shape.experts is not None
         ranks = parallel.experts
-        self.ranks = ranks
+        self.routing = shape.experts.routing
         self.sequence_parallel = parallel.sequence_parallel
         self.tp_rank = parallel.tp_rank
         self.activation = activation
@@ -57,32 +60,40 @@ class MoELayer(nn.Module):
         with torch.device("cpu"):  # the model is built on the meta device
             serving = torch.tensor(placement.serving(layer, ranks.rank))
             found = torch.tensor([*(places.get(expert, -1) for expert in range(shape.experts.count)), -1])
-        self.serving, self.places = serving.to(parallel.device), found.to(parallel.device)
+        self.places = found.to(parallel.device)
+        self.exchange = _exchange(ranks, serving.to(parallel.device), layer)
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
-        self.router = Router(shape.experts.routing, shape.experts.count, shape.hidden)
+        self.router = None
+        if not ranks.is_manager:
+            self.router = Router(self.routing, shape.experts.count, shape.hidden)
         inner, parts = shape.out_features("experts_fc1"), ranks.tensor_size
         self.experts_fc1 = GroupedLinear(len(self.held), shape.hidden, inner // parts)
         self.experts_fc2 = GroupedLinear(len(self.held), shape.experts.ffn // parts, shape.hidden)
-        self.shared_experts = shared_experts
+        self.shared_experts = None if ranks.is_manager else shared_experts
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no bias, as Megatron's layer expects of an MLP (it passes a padding mask)."""
         x = hidden.squeeze(1)
-        routes = self.router(x)
+        routes = no_routes(self.routing, x) if self.router is None else self.router(x)
         slots = self._slots(len(x))
-        if self.ranks.group.size() == 1:
-            output = self._compute(Received(x, routes.weights, routes.experts, slots))
-        else:
-            sent = send_to(routes, self.serving, self.ranks)
+        sent = None
+        received = Received(x, routes.weights, routes.experts, slots)
+        if self.exchange is not None:
+            sent = self.exchange.send_to(routes)
             anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
-            output = collect(self._compute(dispatch(x, routes, slots, sent, anchor)), sent)
+            received = dispatch(x, routes, slots, sent, anchor)
+        # While others compute, in both directions: autograd runs backward what was run last.
+        shared = None if self.shared_experts is None else self.shared_experts(hidden)[0]
+        output = self._compute(received)
+        if sent is not None:
+            output = collect(output, sent)
         output = output.unsqueeze(1)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(hidden)[0]
-        return output, None
+        return output if shared is None else output + shared, None
 
     def _compute(self, received: Received) -> Tensor:
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
+        if not len(received.x):
+            return received.x
         pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held))
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
@@ -99,3 +110,10 @@ class MoELayer(nn.Module):
         # Padding rows at the end are no task's.
         slots = torch.cat((table[:, 0], table[:, 0].max().unsqueeze(0) + 1))
         return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
+
+
+def _exchange(ranks: ExpertRanks, serving: Tensor, layer: int) -> Exchange | None:
+    """How rows reach their experts; None where this process has all of them."""
+    if ranks.group.size() == 1:
+        return None
+    return AllToAll(ranks, serving) if ranks.broker is None else FromMaster(ranks, serving, layer)

@@ -79,3 +79,10 @@ class Router(nn.Module):
         best = of_group.topk(routing.top_groups, dim=-1).indices
         outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
         return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+
+
+def no_routes(routing: Routing, x: Tensor) -> Routes:
+    """What a router returns for no rows, where there is none; `x` is `[0, H]`."""
+    wide = x.dtype if routing.cast else torch.promote_types(x.dtype, torch.float32)
+    experts = torch.empty(0, routing.top_k, dtype=torch.int64, device=x.device)
+    return Routes(experts, torch.empty_like(experts, dtype=wide))

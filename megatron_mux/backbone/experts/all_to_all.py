@@ -1,0 +1,56 @@
+"""Rows among ranks that each have some: collectives of all expert ranks, after one that tells their sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
+from megatron_mux.backbone.experts.router import Routes
+from megatron_mux.backbone.experts.traffic import Traffic
+from megatron_mux.expert_ranks import ExpertRanks
+
+
+class AllToAll(Exchange):
+    """The exchange of expert parallelism.
+
+    Args:
+        ranks: The expert ranks.
+        serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
+    """
+
+    def __init__(self, ranks: ExpertRanks, serving: Tensor) -> None:
+        self._ranks, self.serving = ranks, serving
+        self.traffic = Traffic(ranks.group.size())
+
+    def send_to(self, routes: Routes) -> Sent:
+        """See `Exchange.send_to`: a collective, whose result the host reads."""
+        choice = Choice.of(routes, self.serving, self._ranks)
+        incoming = torch.empty_like(choice.counts)
+        dist.all_to_all_single(incoming, choice.counts, group=self._ranks.group)
+        outgoing, received = torch.stack((choice.counts, incoming)).tolist()
+        self.traffic.add("sizes", choice.counts.element_size(), [1] * len(outgoing), [1] * len(outgoing))
+        return _SentToAll(self._ranks.group, choice, tuple(outgoing), tuple(received), self.traffic)
+
+
+class _SentToAll(Sent):
+    def __init__(self, group: dist.ProcessGroup, *sent: Any) -> None:
+        super().__init__(*sent)
+        self._group = group
+
+    def _forth(self, x: Tensor) -> Arriving:
+        return self._exchange(x, self.outgoing, self.incoming)
+
+    def _back(self, y: Tensor) -> Arriving:
+        return self._exchange(y, self.incoming, self.outgoing)
+
+    def _exchange(self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...]) -> Arriving:
+        made = given.new_empty(sum(incoming), given.shape[1])
+        work = dist.all_to_all_single(
+            made, given, list(incoming), list(outgoing), group=self._group, async_op=True
+        )
+        assert work is not None
+        return Arriving(made, [work], given)

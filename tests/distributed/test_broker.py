@@ -1,0 +1,193 @@
+"""A master and three expert managers against transformers and against one process; and what they send."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mux import layout
+from megatron_mux.backbone.experts.from_master import HEADER_BYTES
+from megatron_mux.backbone.experts.traffic import MESSAGES
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.expert_shape import Placement
+from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
+from tests import tiny_models
+from tests.distributed.rendezvous import run_under_the_rules
+from tests.distributed.test_expert_layouts import Layout, cases_of, train
+from tests.distributed.test_experts import batch_of, reference
+from tests.distributed.test_nccl_rules import Scenario, run
+from tests.end_to_end.harness import Case, assert_close, random_records
+from tests.logits import all_logits
+
+Joined = Callable[..., Parallel]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(once: Any) -> Callable[[str], Path]:
+    def made(name: str) -> Path:
+        directory: Path = once(f"broker-{name}", lambda path: tiny_models.make(path, name))
+        return directory / name
+
+    return made
+
+
+def uneven(shape: BackboneShape) -> Placement:
+    """Experts anywhere on three managers; the last layer's on one of them."""
+    assert shape.experts is not None
+    drawn = random.Random(5)
+    layers = {
+        layer: tuple((drawn.choice((1, 1, 2, 3)),) for _ in range(shape.experts.count))
+        for layer in shape.experts.layers(shape.layers)
+    }
+    layers[shape.layers - 1] = ((2,),) * shape.experts.count
+    return Placement(4, layers)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", tiny_models.WITH_EXPERTS[:2])
+def test_agrees_with_transformers_and_counts_its_bytes(
+    name: str, recompute: Any, joined: Joined, checkpoints: Callable[[str], Path], stages: Any
+) -> None:
+    path, parallel = checkpoints(name), joined(1, 1, managers=3)
+    shape = read_shape(path)
+    assert shape.experts is not None
+    placement = uneven(shape)
+    backbone = Backbone.load(path, parallel, torch.float64, recompute, placement=placement)
+    backbone.lowest_adapter = lambda: 0
+    held = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, p in backbone.model.named_parameters()
+        if p.numel()
+    }
+    if parallel.experts.is_manager:
+        assert held <= {"experts_fc1", "experts_fc2"}
+    else:
+        assert held.isdisjoint({"experts_fc1", "experts_fc2"})
+    batch = batch_of(shape, parallel, 1 if parallel.experts.is_manager else 0)
+    if parallel.experts.is_manager:
+        batch = empty_batch(shape)
+    passes_ = stages(backbone, batch)
+    embedded = backbone.embed(batch).clone().requires_grad_(True)
+    hidden = passes_.forward(embedded)
+    loss, _ = backbone.loss(hidden, batch)
+    found = all_logits(backbone, batch, hidden) if batch.rows else None
+    gradient = passes_.backward(loss)
+    if found is not None:
+        logits, wanted = reference(path, batch)
+        assert (found - logits).abs().max() <= 1e-9
+        assert (gradient.squeeze(1) - wanted).norm() <= 1e-9 * wanted.norm()
+    check_traffic(backbone, placement, recompute == "full")
+
+
+def empty_batch(shape: BackboneShape) -> Any:
+    return layout.pack([], ("first", "second"), {"first": 0, "second": 0}).to()
+
+
+def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None:
+    """Each message has as many bytes as its rows, and a header more in the forward pass; both ends agree."""
+    shape, ranks = backbone.shape, backbone.parallel.experts
+    assert shape.experts is not None
+    top_k, number = shape.experts.routing.top_k, 8
+    width = {
+        "rows": shape.hidden * number + top_k * (number + 4) + 4,
+        "results": shape.hidden * number,
+        "result gradients": shape.hidden * number,
+        "row gradients": (shape.hidden + top_k) * number,
+    }
+    for layer, traffic in backbone.traffic().items():
+        at: dict[str, int] = {message: i for i, message in enumerate(MESSAGES)}
+        everyones: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everyones, (traffic.sent, traffic.received))
+        for sender in range(ranks.size):
+            for receiver in range(ranks.size):
+                assert (everyones[sender][0][:, receiver] == everyones[receiver][1][:, sender]).all()
+        if ranks.is_manager:
+            assert (traffic.sent[:, 1:] == 0).all() and (traffic.received[:, 1:] == 0).all()
+            continue
+        passes = 1 + twice
+        assert traffic.sent[at["sizes"], 1:].tolist() == [HEADER_BYTES * passes] * (ranks.size - 1)
+        rows = traffic.received[at["row gradients"]] // width["row gradients"]
+        assert rows.sum() > 0
+        assert all(rows[rank] == 0 for rank in range(1, 4) if not placement.held(layer, rank))
+        for message, found, times in (
+            ("rows", traffic.sent, passes),
+            ("results", traffic.received, passes),
+            ("result gradients", traffic.sent, 1),
+            ("row gradients", traffic.received, 1),
+        ):
+            assert found[at[message]].tolist() == (rows * width[message] * times).tolist(), message
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_come_out_as_in_one_process(
+    family: str, joined: Joined, checkpoints: Callable[[str], Path]
+) -> None:
+    path = checkpoints(family)
+    shape = read_shape(path)
+    cases = cases_of(96)
+    wanted, adapters = train(joined, path, cases, Layout(1, 1, 1))
+    for own_layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
+        placement = uneven(shape) if own_layout.scattered else None
+        found, own = train(joined, path, cases, own_layout, placement)
+        for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
+            for name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-10), (own_layout, step, name)
+        for name, tensors in own.items():
+            reference_ = adapters[name]
+            if tensors is not None and reference_ is not None:
+                assert_close(tensors, reference_, 1e-10, f"{own_layout} {name}")
+
+
+LAYOUTS = [
+    Layout(1, 1, 1, managers=3),
+    Layout(1, 1, 1, managers=3, scattered=True, policy="temporal"),
+    Layout(1, 1, 1, managers=3, scattered=True, recompute="full"),
+]
+
+
+def test_a_task_that_diverges_changes_no_neighbour(
+    joined: Joined, checkpoints: Callable[[str], Path]
+) -> None:
+    """Nor does it stop them: its gradients are not finite on managers and on the master."""
+    path, layout_ = checkpoints("mixtral"), LAYOUTS[0]
+    both = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    training = {"per_device_train_batch_size": 4, "max_steps": 8, "seed": 3}
+    own, diverging = (
+        Case(
+            name,
+            {"peft_type": "LORA", "r": 3, **both},
+            {**training, "learning_rate": rate, "optim": "sgd"},
+            random_records(9, 96, 3, 12, seed=3),
+        )
+        for name, rate in (("own", 0.1), ("diverging", 1e200))
+    )
+    alone, wanted = train(joined, path, [own], layout_)
+    beside, found = train(joined, path, [own, diverging], layout_)
+    assert not all(map(math.isfinite, beside[-1].get("diverging", (math.nan,)))), "it did not diverge"
+    for theirs, ours in zip(alone, beside, strict=True):
+        assert ours["own"] == pytest.approx(theirs["own"], rel=1e-10)
+    if found["own"] is not None:
+        assert_close(found["own"], wanted["own"] or {}, 1e-10, "own")
+
+
+def test_messages_follow_the_rules_of_nccl(joined: Joined, checkpoints: Callable[[str], Path]) -> None:
+    parallel = joined(1, 1, managers=3)
+    scenarios = [Scenario("temporal", pipeline=1, then=then) for then in ("evaluate", "join")]
+    for scenario in scenarios:
+        rules, problem = run_under_the_rules(partial(run, scenario, parallel, checkpoints("mixtral")))
+        assert not problem, problem
+        assert rules.met["send"] + rules.met["recv_"] > 100
