@@ -241,7 +241,6 @@ class Bench:
             **counted,
             "interface_bytes": sum(crossed.bytes.values()),
             "interface_payload": crossed.payload,
-            "overhead": sum(one["overhead"][0] for one in answers[:1]) if "overhead" in answers[0] else 0,
         }
 
     def figures(self, turns: Sequence[Mapping[str, Any]], placed: Any, rest: float) -> dict[str, Any]:

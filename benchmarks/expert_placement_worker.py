@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
 from megatron_mux.expert_shape import Placement
@@ -46,17 +47,16 @@ def enter(namespace: str) -> None:
 
 @dataclass
 class Counted:
-    """What this process sent in a step. P: processes.
+    """Bytes of rows and results of a step. P: processes.
 
     Attributes:
-        sent: [P] bytes that it gave the exchange for each process.
-        routed: [P] bytes that it must have sent according to the experts that rows selected.
-        selected: [L][E] rows that selected each expert.
+        sent: [P] what this process has sent to each process, by the counters of the exchange.
+        routed: [P] what this process's rows and their results must have taken from and to each process, by the experts
+            that the rows selected.
     """
 
     sent: np.ndarray
     routed: np.ndarray
-    selected: np.ndarray
 
 
 @dataclass
@@ -100,8 +100,7 @@ class Worker:
         pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
         shared: dict[str, Tensor] = {}
         for name, ranks in placements.items():
-            by_layer = dict(enumerate(tuple(tuple(tuple(own) for own in row) for row in ranks)))
-            placement = Placement(self.parallel.world_size, by_layer, tuple(self.nodes))
+            placement = self._placement(ranks)
             loaded = Backbone.load(backbone, self.parallel, torch.bfloat16, placement=placement)
             for key, parameter in loaded.model.named_parameters():
                 if "experts_fc" not in key:
@@ -113,10 +112,16 @@ class Worker:
             self.methods[name] = Method(engine, placement)
         return {}
 
+    def _placement(self, workers: Sequence[Sequence[Sequence[int]]]) -> Placement:
+        """With a master, worker n is expert rank n + 1."""
+        first = 0 if self.parallel.experts.broker is None else 1
+        ranks = tuple(tuple(tuple(first + n for n in own) for own in row) for row in workers)
+        return Placement(self.parallel.world_size, dict(enumerate(ranks)), tuple(self.nodes))
+
     def steps(self, method: str, count: int) -> dict[str, Any]:
         """Take steps; returns when each ended, and what was sent."""
         chosen = self.methods[method]
-        ends, sent, routed, selected = [], [], [], []
+        ends, sent, routed = [], [], []
         dist.barrier()
         start = time.monotonic()
         for _ in range(count):
@@ -125,8 +130,7 @@ class Worker:
             ends.append(time.monotonic())
             sent.append(counted.sent.tolist())
             routed.append(counted.routed.tolist())
-            selected.append(counted.selected.tolist())
-        return {"start": start, "ends": ends, "sent": sent, "routed": routed, "selected": selected}
+        return {"start": start, "ends": ends, "sent": sent, "routed": routed}
 
     @contextmanager
     def _counting(self, method: Method) -> Iterator[Counted]:
@@ -134,31 +138,22 @@ class Worker:
         experts = backbone.shape.experts
         assert experts is not None
         count = self.parallel.world_size
-        counted = Counted(
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            np.zeros((backbone.shape.layers, experts.count), np.int64),
-        )
-        own = dist.all_to_all_single
-
-        def counting(output: Tensor, data: Tensor, into: Any = None, out: Any = None, **more: Any) -> Any:
-            if out is not None:  # sizes are agreed on without
-                counted.sent += np.array(out) * (data[:1].numel() * data.element_size())
-            return own(output, data, into, out, **more)
-
+        counted = Counted(np.zeros(count, np.int64), np.zeros(count, np.int64))
+        for traffic in backbone.traffic().values():
+            traffic.reset()
         with ExitStack() as hooks:
             for layer, module in zip(backbone.layers, backbone.model.decoder.layers, strict=True):
-                serving = np.array(method.placement.serving(layer, self.parallel.rank))
-                handle = module.mlp.router.register_forward_hook(self._routed(counted, layer, serving))
-                hooks.callback(handle.remove)
-            dist.all_to_all_single = counting
-            hooks.callback(setattr, dist, "all_to_all_single", own)
+                if module.mlp.router is not None:
+                    serving = np.array(method.placement.serving(layer, self.parallel.experts.rank))
+                    handle = module.mlp.router.register_forward_hook(self._routed(counted, serving))
+                    hooks.callback(handle.remove)
             yield counted
+        for traffic in backbone.traffic().values():
+            counted.sent += traffic.sent[MESSAGES.index("rows") :].sum(0)
 
-    def _routed(self, counted: Counted, layer: int, serving: np.ndarray) -> Any:
+    def _routed(self, counted: Counted, serving: np.ndarray) -> Any:
         def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
             experts = routes.experts.numpy()
-            counted.selected[layer] += np.bincount(experts.ravel(), minlength=len(serving))
             reached = np.zeros((len(experts), self.parallel.world_size), bool)
             np.put_along_axis(reached, serving[experts], True, axis=1)
             x = inputs[0]
@@ -205,7 +200,8 @@ def main() -> None:
     enter(os.environ["MUX_NAMESPACE"])
     torch.set_num_threads(1)
     nodes = os.environ["MUX_NODES"].split(",")
-    worker = Worker(initialize(expert_parallel=len(nodes), device="cpu"), nodes)
+    sizes = {"expert_managers": len(nodes) - 1} if os.environ["MUX_MODE"] == "broker" else {"expert_parallel": len(nodes)}
+    worker = Worker(initialize(device="cpu", **sizes), nodes)
     for line in sys.stdin:
         command = json.loads(line)
         answer = getattr(worker, command.pop("do"))(**command)
