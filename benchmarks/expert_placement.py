@@ -46,6 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--upcycled", type=Path, default=ROOT / ".quickstart/moe", metavar="DIR", help="see examples/moe/upcycle.py")
     add("--rounds", type=int, default=5, help="turns of each method (5)")
     add("--steps", type=int, default=1, help="steps in each turn (1)")
+    add("--trace", type=int, default=100, metavar="N", help="steps of the longer run of each text (100)")
     add("--between", type=float, default=3.0, metavar="MB/S", help="bandwidth between nodes (3)")
     add("--local", type=float, default=16.0, metavar="X", help="times that bandwidth within a node (16)")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -130,12 +131,15 @@ class Bench:
             nodes = [NODES[0], *NODES] if master else list(NODES)
             topologies[mode] = topology_of(links[mode], nodes, master)
             say(f"links measured by {mode}: {links[mode]['up']} {links[mode]['down']}")
-        cases = []
+        cases, traffic = [], {}
         for name in self.arguments.cases:
             model, records, batch = self.prepare(name)
             profile = self.profile(model, records)
             for slack in self.arguments.slack:
                 cases.append(self.case(name, slack, model, records, batch, profile, topologies))
+                if name in TEXTS:
+                    title = f"{name}, {slack:g}x slots"
+                    traffic[title] = self.trace(cases[-1], model, records, batch)
         return {
             "hardware": f"{cpu_name()}, 2 cores",
             "between_mb_s": self.arguments.between,
@@ -144,6 +148,7 @@ class Bench:
             "steps": self.arguments.steps,
             "links": links,
             "cases": cases,
+            "traffic": traffic,
         }
 
     def limit(self) -> None:
@@ -215,6 +220,22 @@ class Bench:
         say(short(found))
         return found
 
+    def trace(self, case: Mapping[str, Any], model: str, records: str, batch: int) -> dict[str, list[float]]:
+        """Bytes between nodes of each step of a longer run, by the experts that its rows select."""
+        from expert_placement_methods import team_of
+
+        found: dict[str, list[float]] = self.single.ask(
+            "trace",
+            backbone=model,
+            records=records,
+            batch=batch,
+            steps=self.arguments.trace,
+            masters={method: team_of(method) == "broker" for method in case["methods"]},
+            placements={method: own["placement"] for method, own in case["methods"].items()},
+            nodes=NODES,
+        )[0]
+        return found
+
     def turn(self, method: str, steps: int) -> dict[str, Any]:
         """Take some steps by a method; returns seconds and bytes between nodes of each, and the counters of all."""
         from expert_placement_methods import team_of
@@ -239,6 +260,7 @@ class Bench:
         return {
             "seconds": [end - start for start, end in zip(ends, ends[1:], strict=False)],
             **counted,
+            "gradients": [_ring_bytes(size, nodes) for size in answers[0]["summed"]],
             "interface_bytes": sum(crossed.bytes.values()),
             "interface_payload": crossed.payload,
         }
@@ -254,6 +276,7 @@ class Bench:
             "median_s": statistics.median(seconds),
             "bytes": sent,
             "mean_bytes": statistics.mean(sent),
+            "gradient_bytes": statistics.mean(size for turn in turns for size in turn["gradients"]),
             "routed_equals_sent": sent == routed,
             "interface_payload": payload / len(sent),
             "interface_bytes": sum(turn["interface_bytes"] for turn in turns) / len(sent),
@@ -262,6 +285,12 @@ class Bench:
             "compute_share": rest / statistics.median(seconds),
             "placement": placed.placement,
         }
+
+
+def _ring_bytes(summed: int, nodes: Sequence[str]) -> float:
+    """Bytes between nodes if processes sum so many bytes on a ring, as gloo does."""
+    crossings = sum(a != b for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    return crossings * summed * 2 * (len(nodes) - 1) / len(nodes)
 
 
 def short(case: Mapping[str, Any]) -> str:
@@ -274,7 +303,7 @@ def short(case: Mapping[str, Any]) -> str:
             f"{own['predicted_s'] / own['median_s'] - 1:+.1%}), {own['mean_bytes'] / 1e6:.2f} MB "
             f"({own['mean_bytes'] / usual['mean_bytes'] - 1:+.1%}; predicted "
             f"{own['predicted_bytes'] / own['mean_bytes'] - 1:+.1%}), interface "
-            f"{own['interface_payload'] / own['mean_bytes'] - 1:+.1%}, routed {own['routed_equals_sent']}"
+            f"{own['interface_payload'] / (own['mean_bytes'] + own['gradient_bytes']) - 1:+.1%}, routed {own['routed_equals_sent']}"
         )
     return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
-from megatron_mux.expert_shape import Placement
+from megatron_mux.expert_shape import Placement, serving_rank
 from megatron_mux.moe.measure_links import LinkMeter, measure_links
 from megatron_mux.moe.profile_tasks import profile_tasks
 from megatron_mux.runtime import Parallel, initialize, shutdown
@@ -53,10 +53,12 @@ class Counted:
         sent: [P] what this process has sent to each process, by the counters of the exchange.
         routed: [P] what this process's rows and their results must have taken from and to each process, by the experts
             that the rows selected.
+        summed: Bytes of what all processes have summed, such as adapters' gradients.
     """
 
     sent: np.ndarray
     routed: np.ndarray
+    summed: int = 0
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Worker:
     def steps(self, method: str, count: int) -> dict[str, Any]:
         """Take steps; returns when each ended, and what was sent."""
         chosen = self.methods[method]
-        ends, sent, routed = [], [], []
+        ends, sent, routed, summed = [], [], [], []
         dist.barrier()
         start = time.monotonic()
         for _ in range(count):
@@ -130,23 +132,28 @@ class Worker:
             ends.append(time.monotonic())
             sent.append(counted.sent.tolist())
             routed.append(counted.routed.tolist())
-        return {"start": start, "ends": ends, "sent": sent, "routed": routed}
+            summed.append(counted.summed)
+        return {"start": start, "ends": ends, "sent": sent, "routed": routed, "summed": summed}
 
     @contextmanager
     def _counting(self, method: Method) -> Iterator[Counted]:
         backbone = method.engine.backbone
-        experts = backbone.shape.experts
-        assert experts is not None
         count = self.parallel.world_size
         counted = Counted(np.zeros(count, np.int64), np.zeros(count, np.int64))
         for traffic in backbone.traffic().values():
             traffic.reset()
+        own = dist.all_reduce
+
+        def summing(data: Tensor, *others: Any, **more: Any) -> Any:
+            counted.summed += data.numel() * data.element_size()
+            return own(data, *others, **more)
+
         with ExitStack() as hooks:
-            for layer, module in zip(backbone.layers, backbone.model.decoder.layers, strict=True):
-                if module.mlp.router is not None:
-                    serving = np.array(method.placement.serving(layer, self.parallel.experts.rank))
-                    handle = module.mlp.router.register_forward_hook(self._routed(counted, serving))
-                    hooks.callback(handle.remove)
+            dist.all_reduce = summing
+            hooks.callback(setattr, dist, "all_reduce", own)
+            for layer, router in _routers(backbone):
+                serving = np.array(method.placement.serving(layer, self.parallel.experts.rank))
+                hooks.callback(router.register_forward_hook(self._routed(counted, serving)).remove)
             yield counted
         for traffic in backbone.traffic().values():
             counted.sent += traffic.sent[MESSAGES.index("rows") :].sum(0)
@@ -156,10 +163,7 @@ class Worker:
             experts = routes.experts.numpy()
             reached = np.zeros((len(experts), self.parallel.world_size), bool)
             np.put_along_axis(reached, serving[experts], True, axis=1)
-            x = inputs[0]
-            per_row = 4 * x.shape[-1] * x.element_size()
-            beside = experts.shape[1] * routes.weights.element_size() * 2 + 4 * (experts.shape[1] + 1)
-            counted.routed += reached.sum(0) * (per_row + beside)
+            counted.routed += reached.sum(0) * _bytes_of_row(inputs[0], routes)
 
         return hook
 
@@ -171,6 +175,51 @@ class Worker:
         found = profile_tasks(loaded, {"task": Records(pairs).as_dataset()}, tokens.numel())
         return found.model_dump(mode="json")
 
+    def trace(
+        self,
+        backbone: str,
+        records: str,
+        batch: int,
+        steps: int,
+        masters: Mapping[str, bool],
+        placements: Mapping[str, Any],
+        nodes: Sequence[str],
+    ) -> dict[str, list[float]]:
+        """Train in this process alone; returns, for each method, what each step would send between nodes.
+
+        Args:
+            backbone, records, batch: As for `load`.
+            steps: Number of steps.
+            masters: Method to whether a master on the first worker's node has all rows; else all workers have some.
+            placements: Method to [L][E] workers.
+            nodes: Of each worker.
+        """
+        own = Worker(self.parallel, nodes)
+        tokens = torch.load(records)
+        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        engine = Engine(Backbone.load(backbone, self.parallel, torch.bfloat16), self.parallel)
+        engine.register_tasks([Task(_spec(batch, tokens.shape[1]), Records(pairs).as_dataset())])
+        crossing = {
+            name: [_crossing(row, own.nodes, masters[name]) for row in placement]
+            for name, placement in placements.items()
+        }
+        found: dict[str, list[float]] = {name: [] for name in placements}
+        with ExitStack() as hooks:
+            for layer, router in _routers(engine.backbone):
+
+                def count(router: Any, inputs: tuple[Any, ...], routes: Any, layer: int = layer) -> None:
+                    experts = routes.experts.numpy()
+                    size = _bytes_of_row(inputs[0], routes)
+                    for name, by_layer in crossing.items():
+                        found[name][-1] += size * _rows_crossing(experts, *by_layer[layer])
+
+                hooks.callback(router.register_forward_hook(count).remove)
+            for _ in range(steps):
+                for sizes in found.values():
+                    sizes.append(0.0)
+                engine.step()
+        return found
+
     def links(self, seconds: float) -> dict[str, Any]:
         """Measure the links between all processes."""
         found = measure_links(LinkMeter(self.parallel, seconds), self.nodes, all_pairs=False)
@@ -180,6 +229,38 @@ class Worker:
             "up": found.up,
             "down": found.down,
         }
+
+
+def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
+    """Each layer with its router; a manager has none."""
+    layers = zip(backbone.layers, backbone.model.decoder.layers, strict=True)
+    return [(layer, module.mlp.router) for layer, module in layers if module.mlp.router is not None]
+
+
+def _bytes_of_row(x: Tensor, routes: Any) -> int:
+    """Bytes of a row that visits a process: four times its features, and what travels beside them."""
+    weights, numbers = routes.weights.element_size() * routes.weights.shape[1], 4 * (routes.experts.shape[1] + 1)
+    return 4 * x.shape[-1] * x.element_size() + 2 * weights + numbers
+
+
+def _crossing(
+    row: Sequence[Sequence[int]], nodes: Sequence[str], master: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S][E] the worker that serves each sender's rows of each expert, and [S][N] whether that is on another node."""
+    senders = [(None, nodes[0])] if master else list(enumerate(nodes))
+    serving = [[serving_rank(own, sender, node, nodes) for own in row] for sender, node in senders]
+    away = [[node != other for other in nodes] for _, node in senders]
+    return np.array(serving), np.array(away)
+
+
+def _rows_crossing(experts: np.ndarray, serving: np.ndarray, away: np.ndarray) -> float:
+    """Rows that leave their node, if each sender has as many of the rows; `experts` is [rows][K]."""
+    total = 0.0
+    for own, elsewhere in zip(serving, away, strict=True):
+        reached = np.zeros((len(experts), len(elsewhere)), bool)
+        np.put_along_axis(reached, own[experts], True, axis=1)
+        total += float((reached & elsewhere).sum()) / len(serving)
+    return total
 
 
 def _spec(batch: int, length: int) -> TaskSpec:
