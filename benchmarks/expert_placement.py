@@ -2,7 +2,7 @@
 
 python benchmarks/expert_placement.py --output benchmarks/results/expert-placement-cpu-2-cores.json    # as root
 python benchmarks/expert_placement.py --cases zipf-0.8 --rounds 2 --slack 1            # a part
-python benchmarks/expert_placement.py --upcycled DIR --cases movie austen              # examples/moe/upcycle.py made DIR
+python benchmarks/expert_placement.py --upcycled DIR --cases movie austen       # DIR: by examples/moe/upcycle.py
 
 Three network namespaces are nodes, with two workers each; what crosses between them goes over links that are a
 sixteenth as fast as those within. The links are measured, the tasks' data is profiled, experts are placed by every
@@ -12,6 +12,7 @@ method, and methods take turns, some steps at a time.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -41,12 +42,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    add("--slack", type=float, nargs="+", default=[1.0, 1.25], metavar="X", help="slots for each expert (1 1.25)")
+    add(
+        "--slack",
+        type=float,
+        nargs="+",
+        default=[1.0, 1.25],
+        metavar="X",
+        help="slots for each expert (1 1.25)",
+    )
     add("--modes", nargs="+", choices=("ep", "broker"), default=["ep", "broker"], help="default: both")
-    add("--upcycled", type=Path, default=ROOT / ".quickstart/moe", metavar="DIR", help="see examples/moe/upcycle.py")
-    add("--rounds", type=int, default=5, help="turns of each method (5)")
+    add(
+        "--upcycled",
+        type=Path,
+        default=ROOT / ".quickstart/moe",
+        metavar="DIR",
+        help="see examples/moe/upcycle.py",
+    )
+    add("--rounds", type=int, default=4, help="turns of each method (4)")
     add("--steps", type=int, default=1, help="steps in each turn (1)")
-    add("--trace", type=int, default=100, metavar="N", help="steps of the longer run of each text (100)")
+    add("--trace", type=int, default=60, metavar="N", help="steps of the longer run of each text (60)")
     add("--between", type=float, default=3.0, metavar="MB/S", help="bandwidth between nodes (3)")
     add("--local", type=float, default=16.0, metavar="X", help="times that bandwidth within a node (16)")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -64,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
     try:
         result = measure(arguments)
     except NamespacesRefused as error:
@@ -89,10 +104,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         network = cleanup.enter_context(connected_nodes([*NODES, NODES[0]]))
         server = cleanup.enter_context(warm.Server())
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="expert-placement-")))
-        team = lambda members, port, mode: cleanup.enter_context(started(server, network, members, port, mode))  # noqa: E731
-        single = team([len(NODES)], 29510, "single")
+        single = cleanup.enter_context(started(server, network, [len(NODES)], 29510, "single"))
         members = {"ep": range(len(NODES)), "broker": [len(NODES), *range(len(NODES))]}
-        teams = {mode: team(members[mode], 29520 + i, mode) for i, mode in enumerate(arguments.modes)}
+        teams = {
+            mode: cleanup.enter_context(started(server, network, members[mode], 29520 + i, mode))
+            for i, mode in enumerate(arguments.modes)
+        }
         bench = Bench(arguments, network, single, teams, folder)
         result = bench.run()
     result["minutes"] = (time.monotonic() - began) / 60
@@ -164,9 +181,9 @@ class Bench:
         if name in ZIPF:
             write_random_mixtral(self.folder / name, ZIPF[name])
             random_records(records)
-            return str(self.folder / name), str(records), 12
+            return str(self.folder / name), str(records), len(NODES)
         text_records(self.arguments.upcycled, ROOT / f".quickstart/data/{name}.jsonl", records)
-        return str(self.arguments.upcycled), str(records), 12
+        return str(self.arguments.upcycled), str(records), len(NODES)
 
     def profile(self, model: str, records: str) -> Any:
         """Count which experts the records select."""
@@ -195,11 +212,11 @@ class Bench:
             own = {method: one.placement for method, one in placed.items() if team_of(method) == mode}
             team.ask("load", backbone=model, records=records, batch=batch, placements=own)
         self.network.unlimit()
-        firsts = {team_of(method): method for method in reversed(placed)}
-        rest = {}
-        for mode, method in firsts.items():
-            self.turn(method, 1)
-            rest[mode] = statistics.median(self.turn(method, 1)["seconds"][0] for _ in range(3))
+        rest: dict[str, list[float]] = {method: [] for method in placed}
+        for first in (True, False, False, False):
+            for method in placed:
+                seconds = self.turn(method, 1)["seconds"]
+                rest[method] += [] if first else seconds
         self.limit()
         turns: dict[str, list[dict[str, Any]]] = {method: [] for method in placed}
         order = list(placed)
@@ -212,9 +229,9 @@ class Bench:
             "tokens": batch * length,
             "entropy": entropy(torch.from_numpy(profile.access)),
             "access": profile.access.tolist(),
-            "rest_s": rest,
             "methods": {
-                method: self.figures(turns[method], one, rest[team_of(method)]) for method, one in placed.items()
+                method: self.figures(turns[method], one, statistics.median(rest[method]))
+                for method, one in placed.items()
             },
         }
         say(short(found))
@@ -245,7 +262,8 @@ class Bench:
         before = self.network.crossed()
         answers = self.teams[mode].ask("steps", method=method, count=steps)
         crossed = self.network.crossed().since(before)
-        ends = [max(one["start"] for one in answers), *(max(times) for times in zip(*(a["ends"] for a in answers), strict=True))]
+        all_ended = [max(times) for times in zip(*(one["ends"] for one in answers), strict=True)]
+        ends = [max(one["start"] for one in answers), *all_ended]
         counted: dict[str, list[int]] = {}
         for key in ("sent", "routed"):
             counted[key] = [
@@ -281,6 +299,7 @@ class Bench:
             "interface_payload": payload / len(sent),
             "interface_bytes": sum(turn["interface_bytes"] for turn in turns) / len(sent),
             "predicted_bytes": placed.crossing,
+            "rest_s": rest,
             "predicted_s": placed.seconds + rest,
             "compute_share": rest / statistics.median(seconds),
             "placement": placed.placement,
@@ -295,16 +314,20 @@ def _ring_bytes(summed: int, nodes: Sequence[str]) -> float:
 
 def short(case: Mapping[str, Any]) -> str:
     """A case in a few lines of progress."""
-    lines = [f"{case['case']}, slack {case['slack']}: entropy {case['entropy']:.3f}, rest {case['rest_s']}"]
+    lines = [f"{case['case']}, slack {case['slack']}: entropy {case['entropy']:.3f}"]
     usual = case["methods"].get("ep") or next(iter(case["methods"].values()))
     for name, own in case["methods"].items():
-        lines.append(
-            f"  {name:10} {own['median_s']:.3f} s ({own['median_s'] / usual['median_s'] - 1:+.1%}; predicted "
-            f"{own['predicted_s'] / own['median_s'] - 1:+.1%}), {own['mean_bytes'] / 1e6:.2f} MB "
-            f"({own['mean_bytes'] / usual['mean_bytes'] - 1:+.1%}; predicted "
-            f"{own['predicted_bytes'] / own['mean_bytes'] - 1:+.1%}), interface "
-            f"{own['interface_payload'] / (own['mean_bytes'] + own['gradient_bytes']) - 1:+.1%}, routed {own['routed_equals_sent']}"
-        )
+        seconds, size = own["median_s"], own["mean_bytes"]
+        payload = own["interface_payload"] / (size + own["gradient_bytes"])
+        figures = [
+            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}, predicted {own['predicted_s'] / seconds - 1:+.1%}",
+            f"{own['rest_s']:.2f} s of compute)",
+            f"{size / 1e6:.2f} MB ({size / usual['mean_bytes'] - 1:+.1%}",
+            f"predicted {own['predicted_bytes'] / size - 1:+.1%})",
+            f"interface {payload - 1:+.1%}",
+            "as routed" if own["routed_equals_sent"] else "NOT AS ROUTED",
+        ]
+        lines.append(f"  {name:10} {', '.join(figures)}")
     return "\n".join(lines)
 
 

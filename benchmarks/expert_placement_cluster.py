@@ -47,7 +47,9 @@ class Team:
 
 
 @contextmanager
-def started(server: warm.Server, network: Network, members: Sequence[int], port: int, mode: str) -> Iterator[Team]:
+def started(
+    server: warm.Server, network: Network, members: Sequence[int], port: int, mode: str
+) -> Iterator[Team]:
     """Context with a team of processes, which end with it.
 
     Args:

@@ -67,7 +67,10 @@ def topology_of(links: Mapping[str, Any], nodes: Sequence[str], master: bool) ->
     }
     if master:
         there, back = links["bandwidth"][0][1:], [row[0] for row in links["bandwidth"][1:]]
-        content |= {"master_node": nodes[0], "master_bandwidth": [min(both) for both in zip(there, back, strict=True)]}
+        content |= {
+            "master_node": nodes[0],
+            "master_bandwidth": [min(both) for both in zip(there, back, strict=True)],
+        }
     return Topology.model_validate(content)
 
 

@@ -14,17 +14,19 @@ from script import table
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Render the tables."""
-    lines = [
-        f"{result['hardware']}. Three network namespaces with two workers each; {result['between_mb_s']:g} MB/s between "
-        f"nodes, shared by the workers of a node, {result['local_mb_s']:g} MB/s within; bf16; LoRA r=4 on q and v. "
-        f"{result['rounds']} turns of {result['steps']} step(s) of each method, medians of seconds and means of bytes; "
-        f"{result['minutes']:.0f} minutes.",
-        "",
-        "Against: expert parallelism with expert e on worker e mod N. Bytes are those between nodes, rows and results, by "
-        "the exchange's counters. Compute: seconds of a step over links without limits, over those of a step. Interface: "
-        "bytes without packets' headers that the nodes' uplinks counted, over what was sent and the adapters' "
-        "gradients.",
-    ]
+    setup = (
+        f"{result['hardware']}. Three network namespaces with two workers each; {result['between_mb_s']:g} MB/s "
+        f"between nodes, shared by a node's workers, {result['local_mb_s']:g} MB/s within; bf16; LoRA r=4 on q and v. "
+        f"{result['rounds']} turns of {result['steps']} step(s) of each method, medians of seconds and means of "
+        f"bytes; {result['minutes']:.0f} minutes."
+    )
+    columns = (
+        "Against: expert parallelism with expert e on worker e mod N. Bytes are those between nodes, rows and "
+        "results, by the exchange's counters. Compute: seconds of a step over links without limits, over those of a "
+        "step. Interface: bytes without packets' headers that the nodes' uplinks counted, over what was sent and the "
+        "adapters' gradients."
+    )
+    lines = [setup, "", columns]
     for case in result["cases"]:
         lines += ["", _heading(case), ""]
         usual = case["methods"].get("ep")
@@ -53,8 +55,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _heading(case: Mapping[str, Any]) -> str:
     slots = "no slot to spare" if case["slack"] == 1 else f"{case['slack']:g} slots for each expert"
     return (
-        f"**{case['case']}, {slots}** ({case['tokens']} tokens in a step; entropy of experts' use {case['entropy']:.3f} "
-        "of its largest)"
+        f"**{case['case']}, {slots}** ({case['tokens']} tokens in a step; entropy of experts' use "
+        f"{case['entropy']:.3f} of its largest)"
     )
 
 
@@ -66,15 +68,18 @@ def _checks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """What was to be shown, in a few lines."""
     own = [one for case in cases for one in case["methods"].values()]
     equal = all(one["routed_equals_sent"] for one in own)
-    interface = max(abs(one["interface_payload"] / (one["mean_bytes"] + one["gradient_bytes"]) - 1) for one in own)
+    interface = max(
+        abs(one["interface_payload"] / (one["mean_bytes"] + one["gradient_bytes"]) - 1) for one in own
+    )
     bytes_off = max(abs(one["predicted_bytes"] / one["mean_bytes"] - 1) for one in own)
     off = [abs(one["predicted_s"] / one["median_s"] - 1) for one in own]
     within = sum(value <= 0.1 for value in off)
-    return [
-        f"Bytes by the selected experts and the placement {'equal' if equal else 'DIFFER FROM'} what was sent, in every "
-        f"step. Interfaces differ by {interface:.1%} at most, predicted bytes by {bytes_off:.1%}, predicted seconds by "
-        f"{max(off):.1%} (median {statistics.median(off):.1%}; {within} of {len(off)} within 10%).",
-    ]
+    said = (
+        f"Bytes by the selected experts and the placement {'equal' if equal else 'DIFFER FROM'} what was sent, in "
+        f"every step. Interfaces differ by {interface:.1%} at most, predicted bytes by {bytes_off:.1%}, predicted "
+        f"seconds by {max(off):.1%} (median {statistics.median(off):.1%}; {within} of {len(off)} within 10%)."
+    )
+    return [said]
 
 
 def draw(result: Mapping[str, Any], output: Path) -> None:
@@ -99,7 +104,9 @@ def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure, both = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True)
     names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in cases)]
     width = 0.8 / len(names)
-    for axes, key, label in zip(both, ("mean_bytes", "median_s"), ("bytes between nodes", "seconds"), strict=True):
+    for axes, key, label in zip(
+        both, ("mean_bytes", "median_s"), ("bytes between nodes", "seconds"), strict=True
+    ):
         for i, name in enumerate(names):
             places = [j + (i - len(names) / 2 + 0.5) * width for j in range(len(cases))]
             values = [case["methods"][name][key] / case["methods"]["ep"][key] for case in cases]
@@ -107,7 +114,9 @@ def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set_ylabel(f"{label}, of e mod N's")
     both[0].legend(fontsize=7, ncols=3)
-    both[1].set_xticks(range(len(cases)), [f"{case['case']}\n{case['slack']:g}x slots" for case in cases], fontsize=7)
+    both[1].set_xticks(
+        range(len(cases)), [f"{case['case']}\n{case['slack']:g}x slots" for case in cases], fontsize=7
+    )
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 

@@ -98,8 +98,7 @@ class Worker:
             placements: Method to [L][E] workers.
         """
         self.methods.clear()
-        tokens = torch.load(records)
-        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        tokens, pairs = _read(records)
         shared: dict[str, Tensor] = {}
         for name, ranks in placements.items():
             placement = self._placement(ranks)
@@ -169,8 +168,7 @@ class Worker:
 
     def profile(self, backbone: str, records: str) -> dict[str, Any]:
         """Count which experts the records select; for a team of one."""
-        tokens = torch.load(records)
-        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        tokens, pairs = _read(records)
         loaded = Backbone.load(backbone, self.parallel, torch.bfloat16)
         found = profile_tasks(loaded, {"task": Records(pairs).as_dataset()}, tokens.numel())
         return found.model_dump(mode="json")
@@ -195,8 +193,7 @@ class Worker:
             nodes: Of each worker.
         """
         own = Worker(self.parallel, nodes)
-        tokens = torch.load(records)
-        pairs = [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
+        tokens, pairs = _read(records)
         engine = Engine(Backbone.load(backbone, self.parallel, torch.bfloat16), self.parallel)
         engine.register_tasks([Task(_spec(batch, tokens.shape[1]), Records(pairs).as_dataset())])
         crossing = {
@@ -231,6 +228,13 @@ class Worker:
         }
 
 
+def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Token ids, `[records, length]`, and records whose last quarter is labelled, as answers are."""
+    tokens = torch.load(records)
+    labelled = torch.arange(tokens.shape[1]) >= tokens.shape[1] * 3 // 4
+    return tokens, [(row, labelled) for row in tokens]
+
+
 def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
     """Each layer with its router; a manager has none."""
     layers = zip(backbone.layers, backbone.model.decoder.layers, strict=True)
@@ -239,7 +243,10 @@ def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
 
 def _bytes_of_row(x: Tensor, routes: Any) -> int:
     """Bytes of a row that visits a process: four times its features, and what travels beside them."""
-    weights, numbers = routes.weights.element_size() * routes.weights.shape[1], 4 * (routes.experts.shape[1] + 1)
+    weights, numbers = (
+        routes.weights.element_size() * routes.weights.shape[1],
+        4 * (routes.experts.shape[1] + 1),
+    )
     return 4 * x.shape[-1] * x.element_size() + 2 * weights + numbers
 
 
@@ -281,7 +288,11 @@ def main() -> None:
     enter(os.environ["MUX_NAMESPACE"])
     torch.set_num_threads(1)
     nodes = os.environ["MUX_NODES"].split(",")
-    sizes = {"expert_managers": len(nodes) - 1} if os.environ["MUX_MODE"] == "broker" else {"expert_parallel": len(nodes)}
+    sizes = (
+        {"expert_managers": len(nodes) - 1}
+        if os.environ["MUX_MODE"] == "broker"
+        else {"expert_parallel": len(nodes)}
+    )
     worker = Worker(initialize(device="cpu", **sizes), nodes)
     for line in sys.stdin:
         command = json.loads(line)

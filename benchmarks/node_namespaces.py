@@ -108,7 +108,9 @@ class Network:
         """What has crossed between nodes so far, by the interfaces' counters."""
         bytes_of, packets_of = {}, {}
         for node in self.nodes:
-            shown = run_tool("ip", "-n", self._switch(node), "-s", "-j", "link", "show", "dev", "uplink").stdout
+            shown = run_tool(
+                "ip", "-n", self._switch(node), "-s", "-j", "link", "show", "dev", "uplink"
+            ).stdout
             sent = json.loads(shown)[0]["stats64"]["tx"]
             bytes_of[node], packets_of[node] = sent["bytes"], sent["packets"]
         return Crossing(bytes_of, packets_of)
@@ -135,7 +137,11 @@ def connected_nodes(processes: Sequence[str]) -> Iterator[Network]:
     made: list[str] = []
     try:
         try:
-            for name in (f"{prefix}-core", *(f"{prefix}-{node}" for node in nodes), *(p.namespace for p in places)):
+            for name in (
+                f"{prefix}-core",
+                *(f"{prefix}-{node}" for node in nodes),
+                *(p.namespace for p in places),
+            ):
                 _ip("netns", "add", name)
                 made.append(name)
             _connect(network)
@@ -176,7 +182,20 @@ def _add_switch(namespace: str) -> None:
 
 
 def _join(namespace: str, device: str, other: str, other_device: str) -> None:
-    words = ("link", "add", device, "netns", namespace, "type", "veth", "peer", "name", other_device, "netns", other)
+    words = (
+        "link",
+        "add",
+        device,
+        "netns",
+        namespace,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        other_device,
+        "netns",
+        other,
+    )
     _ip(*words)
 
 

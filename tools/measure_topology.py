@@ -12,7 +12,6 @@ it sends tokens to all others.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -100,7 +99,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     def progress(done: int, total: int) -> None:
         if shown:
-            print(f"\r{done} of {total} measured", end="" if done < total else "\n", file=sys.stderr, flush=True)
+            print(
+                f"\r{done} of {total} measured", end="" if done < total else "\n", file=sys.stderr, flush=True
+            )
 
     meter = LinkMeter(parallel, arguments.milliseconds / 1e3)
     links = measure_links(meter, nodes, arguments.pairs == "all", progress)

@@ -53,7 +53,9 @@ def routing_of(model: Any, batches: Mapping[str, Tensor]) -> Routing:
             seen: list[Tensor] = []
             for layer in model.model.layers:
                 handle = layer.mlp.gate.register_forward_pre_hook(
-                    lambda gate, inputs: seen.append(inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T)
+                    lambda gate, inputs: seen.append(
+                        inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T
+                    )
                 )
                 hooks.callback(handle.remove)
             losses.append(float(model(input_ids=x, labels=x, use_cache=False).loss))
@@ -114,7 +116,9 @@ def report(learned: Routing, by_chance: Routing, kinds: list[str]) -> tuple[dict
     lines.append("kind of text | its two most frequent experts in the last layer")
     for name, row in zip(kinds, learned.access[-1], strict=True):
         top = row.topk(min(2, len(row)))
-        lines.append(f"{name} | " + ", ".join(f"{e} ({p:.0%})" for p, e in zip(*map(Tensor.tolist, top), strict=True)))
+        lines.append(
+            f"{name} | " + ", ".join(f"{e} ({p:.0%})" for p, e in zip(*map(Tensor.tolist, top), strict=True))
+        )
     content = {
         name: {
             "loss": one.loss,

@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{arguments.length} tokens held out"
             )
         if not 2 <= arguments.layers <= dense.config.num_hidden_layers:
-            raise ValueError(f"--layers {arguments.layers}: the backbone has {dense.config.num_hidden_layers}")
+            raise ValueError(
+                f"--layers {arguments.layers}: the backbone has {dense.config.num_hidden_layers}"
+            )
     except (OSError, ValueError) as error:
         print(f"upcycle.py: {error}", file=sys.stderr)
         return 2
@@ -116,8 +118,15 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
     train = Trainer(kinds, work, arguments)
     train.stage("heal", dense, [(_outside_embeddings(dense), 2e-3)], _HEAL)
     healed = losses_of(dense, text)
-    told["perplexity"] = {"backbone": math.exp(whole), "layers_left_out": math.exp(without), "trained": math.exp(healed)}
-    say("perplexity on held-out text: " + ", ".join(f"{name} {value:.1f}" for name, value in told["perplexity"].items()))
+    told["perplexity"] = {
+        "backbone": math.exp(whole),
+        "layers_left_out": math.exp(without),
+        "trained": math.exp(healed),
+    }
+    say(
+        "perplexity on held-out text: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in told["perplexity"].items())
+    )
     networks = [layer.mlp for layer in dense.model.layers]
     before = [{name: x.clone() for name, x in network.state_dict().items()} for network in networks]
     experts = []
@@ -126,7 +135,9 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
             network.load_state_dict(state)
         own = [parameter for network in networks for parameter in network.parameters()]
         train.stage(f"expert-{kind.name}", dense, [(own, 1e-3)], _EXPERTS / len(kinds), [kind])
-        experts.append([{name: x.clone() for name, x in network.state_dict().items()} for network in networks])
+        experts.append(
+            [{name: x.clone() for name, x in network.state_dict().items()} for network in networks]
+        )
     model = assemble(dense, experts, arguments.seed)
     untrained = routing_of(model, text).loss
     gates = [layer.mlp.gate.weight for layer in model.model.layers]
@@ -137,7 +148,9 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
     model.to(torch.bfloat16)
     more = held_out(kinds, 6, arguments.length)
     names = list(more)
-    told["routing"], table = report(routing_of(model, more), with_random_routers(model, more, arguments.seed), names)
+    told["routing"], table = report(
+        routing_of(model, more), with_random_routers(model, more, arguments.seed), names
+    )
     say(table)
     model.save_pretrained(work / "model")
     return told
@@ -170,7 +183,9 @@ def assemble(dense: Any, experts: list[list[dict[str, Tensor]]], seed: int) -> A
         output_router_logits=False,
         sliding_window=None,
     )
-    config._experts_implementation = "grouped_mm"  # eager adds a tensor of all experts for each one to the gradient
+    config._experts_implementation = (
+        "grouped_mm"  # eager adds a tensor of all experts for each one to the gradient
+    )
     model = MixtralForCausalLM(config)
     state = {name: x for name, x in dense.state_dict().items() if ".mlp." not in name}
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -197,7 +212,9 @@ def losses_of(model: Any, text: dict[str, Tensor]) -> float:
     """Nats per token on held-out text, mean over kinds."""
     model.eval()
     with torch.autocast("cpu", torch.bfloat16):
-        return sum(float(model(input_ids=x, labels=x, use_cache=False).loss) for x in text.values()) / len(text)
+        return sum(float(model(input_ids=x, labels=x, use_cache=False).loss) for x in text.values()) / len(
+            text
+        )
 
 
 @dataclass
@@ -277,7 +294,9 @@ class Trainer:
                 told = passed
                 say(f"{name}: step {step + 1}, {done:.0%}, loss {sum(losses[-10:]) / len(losses[-10:]):.3f}")
         last = losses[-10:]
-        say(f"{name}: {len(losses)} steps in {time.monotonic() - began:.0f} s, loss {sum(last) / max(1, len(last)):.3f}")
+        say(
+            f"{name}: {len(losses)} steps in {time.monotonic() - began:.0f} s, loss {sum(last) / max(1, len(last)):.3f}"
+        )
 
     def _batch(self, kinds: list[Kind], generator: torch.Generator) -> Tensor:
         """[rows, length] int64, each row of a random kind."""

@@ -116,7 +116,9 @@ def measure_links(
         done: Called with how many of the measurements are made.
     """
     pairs = [(i, j) for i in range(len(nodes)) for j in range(len(nodes)) if i != j]
-    measured = pairs if all_pairs else list({(nodes[i], nodes[j]): (i, j) for i, j in reversed(pairs)}.values())
+    measured = (
+        pairs if all_pairs else list({(nodes[i], nodes[j]): (i, j) for i, j in reversed(pairs)}.values())
+    )
     names = list(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else []
     total, count = len(measured) + 2 * len(names), 0
     found: dict[tuple[int, int], Transfer] = {}
