@@ -320,7 +320,8 @@ def short(case: Mapping[str, Any]) -> str:
         seconds, size = own["median_s"], own["mean_bytes"]
         payload = own["interface_payload"] / (size + own["gradient_bytes"])
         figures = [
-            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}, predicted {own['predicted_s'] / seconds - 1:+.1%}",
+            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}",
+            f"predicted {own['predicted_s'] / seconds - 1:+.1%}",
             f"{own['rest_s']:.2f} s of compute)",
             f"{size / 1e6:.2f} MB ({size / usual['mean_bytes'] - 1:+.1%}",
             f"predicted {own['predicted_bytes'] / size - 1:+.1%})",

@@ -288,12 +288,11 @@ def main() -> None:
     enter(os.environ["MUX_NAMESPACE"])
     torch.set_num_threads(1)
     nodes = os.environ["MUX_NODES"].split(",")
-    sizes = (
-        {"expert_managers": len(nodes) - 1}
-        if os.environ["MUX_MODE"] == "broker"
-        else {"expert_parallel": len(nodes)}
-    )
-    worker = Worker(initialize(device="cpu", **sizes), nodes)
+    if os.environ["MUX_MODE"] == "broker":
+        parallel = initialize(device="cpu", expert_managers=len(nodes) - 1)
+    else:
+        parallel = initialize(device="cpu", expert_parallel=len(nodes))
+    worker = Worker(parallel, nodes)
     for line in sys.stdin:
         command = json.loads(line)
         answer = getattr(worker, command.pop("do"))(**command)

@@ -25,7 +25,7 @@ HEADER_BYTES = 66
 """Ethernet, IP and TCP headers of a packet, with TCP's timestamps."""
 
 _SEGMENT = 4096
-"""Bytes that TCP hands to a device at once, at most: by default 64 KiB, which a link would have to take in one burst."""
+"""Bytes that TCP hands to a device at once, at most; by default 64 KiB, which links would take in one burst."""
 
 _BURST = "4kb"
 """What a link carries at once after a pause: more than a segment, but little beside a message."""

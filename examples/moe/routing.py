@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +52,7 @@ def routing_of(model: Any, batches: Mapping[str, Tensor]) -> Routing:
         with ExitStack() as hooks:
             seen: list[Tensor] = []
             for layer in model.model.layers:
-                handle = layer.mlp.gate.register_forward_pre_hook(
-                    lambda gate, inputs: seen.append(
-                        inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T
-                    )
-                )
-                hooks.callback(handle.remove)
+                hooks.callback(layer.mlp.gate.register_forward_pre_hook(_scoring(seen)).remove)
             losses.append(float(model(input_ids=x, labels=x, use_cache=False).loss))
         for index, logits in enumerate(seen):
             scores = logits.double().softmax(-1)
@@ -69,6 +64,13 @@ def routing_of(model: Any, batches: Mapping[str, Tensor]) -> Routing:
     use = torch.special.entr(mean).sum(-1)
     by_kind = use - torch.special.entr(chosen).sum(-1).mean(-1)
     return Routing(sum(losses) / len(losses), entropy, use / math.log(experts), by_kind, access)
+
+
+def _scoring(seen: list[Tensor]) -> Callable[[Any, tuple[Tensor, ...]], None]:
+    def hook(gate: Any, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].reshape(-1, inputs[0].shape[-1]) @ gate.weight.T)
+
+    return hook
 
 
 @torch.no_grad()
@@ -98,10 +100,13 @@ def held_out(kinds: list[Kind], rows: int, length: int) -> dict[str, Tensor]:
 
 def report(learned: Routing, by_chance: Routing, kinds: list[str]) -> tuple[dict[str, Any], str]:
     """Return both routings as JSON, and as a table to print."""
+    columns = (
+        "layer | entropy of scores (random; chance 1) | entropy of use (random; chance 1) | nats about the kind of "
+        "text (random; chance 0)"
+    )
     lines = [
         f"loss on held-out text: {learned.loss:.3f}; with random routers {by_chance.loss:.3f}",
-        "layer | entropy of scores (random; chance 1) | entropy of use (random; chance 1) | nats about the kind of "
-        "text (random; chance 0)",
+        columns,
     ]
     for layer in range(len(learned.scores)):
         cells = [

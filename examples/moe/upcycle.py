@@ -118,15 +118,10 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
     train = Trainer(kinds, work, arguments)
     train.stage("heal", dense, [(_outside_embeddings(dense), 2e-3)], _HEAL)
     healed = losses_of(dense, text)
-    told["perplexity"] = {
-        "backbone": math.exp(whole),
-        "layers_left_out": math.exp(without),
-        "trained": math.exp(healed),
-    }
-    say(
-        "perplexity on held-out text: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in told["perplexity"].items())
-    )
+    perplexity = {"backbone": whole, "layers_left_out": without, "trained": healed}
+    told["perplexity"] = {name: math.exp(loss) for name, loss in perplexity.items()}
+    found = ", ".join(f"{name} {value:.1f}" for name, value in told["perplexity"].items())
+    say(f"perplexity on held-out text: {found}")
     networks = [layer.mlp for layer in dense.model.layers]
     before = [{name: x.clone() for name, x in network.state_dict().items()} for network in networks]
     experts = []
@@ -144,7 +139,7 @@ def upcycle(dense: Any, kinds: list[Kind], work: Path, arguments: argparse.Names
     networks = [p for layer in model.model.layers for p in layer.mlp.experts.parameters()]
     # Routers start random: they need larger steps than weights that are trained already.
     train.stage("routers", model, [(gates, 2e-3), (networks, 5e-4)], _ROUTERS)
-    told["loss"] = {"random_routers_untrained": untrained}
+    told["loss_before_routers_are_trained"] = untrained
     model.to(torch.bfloat16)
     more = held_out(kinds, 6, arguments.length)
     names = list(more)
@@ -174,7 +169,8 @@ def assemble(dense: Any, experts: list[list[dict[str, Tensor]]], seed: int) -> A
     old = dense.config.to_dict()
     fields = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        "rms_norm_eps rope_parameters max_position_embeddings tie_word_embeddings bos_token_id eos_token_id pad_token_id"
+        "rms_norm_eps rope_parameters max_position_embeddings tie_word_embeddings bos_token_id "
+        "eos_token_id pad_token_id"
     )
     config = MixtralConfig(
         **{name: old[name] for name in fields.split()},
