@@ -14,6 +14,11 @@ if TYPE_CHECKING:  # memory is estimated without torch, which takes seconds to i
 
 BaseOpName = Literal[
     "linear_qkv",
+    "linear_q",
+    "linear_q_down",
+    "linear_q_up",
+    "linear_kv_down",
+    "linear_kv_up",
     "linear_proj",
     "linear_fc1",
     "linear_fc2",
@@ -24,6 +29,17 @@ BaseOpName = Literal[
 ]
 
 ATTENTION_OPS: tuple[BaseOpName, ...] = ("linear_qkv", "linear_proj")
+LATENT_OPS: tuple[BaseOpName, ...] = (
+    "linear_q",
+    "linear_q_down",
+    "linear_q_up",
+    "linear_kv_down",
+    "linear_kv_up",
+)
+"""What makes queries, keys and values in multi-head latent attention, in the place of `linear_qkv`."""
+REPLICATED: tuple[BaseOpName, ...] = ("linear_q_down", "linear_kv_down")
+"""Column-parallel BaseOps that every tensor rank has whole: all of them make the whole latent, and each is given its
+part of the gradient, which is summed where the input was spread."""
 MLP_OPS: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
 SHARED_OPS: tuple[BaseOpName, ...] = ("shared_fc1", "shared_fc2")
 """The MLP of a layer with experts that every row passes."""
@@ -33,8 +49,14 @@ EXPERT_OPS: tuple[BaseOpName, ...] = ("experts_fc1", "experts_fc2")
 BASE_OPS: tuple[BaseOpName, ...] = (*ATTENTION_OPS, *MLP_OPS)
 """Those of a layer without experts; `BackboneShape.ops` says which ones a layer has."""
 
-COLUMN_PARALLEL: tuple[BaseOpName, ...] = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
-"""BaseOps whose output is divided over tensor ranks; the input of the others is."""
+COLUMN_PARALLEL: tuple[BaseOpName, ...] = (
+    "linear_qkv",
+    *LATENT_OPS,
+    "linear_fc1",
+    "shared_fc1",
+    "experts_fc1",
+)
+"""BaseOps whose output is divided over tensor ranks (or replicated); the input of the others is divided."""
 
 
 @dataclass(frozen=True)

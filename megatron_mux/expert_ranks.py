@@ -12,7 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 _AT_ONCE = 8
-"""Messages to a rank that may be on their way: more than one of a layer, and no rank waits for room."""
+"""Messages to a rank that may be on their way: as many hybrid tasks may wait for it at once."""
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A message on its way, which must not change meanwhile."""
+
+    work: dist.Work | None
+    message: Tensor | None
+
+    def wait(self) -> None:
+        """Return once it has left: at once if there is an answer to it."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.message = None
 
 
 @dataclass
@@ -24,15 +38,14 @@ class Outbox:
     """
 
     most: int
-    _leaving: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _leaving: deque[Leaving] = field(default_factory=deque)
 
-    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> None:
-        """Send a contiguous tensor, which must not change until it has left, to a rank of a group."""
+    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> Leaving:
+        """Send a contiguous tensor to a rank of a group."""
         if len(self._leaving) >= self.most:
-            self._leaving.popleft()[0].wait()
-        work = dist.isend(message, group=group, group_dst=to)
-        assert work is not None
-        self._leaving.append((work, message))
+            self._leaving.popleft().wait()
+        self._leaving.append(Leaving(dist.isend(message, group=group, group_dst=to), message))
+        return self._leaving[-1]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Routing:
         groups, top_groups: Experts are chosen among those of the best groups of experts; 1 and 1: among all.
         group_score: What the score of a group is: its best expert's, or the sum of its two best ones'.
         bias: Whether a bias is added to the scores for choosing, but not for weighting.
-        fp32_product: Whether the router's product is computed in fp32 whatever the backbone's dtype.
+        fp32_product: Whether the router is kept and its product computed in fp32 whatever the backbone's dtype.
         cast: Whether the weights are rounded to the dtype of the hidden states.
     """
 
@@ -50,6 +50,7 @@ class ExpertNames:
         stored_router: The same in checkpoints.
         stored: Module of an expert in checkpoints, with `{}` for its number.
         gate, up, down: Its projections there.
+        router_bias: Within the router, the bias added to scores for choosing, if it has one.
         fused: Module of all experts in transformers, whose parameters `gate_up_proj` and `down_proj` hold them all.
     """
 
@@ -59,6 +60,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router_bias: str = "e_score_correction_bias"
     fused: str = "mlp.experts"
 
 

@@ -72,6 +72,18 @@ def set_mlp_width(layer: Any, width: int) -> None:
         parts.mlp.params["ffn_hidden_size"] = width
 
 
+def set_output_width(linear_fc2: Any, width: int) -> None:
+    """Give the second linear module of such an MLP the same inner width: 0.16.1 builds it with the config's.
+
+    Args:
+        linear_fc2: On the meta device, not filled yet.
+        width: Its input features on this rank.
+    """
+    weight = linear_fc2.weight
+    linear_fc2.input_size_per_partition = width
+    linear_fc2.weight = torch.nn.Parameter(weight.new_empty(weight.shape[0], width))
+
+
 def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:
     """The first half of a Megatron transformer layer: `[T, 1, H]` to the same, attention and residual added."""
     attended: Tensor = layer._forward_attention(

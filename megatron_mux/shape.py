@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from megatron_mux.base_ops import (
     ATTENTION_OPS,
-    BASE_OPS,
     COLUMN_PARALLEL,
     EXPERT_OPS,
+    LATENT_OPS,
+    MLP_OPS,
+    REPLICATED,
     SHARED_OPS,
     BaseOpName,
 )
@@ -45,7 +47,7 @@ class Linear:
 
     Attributes:
         path: Within the layer: `self_attn.q_proj`.
-        roles: What its output holds, in order: `q`, `k`, `v`; `gate`, `up`; `fc`; `out`.
+        roles: What its output holds, in order: `q`, `k`, `v`; `q_latent`; `kv_latent`; `kv`; `gate`, `up`; `fc`; `out`.
     """
 
     path: str
@@ -64,6 +66,7 @@ class Names:
         input_norm, mlp_norm: Norms before attention and before the MLP.
         attention_output_norm, mlp_output_norm: Norms of what attention and the MLP add to the hidden states, if any.
         q_norm, k_norm: Norms of queries and keys, if any.
+        q_latent_norm, kv_latent_norm: Norms of the latents of queries and of keys and values, if any.
         ops: The modules of each BaseOp.
         transposed: Weights are stored `[in, out]` (GPT-2's Conv1D).
         ignorable: Regular expressions of stored tensors that hold nothing learned.
@@ -83,6 +86,8 @@ class Names:
     mlp_output_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    q_latent_norm: str | None = None
+    kv_latent_norm: str | None = None
     transposed: bool = False
     ignorable: tuple[str, ...] = ()
     targets: DefaultTargets = field(default=DefaultTargets())
@@ -128,6 +133,11 @@ class Module:
         return self.op in COLUMN_PARALLEL
 
     @property
+    def replicated(self) -> bool:
+        """Whether every tensor rank has it whole."""
+        return self.op in REPLICATED
+
+    @property
     def experts(self) -> bool:
         """Whether it stands for a parameter that holds all experts of its layer; its widths are one expert's."""
         return self.op in EXPERT_OPS
@@ -139,18 +149,21 @@ class Rope:
 
     Attributes:
         rope_theta: Base of the wavelengths.
-        rope_type: How wavelengths are stretched: not, all alike, as Llama 3 does, or one by one (LongRoPE).
-        factor: By how much (`linear`, `llama3`).
+        rope_type: How wavelengths are stretched: not, all alike, long ones (Llama 3, YaRN), or one by one (LongRoPE).
+        factor: By how much (`linear`, `llama3`, `yarn`).
         low_freq_factor, high_freq_factor: Which wavelengths `llama3` stretches.
-        original_max_position_embeddings: Longest sequence before the stretching (`llama3`, `longrope`).
+        original_max_position_embeddings: Longest sequence before the stretching (`llama3`, `longrope`, `yarn`).
         short_factor, long_factor: By how much `longrope` stretches each wavelength, in sequences up to the original
             length and in longer ones.
-        attention_factor: What cosines and sines are multiplied by (`longrope`).
+        attention_factor: What cosines and sines are multiplied by (`longrope`, `yarn`).
         partial_rotary_factor: The part of a head's features that is rotated, its first ones.
+        beta_fast, beta_slow: Turns within the original length above which `yarn` keeps a wavelength, and below which
+            it stretches it fully.
+        truncate: Whether `yarn` rounds the two bounds to whole features.
     """
 
     rope_theta: float
-    rope_type: Literal["default", "linear", "llama3", "longrope"] = "default"
+    rope_type: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -159,6 +172,34 @@ class Rope:
     long_factor: tuple[float, ...] = ()
     attention_factor: float = 1.0
     partial_rotary_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2): keys and values are made from one narrow row per token.
+
+    Attributes:
+        query_rank: Width of the row that queries are made from; None: they are made from hidden states.
+        rank: Width of the row that keys and values are made from.
+        plain, rotated: Features of a head's query and key without positions, and behind them those with rotary ones,
+            which all heads' keys share; together they are `head_dim`.
+        value: Width of a head's value.
+        norm_eps: What the norms of the narrow rows add to the variance.
+        interleaved: Whether neighbouring features are turned together, not those half the width apart.
+        wide_rotation: Whether features are rotated in fp32 whatever the backbone's dtype.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+    norm_eps: float
+    interleaved: bool
+    wide_rotation: bool
 
 
 @dataclass(frozen=True)
@@ -186,6 +227,7 @@ class BackboneShape:
         norm_offset: What is added to the stored weights of norms (Gemma: 1).
         embedding_scale: What the token embedding's output is multiplied by.
         experts: The experts of its layers, if any; `ffn` is then the inner width of layers without.
+        latent: Sizes of multi-head latent attention, if it has that; `head_dim` is then of queries and keys.
     """
 
     family: str
@@ -214,6 +256,7 @@ class BackboneShape:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     experts: Experts | None = None
+    latent: Latent | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -222,8 +265,15 @@ class BackboneShape:
     def ops(self, layer: int) -> tuple[BaseOpName, ...]:
         """The BaseOps of a layer."""
         if self.experts is None or not self.has_experts(layer):
-            return BASE_OPS
-        return (*ATTENTION_OPS, *(SHARED_OPS if self.experts.shared_ffn else ()), *EXPERT_OPS)
+            return (*self.attention_ops, *MLP_OPS)
+        return (*self.attention_ops, *(SHARED_OPS if self.experts.shared_ffn else ()), *EXPERT_OPS)
+
+    @property
+    def attention_ops(self) -> tuple[BaseOpName, ...]:
+        """The BaseOps of attention."""
+        if self.latent is None:
+            return ATTENTION_OPS
+        return tuple(op for op in (*LATENT_OPS, "linear_proj") if op in self.names.ops)
 
     def refuse_experts(self, what: str) -> None:
         """Refuse a backbone with experts where they are not known.
@@ -237,6 +287,18 @@ class BackboneShape:
         if self.experts is not None:
             raise UserError(f"{what} does not know mixture-of-experts layers, which a {self.family} has.")
 
+    def refuse_latent(self, what: str) -> None:
+        """Refuse a backbone with multi-head latent attention where it is not known.
+
+        Args:
+            what: What does not know it, as the beginning of a sentence.
+
+        Raises:
+            UserError: The backbone has it.
+        """
+        if self.latent is not None:
+            raise UserError(f"{what} does not know multi-head latent attention, which a {self.family} has.")
+
     @property
     def norm_leaves(self) -> tuple[str, ...]:
         """Names of the tensors of a norm."""
@@ -246,6 +308,25 @@ class BackboneShape:
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised head by head."""
         return self.names.q_norm is not None
+
+    @property
+    def inner_norms(self) -> dict[str, tuple[str, int]]:
+        """The norms within attention: Megatron's or our module to the family's path within the layer, and width."""
+        found = {module: (path, self.head_dim) for module, path in self.names.head_norms.items()}
+        if self.latent is not None:
+            latents = {
+                "q_norm": (self.names.q_latent_norm, self.latent.query_rank),
+                "kv_norm": (self.names.kv_latent_norm, self.latent.rank),
+            }
+            for module, (path, width) in latents.items():
+                if path is not None and width is not None:
+                    found[f"self_attention.{module}"] = path, width
+        return found
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a head that rotary embedding is given."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def output_norms(self) -> bool:
@@ -283,21 +364,34 @@ class BackboneShape:
         """Full output width of a role in a BaseOp, of one expert's: see `Linear`."""
         kv = self.kv_heads * self.head_dim
         widths = {"q": self.heads * self.head_dim, "k": kv, "v": kv, "out": self.hidden}
+        if self.latent is not None:
+            latent = self.latent
+            widths |= {
+                "q_latent": latent.query_rank or 0,
+                "kv_latent": latent.rank + latent.rotated,
+                "kv": self.heads * (latent.plain + latent.value),
+            }
         return widths.get(role, self.inner(op))
 
     def out_features(self, op: BaseOpName) -> int:
         """Full output width of a BaseOp as Megatron fuses it; of one expert's."""
         if op == "linear_qkv":
             return (self.heads + 2 * self.kv_heads) * self.head_dim
+        if op in LATENT_OPS:
+            return sum(self.role_width(op, role) for role in self.names.ops[op][0].roles)
         if op in COLUMN_PARALLEL:
             return self.inner(op) * (2 if self.gated else 1)
         return self.hidden
 
     def in_features(self, op: BaseOpName) -> int:
         """Full input width of a BaseOp."""
+        if self.latent is not None and op in ("linear_q_up", "linear_kv_up"):
+            return (self.latent.query_rank or 0) if op == "linear_q_up" else self.latent.rank
         if op in COLUMN_PARALLEL:
             return self.hidden
-        return self.heads * self.head_dim if op == "linear_proj" else self.inner(op)
+        if op != "linear_proj":
+            return self.inner(op)
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
 
     def kv_heads_on_rank(self, tensor_parallel: int) -> int:
         """Key-value heads that core attention sees on one tensor rank."""

@@ -31,7 +31,36 @@ def exact_model(path: Path) -> Any:
             model.set_submodule(name, exact)
         elif kind.lower().endswith("topkrouter"):
             _widen(module)
+    if model.config.model_type == "deepseek_v2":
+        _rotate_widely(sys.modules[type(model).__module__])
+        rotary = model.model.rotary_emb
+        rotary.forward = types.MethodType(_turns, rotary)
     return model
+
+
+def _turns(rotary: Any, x: Any, position_ids: Any) -> Any:
+    """DeepSeek-V2's turns, fp32 as there; `torch.polar` rounds the last bit of cosines otherwise than `cos`."""
+    angles = position_ids[..., None].float() * rotary.inv_freq.float()
+    return torch.complex(angles.cos(), angles.sin()) * rotary.attention_scaling
+
+
+def _rotate_widely(module: Any) -> None:
+    """Let DeepSeek-V2 rotate fp64 features in fp64."""
+    of_transformers = module.apply_rotary_emb
+    if of_transformers.__module__ != module.__name__:
+        return
+
+    def rotate(xq: Any, xk: Any, turns: Any) -> Any:
+        if xq.dtype != torch.float64:
+            return of_transformers(xq, xk, turns)
+        return tuple(
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(1)).flatten(
+                3
+            )
+            for x in (xq, xk)
+        )
+
+    module.apply_rotary_emb = rotate
 
 
 def _widen(router: Any) -> None:

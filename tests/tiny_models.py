@@ -80,6 +80,32 @@ _QWEN3_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 18, "rope_parameters": _YARN}
 _OPT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -130,10 +156,22 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", _MIXTRAL),
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
     "qwen3_moe-some": ("qwen3_moe", {**_QWEN3_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "llama-yarn": ("llama", {**_LLAMA, "rope_parameters": {**_YARN, "truncate": False, "mscale": None}}),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {**_DEEPSEEK, **_GROUPS, "topk_method": "group_limited_greedy", "attention_bias": True},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_DEEPSEEK, **_GROUPS, "v_head_dim": 16}),
+    "deepseek_v3-one-group": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
+    ),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
 }
 NAMES = tuple(_MODELS)
-WITH_EXPERTS = tuple(name for name, (kind, _) in _MODELS.items() if kind in ("mixtral", "qwen3_moe"))
+_KINDS_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = tuple(name for name, (kind, _) in _MODELS.items() if kind in _KINDS_WITH_EXPERTS)
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -161,6 +199,9 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.copy_(
                     noise * 0.2 + (middle if is_norm and parameter_name.endswith("weight") else 0.0)
                 )
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 

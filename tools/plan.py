@@ -145,6 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
+    info.shape.refuse_latent("The planner")
     info.shape.refuse_experts("The planner")
     tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}

@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
     info = read_backbone_info(arguments.backbone)
+    info.shape.refuse_latent("A profile")
     info.shape.refuse_experts("A profile")
     info.check_parallel(arguments.tensor_model_parallel_size, 1)
     parallel = initialize(arguments.tensor_model_parallel_size)

@@ -214,12 +214,13 @@ class TaskAdapter(ABC):
     def _tensors_of(self, site: Site) -> list[AdapterParameter]:
         """Make a module's tensors, divided over tensor ranks as the section says, or over expert managers."""
         made = []
-        for name, tensor in self.spec.module_tensors(site.module, self.host.shape).items():
+        for name in self.spec.module_tensors(site.module, self.host.shape):
+            key = tensor_key(self.spec.key_path(site.module), name)
+            tensor = self.tensors[key]
             held = site.part.features if site.info.column_parallel else site.inputs
             dim, index = tensor.dim, None if tensor.dim is None else held
             if tensor.expert_dim is not None and self.host.parallel.experts.broker is not None:
                 dim, index = tensor.expert_dim, self._of_experts(tensor, site.info.experts)
-            key = tensor_key(self.spec.key_path(site.module), name)
             made.append(self.make(key, dim, index))
         return made
 

@@ -29,7 +29,9 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
+from megatron_mux.adapters.targets import short_names
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.errors import UserError
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Number, Targets
@@ -251,6 +253,16 @@ class DiffPruningSpec(AdapterSpec):
     acts_after_steps = True
     free_with_weights = frozenset({"l0_weight", "sparsity"})
     refused = OUR_FIELDS
+
+    def modules(self, shape: BackboneShape) -> list[Module]:
+        """See `AdapterSpec.modules`; the regulariser counts elements where tensor ranks divide them."""
+        found = super().modules(shape)
+        whole = short_names(module for module in found if module.replicated)
+        if whole:
+            raise UserError(
+                f"target_modules: {', '.join(whole)} cannot be pruned: every tensor rank has them whole; name others"
+            )
+        return found
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: divided as the weight is."""

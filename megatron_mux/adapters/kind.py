@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from torch import Tensor, nn
@@ -155,6 +155,8 @@ class AdapterSpec(Section, ABC):
             width = module.out_features if module.column_parallel else module.in_features
             for name, tensor in self.module_tensors(module, shape).items():
                 key = tensor_key(self.key_path(module), name)
+                if module.replicated:
+                    tensor = replace(tensor, dim=None, on_output=False)
                 if tensor.dim is not None and tensor.shape[tensor.dim] != width:
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor

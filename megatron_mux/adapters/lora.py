@@ -7,8 +7,8 @@ rank; on a row-parallel one A is divided as the input is and B is whole. What is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -57,7 +57,7 @@ class LoraSpec(LowRankSpec):
 
     target_parameters: list[str] | None = None
     """Parameters that hold a layer's routed experts, such as `mlp.experts.gate_up_proj`: each expert gets an adapter of
-    its own, of rank `r`."""
+    its own, of rank `r`. In backbones with experts also weights of modules: `shared_experts.up_proj.weight`."""
 
     run_time = Lora
     dropout_field = "lora_dropout"
@@ -89,13 +89,32 @@ class LoraSpec(LowRankSpec):
     def modules(self, shape: BackboneShape) -> list[Module]:
         """See `AdapterSpec.modules`; routed experts are named by `target_parameters`."""
         found = super().modules(shape)
-        if self.target_parameters is None:
-            return found
-        experts = match_parameters(self.target_parameters, shape.modules)
-        if experts and self.lora_dropout:
-            raise UserError("lora_dropout: must be 0 with target_parameters, as in peft")
-        wanted = {module.path for module in (*found, *experts)}
+        parameters = match_parameters(self.target_parameters or (), shape.modules)
+        if self.lora_dropout and (parameters or self._beside_experts(found, shape)):
+            raise UserError(
+                "lora_dropout: must be 0 with target_parameters, and with MLPs and shared experts of a backbone with "
+                "routed experts, as in peft: leave it out, or name modules of attention only"
+            )
+        wanted = {module.path for module in (*found, *parameters)}
         return [module for module in shape.modules if module.path in wanted]
+
+    @staticmethod
+    def _beside_experts(modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
+        """Those of the modules that peft leaves out, without a word, unless `target_parameters` names their weights."""
+        if shape.experts is None:
+            return []
+        return [m for m in modules if m.op not in shape.attention_ops and not m.experts]
+
+    def config(self, shape: BackboneShape) -> dict[str, Any]:
+        """See `AdapterSpec.config`: modules that peft must be told of as parameters are named so."""
+        config, named = super().config(shape), super().modules(shape)
+        beside = self._beside_experts(named, shape)
+        if beside:
+            config["target_modules"] = [module.path for module in named if module not in beside]
+            config["target_parameters"] = [
+                *(self.target_parameters or ()), *(f"{module.path}.weight" for module in beside)
+            ]  # fmt: skip
+        return config
 
     def key_path(self, module: Module) -> str:
         """See `AdapterSpec.key_path`: peft wraps the module that holds the parameters, once for each of them."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.per_expert import fused_config, fused_tensors
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 
@@ -31,6 +32,11 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
     """
     config, tensors = read_files(directory)
     kind = config.get("peft_type")
+    if kind == "LORA":
+        try:
+            config, tensors = fused_config(config, tensors.keys()), fused_tensors(tensors)
+        except UserError as error:
+            raise UserError(f"{Path(directory) / WEIGHTS} {error}") from None
     if kind != spec.peft_type:
         raise UserError(f"{Path(directory) / CONFIG} is a {kind} adapter, the task asks for {spec.peft_type}")
     problems = [
@@ -81,6 +87,22 @@ def read_files(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]
     if wrong:
         raise UserError(f"{weights}: {wrong[0]} holds {tensors[wrong[0]].dtype}, not numbers to train")
     return content, {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
+
+
+def with_fused_experts(directory: Path | str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a stored adapter, with experts that were adapted one by one taken together.
+
+    Raises:
+        UserError: They cannot be.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(directory) / WEIGHTS, "pt") as file:
+            keys = set(file.keys())
+    except (OSError, SafetensorError):
+        return dict(config)  # said where the tensors are read
+    return fused_config(config, keys)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: BackboneShape) -> list[str]:

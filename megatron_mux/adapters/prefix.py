@@ -126,7 +126,12 @@ class PrefixTuningSpec(AdapterSpec):
         return self.num_virtual_tokens
 
     def default_targets(self, shape: BackboneShape) -> list[str]:
-        """The modules that make queries, keys and values."""
+        """The modules that make queries, keys and values.
+
+        Raises:
+            UserError: The backbone has multi-head latent attention, whose cache holds no keys and values.
+        """
+        shape.refuse_latent("PREFIX_TUNING")
         return [linear.path for linear in shape.names.ops["linear_qkv"]]
 
     def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:

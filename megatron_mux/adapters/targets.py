@@ -47,24 +47,26 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
 
 
 def match_parameters(targets: Sequence[str], modules: Sequence[Module]) -> list[Module]:
-    """The parameters of routed experts that `target_parameters` names.
+    """The parameters that `target_parameters` names: of routed experts, or weights of linear modules beside them.
 
     Args:
-        targets: Names, each matching the parameters whose path is it or ends in it after a dot.
+        targets: Names, each matching the parameters whose path is it or ends in it after a dot. The weight of a linear
+            module gets the adapter that the module would: shared experts have no other name in peft.
         modules: All modules of the backbone.
 
     Raises:
         UserError: A name matches nothing; lists what there is.
     """
     routed = [module for module in modules if module.experts]
-    unknown = [name for name in targets if not any(matches(name, module.path) for module in routed)]
+    paths = {m.path: m for m in routed} | {f"{m.path}.weight": m for m in modules if routed and not m.experts}
+    unknown = [name for name in targets if not any(matches(name, path) for path in paths)]
     if unknown:
         has = ", ".join(f"mlp.experts.{name}" for name in short_names(routed)) or "none"
         raise UserError(
             f"target_parameters: {', '.join(map(repr, unknown))} named, but the parameters of routed experts in this "
-            f"backbone are: {has}"
+            f"backbone are: {has}; weights of linear modules are named as in shared_experts.up_proj.weight"
         )
-    return [module for module in routed if any(matches(name, module.path) for name in targets)]
+    return [module for path, module in paths.items() if any(matches(name, path) for name in targets)]
 
 
 def _refuse_experts(targets: Sequence[str]) -> None:

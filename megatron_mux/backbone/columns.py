@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName, ModuleColumns
+from megatron_mux.base_ops import COLUMN_PARALLEL, LATENT_OPS, REPLICATED, BaseOpName, ModuleColumns
 from megatron_mux.shape import BackboneShape, Linear
 
 
@@ -22,6 +22,11 @@ def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[st
     """
     if op == "linear_qkv":
         return _qkv(shape, rank, size)
+    if op in LATENT_OPS:
+        whole = shape.out_features(op)
+        part, first = (whole, 0) if op in REPLICATED else (whole // size, rank * (whole // size))
+        (role,) = shape.names.ops[op][0].roles
+        return {role: ModuleColumns(torch.arange(part), torch.arange(first, first + part), whole)}
     if op in COLUMN_PARALLEL:
         inner = shape.inner(op)
         part = inner // size

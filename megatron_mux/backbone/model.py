@@ -92,7 +92,7 @@ class Backbone:
             scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
             self._embedding_scale = scale.to(self.dtype)
         self._rotaries = {
-            rope: Rotary(rope, shape.head_dim, self.device)
+            rope: Rotary(rope, shape.rotary_width, self.device)
             for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
             if rope is not None
         }
@@ -172,8 +172,9 @@ class Backbone:
             labelled_only: As for `forward`.
 
         Raises:
-            UserError: The backbone has experts.
+            UserError: The backbone has experts, or latent attention.
         """
+        self.shape.refuse_latent("Interleaving of hybrid tasks")
         self.shape.refuse_experts("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
@@ -229,8 +230,10 @@ class Backbone:
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
         """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
+        wide = self.shape.latent is not None and self.shape.latent.wide_rotation
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         found = {
-            rope: rotary.angles(batch.positions, batch.segments, self.dtype)
+            rope: rotary.angles(batch.positions, batch.segments, dtype)
             for rope, rotary in self._rotaries.items()
         }
         return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]

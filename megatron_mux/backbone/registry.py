@@ -16,6 +16,8 @@ from megatron_mux.files import read_json
 from megatron_mux.shape import BackboneShape
 
 FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
     "gemma3_text",
     "gpt2",
     "gpt_neo",
@@ -30,7 +32,7 @@ FAMILIES = (
 )
 """Each is a module of `families` with a `FAMILY`."""
 
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Those with mixture-of-experts layers, which closed forms and planner do not know yet."""
 
 DENSE = tuple(name for name in FAMILIES if name not in WITH_EXPERTS)

@@ -28,7 +28,7 @@ def expected(shape: BackboneShape) -> dict[str, tuple[int, ...]]:
         prefix = names.layer.format(layer)
         for path in names.layer_norms.values():
             found |= {f"{prefix}.{path}.{leaf}": (shape.hidden,) for leaf in norm}
-        found |= {f"{prefix}.{path}.weight": (shape.head_dim,) for path in names.head_norms.values()}
+        found |= {f"{prefix}.{path}.weight": (width,) for path, width in shape.inner_norms.values()}
         if shape.experts is not None and shape.has_experts(layer):
             found |= _expected_experts(shape, shape.experts, prefix)
         for op in (op for op in shape.ops(layer) if op not in EXPERT_OPS):
@@ -47,6 +47,8 @@ def _expected_experts(shape: BackboneShape, experts: Experts, prefix: str) -> di
     found: dict[str, tuple[int, ...]] = {
         f"{prefix}.{names.stored_router}.weight": (experts.count, shape.hidden)
     }
+    if experts.routing.bias:
+        found[f"{prefix}.{names.stored_router}.{names.router_bias}"] = (experts.count,)
     for expert in range(experts.count):
         module = f"{prefix}.{names.stored.format(expert)}"
         found |= {f"{module}.{leaf}.weight": (experts.ffn, shape.hidden) for leaf in (names.gate, names.up)}

@@ -25,10 +25,16 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
-_OPTIONAL: dict[str, tuple[str, ...]] = {"longrope": ("factor", "attention_factor")}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "longrope": ("factor", "attention_factor"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
 _COMMON = ("rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings")
 _LISTS = frozenset({"short_factor", "long_factor"})
+_OR_ZERO = frozenset({"mscale", "mscale_all_dim", "beta_fast", "beta_slow"})
+"""Zero leaves these out."""
 
 
 def ropes_by_layer(full: Mapping[str, Any], head_dim: int, layers: int, partial: bool) -> tuple[Rope, ...]:
@@ -54,7 +60,7 @@ def _rope(found: Mapping[str, Any], full: Mapping[str, Any], head_dim: int, part
     width = _rotated_width(share, head_dim, partial)
     keys = _KEYS.get(kind) if isinstance(kind, str) else None
     if keys is None:
-        refuse(field, found, "rope_type default, linear, llama3 or longrope")
+        refuse(field, found, f"rope_type {', '.join(_KEYS)}")
     optional = [name for name in _OPTIONAL.get(kind, ()) if found.get(name) is not None]
     extra = sorted(
         name for name in found if name not in {*_COMMON, *keys, *optional} and found[name] is not None
@@ -74,6 +80,8 @@ def _rope(found: Mapping[str, Any], full: Mapping[str, Any], head_dim: int, part
     values |= {name: tuple(map(float, values[name])) for name in _LISTS & values.keys()}
     if kind == "longrope":
         values = _with_attention_factor(values, full)
+    elif kind == "yarn":
+        values = _with_yarn_factor(values)
     theta = float(values.pop("rope_theta"))
     return Rope(theta, kind, partial_rotary_factor=float(share), **values)
 
@@ -89,9 +97,14 @@ def _rotated_width(share: Any, head_dim: int, partial: bool) -> int:
 
 def _is_valid(name: str, value: Any, count: int) -> bool:
     numbers = value if name in _LISTS else [value]
+    if name == "truncate":
+        return isinstance(value, bool)
     if not isinstance(numbers, (list, tuple)) or (name in _LISTS and len(numbers) != count):
         return False
-    return all(type(number) in (int, float) and number > 0 for number in numbers)
+    return all(
+        type(number) in (int, float) and (number > 0 or (number == 0 and name in _OR_ZERO))
+        for number in numbers
+    )
 
 
 def _with_attention_factor(values: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,6 +113,20 @@ def _with_attention_factor(values: Mapping[str, Any], full: Mapping[str, Any]) -
     times = values.get("factor", full["max_position_embeddings"] / original)
     default = math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
     found = {name: value for name, value in values.items() if name != "factor"}
+    return {"attention_factor": default, **found}
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's factor on queries and keys where sequences have become `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _with_yarn_factor(values: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's fields of `Rope`; its factor on cosines and sines follows from the others where none is given."""
+    factor, each, all_dims = values["factor"], values.get("mscale"), values.get("mscale_all_dim")
+    default = mscale(factor, each) / mscale(factor, all_dims) if each and all_dims else mscale(factor)
+    found = {name: value for name, value in values.items() if name not in _OR_ZERO}
+    found |= {name: float(values[name]) for name in ("beta_fast", "beta_slow") if values.get(name)}
     return {"attention_factor": default, **found}
 
 
@@ -170,6 +197,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(rope, frequencies)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, rope.rope_theta**exponents, width)
     return frequencies
 
 
@@ -185,3 +214,20 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     between = (1 - share) * stretched / rope.factor + share * stretched
     medium = (wavelengths >= shortest) & (wavelengths <= longest)
     return torch.where(medium, between, stretched)
+
+
+def _yarn(rope: Rope, wavelengths: Tensor, width: int) -> Tensor:
+    """Keep wavelengths that turn often within the original length, stretch those that hardly turn (YaRN)."""
+
+    def feature(turns: float) -> float:
+        length = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return (width * math.log(length)) / (2 * math.log(rope.rope_theta))
+
+    low, high = feature(rope.beta_fast), feature(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    share = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - share) + 1.0 / wavelengths * share

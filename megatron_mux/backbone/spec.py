@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout, megatron_core
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.attention import segment_attention
@@ -38,7 +39,8 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
         ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
+        # Of latent attention the output projection alone is Megatron's.
+        kv_channels=shape.head_dim if shape.latent is None else shape.latent.value,
         normalization=shape.norm,
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=shape.gated,
@@ -100,6 +102,8 @@ def build(
             share_embeddings_and_output_weights=False,
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
         )
+        if shape.latent is not None:
+            add_latent_attention(model, shape, parallel)
         if shape.output_norms:
             add_output_norms(model, shape)
         drop_biases(model, shape)
@@ -121,6 +125,19 @@ def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> 
         # Megatron's MLP becomes the shared experts; where there are none, it is dropped.
         megatron_core.set_mlp_width(found, shape.experts.shared_ffn or shape.experts.ffn)
     return found
+
+
+def add_latent_attention(model: GPTModel, shape: BackboneShape, parallel: Parallel) -> None:
+    """Put latent attention in the place of Megatron's, with the core attention and output projection of that."""
+    latent = shape.latent
+    assert latent is not None
+    for layer in model.decoder.layers:
+        norms = {
+            module.rpartition(".")[2]: Norm(model.config, width, latent.norm_eps)
+            for module, (_, width) in shape.inner_norms.items()
+        }
+        core, output = layer.self_attention.core_attention, layer.self_attention.linear_proj
+        layer.self_attention = LatentAttention(shape, parallel, norms, core, output)
 
 
 def add_output_norms(model: GPTModel, shape: BackboneShape) -> None:
@@ -151,6 +168,10 @@ def add_experts(
     for index, layer in zip(layers, model.decoder.layers, strict=True):
         if shape.has_experts(index):
             shared = layer.mlp if shape.experts.shared_ffn else None
+            if shared is not None:
+                megatron_core.set_output_width(
+                    shared.linear_fc2, shape.experts.shared_ffn // parallel.tp_size
+                )
             activation = layer.mlp.activation_func
             layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
             layer.mlp.to(model.config.params_dtype)

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 MODULE_PATHS: dict[BaseOpName, str] = {
     "linear_qkv": "self_attention.linear_qkv",
+    "linear_q": "self_attention.linear_q",
+    "linear_q_down": "self_attention.linear_q_down",
+    "linear_q_up": "self_attention.linear_q_up",
+    "linear_kv_down": "self_attention.linear_kv_down",
+    "linear_kv_up": "self_attention.linear_kv_up",
     "linear_proj": "self_attention.linear_proj",
     "linear_fc1": "mlp.linear_fc1",
     "linear_fc2": "mlp.linear_fc2",
@@ -100,6 +105,7 @@ class Piece:
         inputs: Range of input features; None for vectors.
         transposed: Stored `[in, out]`.
         offset: What is added to the stored values.
+        wide: Kept in fp32 at least.
     """
 
     row: int
@@ -109,6 +115,7 @@ class Piece:
     inputs: range | None = None
     transposed: bool = False
     offset: float = 0.0
+    wide: bool = False
 
 
 Plan = dict[str, list[Piece]]
@@ -167,8 +174,8 @@ def _layer(shape: BackboneShape, part: Part, layer: int, target: str) -> Iterato
     source = names.layer.format(layer)
     for module, path in names.layer_norms.items():
         yield from _norm(shape, f"{target}.{module}", f"{source}.{path}").items()
-    for module, path in names.head_norms.items():
-        stored = Piece(0, f"{source}.{path}.weight", 0, shape.head_dim, offset=shape.norm_offset)
+    for module, (path, width) in shape.inner_norms.items():
+        stored = Piece(0, f"{source}.{path}.weight", 0, width, offset=shape.norm_offset)
         yield f"{target}.{module}.weight", [stored]
     for op in shape.ops(layer):
         if op in EXPERT_OPS:
@@ -184,11 +191,13 @@ def _layer(shape: BackboneShape, part: Part, layer: int, target: str) -> Iterato
         if shape.biases[op]:
             yield f"{target}.{MODULE_PATHS[op]}.bias", bias
     if shape.experts is not None and shape.has_experts(layer):
-        router = f"{source}.{shape.experts.names.stored_router}.weight"
-        yield (
-            f"{target}.mlp.router.weight",
-            [Piece(0, router, 0, shape.experts.count, range(shape.hidden))],
-        )
+        stored_as, count, routing = shape.experts.names, shape.experts.count, shape.experts.routing
+        router, wide = f"{source}.{stored_as.stored_router}", routing.fp32_product
+        weight = [Piece(0, f"{router}.weight", 0, count, range(shape.hidden), wide=wide)]
+        yield f"{target}.mlp.router.weight", weight
+        if routing.bias:
+            stored = Piece(0, f"{router}.{stored_as.router_bias}", 0, count, wide=wide)
+            yield f"{target}.mlp.router.bias", [stored]
 
 
 def _experts(shape: BackboneShape, op: BaseOpName, part: Part, layer: int) -> list[Piece]:
@@ -276,7 +285,10 @@ def _fill(
         shape = model.get_parameter(name).shape
         covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
-        value = make(shape, dtype=model.config.params_dtype, device=device)
+        dtype = model.config.params_dtype
+        if any(piece.wide for piece in pieces):
+            dtype = torch.promote_types(dtype, torch.float32)
+        value = make(shape, dtype=dtype, device=device)
         for piece in pieces:
             _copy(value, piece, stored[piece.source], source)
         owner, _, leaf = name.rpartition(".")

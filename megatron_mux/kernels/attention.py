@@ -92,7 +92,7 @@ def segment_attention(
         query: `[T, h, D]`.
         key: `[p + T, g, D]`, with g dividing h: first the past of every segment that has one, in their order (see
             `Carry.extend`).
-        value: `[p + T, g, D]`.
+        value: `[p + T, g, D]`, or wider or narrower heads.
         segments: In row order, end to end from row 0; rows after the last one are padding.
         scale: What scores are multiplied by before the softmax.
         window: A token sees the `window` latest positions, itself included; prefix positions count. None: all.
@@ -100,8 +100,16 @@ def segment_attention(
         bounds: The segments' bounds, for the variable-length kernel; None has them computed and copied.
 
     Returns:
-        `[T, h, D]`; padding rows are zero.
+        `[T, h, D]`, D that of the values; padding rows are zero.
     """
+    wide, narrow = query.shape[2], value.shape[2]
+    if wide != narrow:
+        # Features of zeros change no score, and are dropped from the output.
+        query, key, value = (F.pad(x, (0, max(wide, narrow) - x.shape[2])) for x in (query, key, value))
+        out = segment_attention(
+            query, key, value, segments, scale=scale, window=window, prefix=prefix, bounds=bounds
+        )
+        return out[..., :narrow]
     prefix = prefix or {}
     if has_one_call(query.device, query.dtype):
         kernel = _varlen_kernel()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.adapters.kind import AdapterSpec
-from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
+from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS, with_fused_experts
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.errors import UserError
 from megatron_mux.section import plain, shown
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -48,6 +49,11 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
                 "leave it out of the task"
             )
         ]
+    if kind == "LORA":
+        try:
+            stored = with_fused_experts(folder, stored)
+        except UserError as error:
+            return dict(adapter), [f"adapter_name_or_path: {plain(str(folder / WEIGHTS))} {error}"]
     merged = dict(adapter)
     problems = []
     for key, value in stored.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -100,6 +101,24 @@ def cases_of(vocab: int) -> list[Case]:
     ]
 
 
+_LATENT = {"q_proj": ["q_a_proj", "q_b_proj"], "v_proj": ["kv_a_proj_with_mqa", "kv_b_proj"]}
+
+
+def of_latent_attention(case: Case) -> Case:
+    """The case with the modules of latent attention, which has no prefixes."""
+    adapter, targets = dict(case.adapter), case.adapter.get("target_modules")
+    if adapter["peft_type"] == "PREFIX_TUNING":
+        adapter = {"peft_type": "IA3", "target_modules": ["kv_a_proj_with_mqa", "q_b_proj"]}
+        adapter["feedforward_modules"] = ["q_b_proj"]
+    elif isinstance(targets, list):
+        adapter["target_modules"] = [own for name in targets for own in _LATENT.get(name, [name])]
+    elif targets is not None:
+        adapter["target_modules"] = targets.replace("q_proj", "q_a_proj")
+    if "target_parameters" in adapter:
+        adapter["target_parameters"] = [*adapter["target_parameters"], "shared_experts.up_proj.weight"]
+    return replace(case, adapter=adapter)
+
+
 def train(
     joined: Callable[..., Parallel],
     path: Path,
@@ -137,15 +156,19 @@ def train(
     return results, {case.name: engine.adapter_tensors(case.name) for case in cases}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_every_layout_gives_the_same_adapters(
     family: str, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
 ) -> None:
     path = once(f"expert-layouts-{family}", lambda directory: tiny_models.make(directory, family)) / family
     every = cases_of(96)
+    if family == "deepseek_v3":
+        every = [of_latent_attention(case) for case in every]
     without = [case for case in every if "target_parameters" not in case.adapter]
     whole = {len(cases): train(joined, path, cases, Layout(1, 1, 1)) for cases in (every, without)}
-    for layout in LAYOUTS if family == "mixtral" else LAYOUTS[1::3]:
+    for layout in (
+        LAYOUTS if family == "mixtral" else LAYOUTS[1::3] if family == "qwen3_moe" else LAYOUTS[1::2]
+    ):
         cases = without if layout.expert_tensor > 1 else every
         wanted, adapters = whole[len(cases)]
         found, own = train(joined, path, cases, layout)

@@ -24,12 +24,18 @@ from tests.reference import peft_solo
 
 pytestmark = pytest.mark.versions
 
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 LOGITS = 5e-4  # largest absolute difference
 
 
 def sections(family: str) -> dict[str, dict[str, Any]]:
     """What peft knows too."""
+    if family == "deepseek_v3":
+        shared = ["shared_experts.down_proj.weight", "shared_experts.gate_proj.weight"]
+        return {
+            "attention": lora(["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"], r=4, lora_alpha=30),
+            "experts": lora(["kv_b_proj"], r=3, lora_alpha=30, target_parameters=["gate_up_proj", *shared]),
+        }
     if family in WITH_EXPERTS:
         both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         return {

@@ -109,6 +109,25 @@ def test_lora_tasks_together_are_as_with_peft_alone(
         compare(together, alone(path, case), case)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_lora_of_latent_attention_shared_and_routed_experts_is_as_with_peft_alone(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    path = path_of(family)
+    queries = ["q_proj"] if family == "deepseek_v2" else ["q_a_proj", "q_b_proj"]
+    shared = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+    adapters = (
+        lora([*queries, "kv_b_proj"], r=4),
+        lora([*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], r=8, use_rslora=True),
+        lora(["kv_a_proj_with_mqa"], r=3, target_parameters=[*shared, "experts.down_proj", "gate_up_proj"]),
+        lora(["o_proj"], r=6, target_parameters=["mlp.up_proj.weight", shared[1]], lora_alpha=3),
+    )
+    cases = [make_case(i, path, adapter) for i, adapter in enumerate(adapters)]
+    together = train(backbone_of(family), parallel, cases, STEPS)
+    for case in cases:
+        compare(together, alone(path, case), case)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_lora_of_attention_and_experts_together_is_as_with_peft_alone(
     family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel

@@ -139,6 +139,20 @@ def test_everything_given() -> None:
         ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
         ("--fp16", "--fp16: fp16 is not supported: use --bf16"),
         ("--bf16 --mux-fp32", "--mux-fp32: contradicts --bf16: remove one of them"),
+        ("--mux-expert-capacity 4", "--mux-expert-capacity: needs --mux-expert-managers"),
+        *(
+            (f"--mux-expert-managers 2 {flag} 2", f"{flag} 2: contradicts --mux-expert-managers")
+            for flag in (
+                "--tensor-model-parallel-size",
+                "--pipeline-model-parallel-size",
+                "--expert-model-parallel-size",
+                "--expert-tensor-parallel-size",
+            )
+        ),
+        (
+            "--mux-expert-managers auto --mux-backbone-weights offloaded",
+            "--mux-backbone-weights offloaded: not with --mux-expert-managers yet",
+        ),
         (
             "--use-torch-fsdp2",
             "--use-torch-fsdp2: adapters are small, only frozen weights are sharded: use --mux-backbone-weights",
@@ -277,6 +291,16 @@ def test_shape_flags_that_agree() -> None:
     arguments = parse(*flags.split())
     assert len(arguments.shape) == len(SHAPE_FLAGS) - 2
     arguments.check_shape(cast(Any, SHAPE))
+
+
+@pytest.mark.usefixtures("place")
+def test_expert_managers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse().expert_managers == 0
+    assert parse("--mux-expert-managers", "3").expert_managers == 3
+    for world, managers in (("5", 4), ("1", 1)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert parse("--mux-expert-managers", "auto").expert_managers == managers
+    assert parse("--mux-expert-managers", "2", "--mux-expert-capacity", "4,8").mux_expert_capacity == (4, 8)
 
 
 @pytest.mark.usefixtures("place")

@@ -101,14 +101,21 @@ def test_groups_of_several_ranks_are_connected_on_gpus(monkeypatch: pytest.Monke
     joined: list[object] = []
     monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: joined.append("synchronize"))
+    broker = SimpleNamespace(connect=lambda device: joined.append("managers"))
     places: Any = SimpleNamespace(
-        tp_group="tensor", tp_size=2, dp_group="data", dp_size=1, world_size=4, device=CPU
+        tp_group="tensor",
+        tp_size=2,
+        dp_group="data",
+        dp_size=1,
+        world_size=4,
+        device=CPU,
+        experts=SimpleNamespace(broker=broker),
     )
     process_groups.connect(places)
     assert joined == []
     monkeypatch.setattr(process_groups, "is_gpu", lambda device: True)
     process_groups.connect(places)
-    assert joined == ["tensor", None, "synchronize"]
+    assert joined == ["tensor", None, "managers", "synchronize"]
 
 
 def test_an_engine_connects_groups_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Message, Traffic
-from megatron_mux.expert_ranks import ExpertRanks
+from megatron_mux.expert_ranks import ExpertRanks, Leaving
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ class Arriving:
 
     Args:
         value: Where it arrives.
-        works: Done once it has.
+        works: Done once it has; waited for in this order.
         given: What was sent for it, kept until then.
     """
 
-    def __init__(self, value: Tensor, works: Sequence[dist.Work], given: Tensor | None = None) -> None:
+    def __init__(
+        self, value: Tensor, works: Sequence[dist.Work | Leaving], given: Tensor | None = None
+    ) -> None:
         self._value, self._works, self._given = value, works, given
 
     def wait(self) -> Tensor:

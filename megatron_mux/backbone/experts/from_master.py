@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.expert_ranks import Broker, ExpertRanks
+from megatron_mux.expert_ranks import Broker, ExpertRanks, Leaving
 
 HEADER_BYTES = 16
 """Rows and layer, int64 each."""
@@ -68,6 +68,7 @@ class _SentFromMaster(Sent):
     def __init__(self, broker: Broker, *sent: Any) -> None:
         super().__init__(*sent)
         self._broker = broker
+        self._leaving: list[Leaving] = []
 
     def _forth(self, x: Tensor) -> Arriving:
         return self._exchange(x, self.outgoing, self.incoming, self._broker.forth)
@@ -78,13 +79,14 @@ class _SentFromMaster(Sent):
     def _exchange(
         self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], group: dist.ProcessGroup
     ) -> Arriving:
-        for rank, part in enumerate(given.split(outgoing)):
-            if len(part):
-                self._broker.outbox.send(part, rank, group)
+        answered, outbox = self._leaving, self._broker.outbox
+        self._leaving = [
+            outbox.send(part, rank, group) for rank, part in enumerate(given.split(outgoing)) if len(part)
+        ]
         made = given.new_empty(sum(incoming), given.shape[1])
         works = [
             dist.irecv(part, group=group, group_src=rank)
             for rank, part in enumerate(made.split(incoming))
             if len(part)
         ]
-        return Arriving(made, [work for work in works if work is not None])
+        return Arriving(made, [*(work for work in works if work is not None), *answered])

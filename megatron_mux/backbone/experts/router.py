@@ -71,14 +71,15 @@ class Router(nn.Module):
     def _in_best_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` `[R, E]` with the experts outside of each row's best groups put last."""
         routing = self.routing
-        groups = ranking.view(len(ranking), routing.groups, -1)
+        groups = ranking.unflatten(-1, (routing.groups, -1))  # also where there are no rows
         if routing.group_score == "best":
             of_group = groups.amax(dim=-1)
         else:
             of_group = groups.topk(2, dim=-1).values.sum(dim=-1)
         best = of_group.topk(routing.top_groups, dim=-1).indices
         outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
-        return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        masked: Tensor = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(ranking)
+        return masked
 
 
 def no_routes(routing: Routing, x: Tensor) -> Routes:

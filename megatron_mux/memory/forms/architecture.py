@@ -126,6 +126,7 @@ def architecture_of(shape: BackboneShape) -> Architecture:
     Raises:
         UserError: The backbone has experts.
     """
+    shape.refuse_latent("The closed form of the engine's memory")
     shape.refuse_experts("The closed form of the engine's memory")
     vocabulary = shape.vocab * shape.hidden
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset

@@ -13,8 +13,10 @@ from peft.utils import constants
 from transformers.pytorch_utils import Conv1D
 
 from megatron_mux.adapters.bottleneck import BottleneckSpec
+from megatron_mux.adapters.diff_pruning import DiffPruningSpec
 from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.lora import LoraSpec
+from megatron_mux.adapters.prefix import PrefixTuningSpec
 from megatron_mux.adapters.targets import match_targets
 from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.errors import UserError
@@ -126,3 +128,28 @@ def test_module_widths_are_those_of_transformers(family: str, shape_of: ShapeOf)
         weight = seen[module.path].weight
         rows, columns = reversed(weight.shape) if isinstance(seen[module.path], Conv1D) else weight.shape
         assert (module.out_features, module.in_features) == (rows, columns), module.path
+
+
+def test_what_latent_attention_does_not_take_is_refused_by_name(shape_of: ShapeOf) -> None:
+    shape = shape_of("deepseek_v3")
+    with pytest.raises(UserError, match="PREFIX_TUNING does not know multi-head latent attention"):
+        PrefixTuningSpec(peft_type="PREFIX_TUNING", num_virtual_tokens=3).modules(shape)
+    with pytest.raises(UserError, match="kv_a_proj_with_mqa cannot be pruned"):
+        DiffPruningSpec(peft_type="DIFF_PRUNING", target_modules=["kv_a_proj_with_mqa", "o_proj"]).modules(
+            shape
+        )
+
+
+def test_saves_name_shared_experts_as_peft_wants_them(shape_of: ShapeOf) -> None:
+    shape = shape_of("deepseek_v3")
+    spec = LoraSpec(peft_type="LORA", target_modules=["o_proj", "shared_experts.up_proj"])
+    config = spec.config(shape)
+    assert config["target_parameters"] == [
+        f"model.layers.{layer}.mlp.shared_experts.up_proj.weight" for layer in (1, 2, 3)
+    ]
+    again = LoraSpec(**{name: config[name] for name in ("peft_type", "target_modules", "target_parameters")})
+    assert again.tensors(shape).keys() == spec.tensors(shape).keys()
+    with pytest.raises(UserError, match="lora_dropout"):
+        LoraSpec(peft_type="LORA", target_modules="all-linear", lora_dropout=0.1).modules(shape)
+    everything = LoraSpec(peft_type="LORA", target_modules="all-linear").modules(shape)
+    assert everything and not any(module.path.endswith("mlp.gate") for module in everything)

@@ -12,7 +12,7 @@ import torch
 from megatron_mux.backbone import columns, resolve, weights
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.backbone.split import even_split, stage_layers
-from megatron_mux.base_ops import COLUMN_PARALLEL
+from megatron_mux.base_ops import COLUMN_PARALLEL, REPLICATED
 from megatron_mux.expert_shape import Placement
 from tests import tiny_models
 
@@ -25,7 +25,7 @@ def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) ->
     info = read_backbone_info(checkpoints(name))
     shape, names = info.shape, info.shape.names
     for op in sorted({op for layer in range(shape.layers) for op in shape.ops(layer)}):
-        width = shape.out_features(op) // (size if op in COLUMN_PARALLEL else 1)
+        width = shape.out_features(op) // (size if op in COLUMN_PARALLEL and op not in REPLICATED else 1)
         seen: dict[str, list[torch.Tensor]] = {}
         for rank in range(size):
             parts = columns.parts(shape, op, rank, size)
@@ -41,7 +41,7 @@ def test_every_feature_has_one_place(name: str, size: int, checkpoints: Made) ->
                     )
         for path, found in seen.items():
             out = sum(shape.role_width(op, role) for m in names.ops[op] if m.path == path for role in m.roles)
-            whole = torch.cat(found) if op in COLUMN_PARALLEL else found[0]
+            whole = torch.cat(found) if op in COLUMN_PARALLEL and op not in REPLICATED else found[0]
             assert whole.sort().values.tolist() == list(range(out))
 
 
@@ -79,7 +79,9 @@ def test_the_plan_reads_each_element_once_over_the_ranks(
                     here[(rows, slice(inputs.start, inputs.stop)) if inputs else rows] += 1
     for source, found in count.items():
         divided = found.dim() == 2 and source != f"{names.positions}.weight"
-        divided = divided and not (routers and source.endswith(routers))
+        whole = [m.path for op in REPLICATED for m in names.ops.get(op, ())]
+        whole += [routers] if routers else []
+        divided = divided and not any(path in source for path in whole)
         tied = 2 if shape.tied and pipeline > 1 and source == f"{names.embedding}.weight" else 1
         if divided:
             assert (found == tied).all(), source

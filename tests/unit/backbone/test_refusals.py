@@ -34,6 +34,7 @@ def refused(path: Path, *parts: str) -> None:
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = {"original_max_position_embeddings": 32}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
 
 
@@ -45,7 +46,12 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("llama", "num_hidden_layers", 0, "positive"),
         ("llama", "intermediate_size", "wide", "wide"),
         ("llama", "quantization_config", {"bits": 4}, "null"),
-        ("llama", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "llama3"),
+        (
+            "llama",
+            "rope_parameters",
+            {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, **YARN, "x": 1},
+            "x unknown",
+        ),
         ("llama", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "llama3"),
         ("llama", "rope_parameters", MROPE, "mrope_section"),
         ("llama", "partial_rotary_factor", 0.5, "1.0"),
@@ -76,6 +82,28 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("gpt2", "hidden_size", None, "positive"),
         ("gpt_neo", "attention_types", [[["global", "strided"], 2]], "global"),
         ("gpt_neo", "attention_layers", ["local"] * 4, "global, local, global, local"),
+        (
+            "llama",
+            "rope_parameters",
+            {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "factor": 0},
+            "positive",
+        ),
+        ("deepseek_v2", "norm_topk_prob", True, "false"),
+        ("deepseek_v2", "moe_layer_freq", 2, "1"),
+        ("deepseek_v2", "mlp_bias", True, "false"),
+        ("deepseek_v2", "topk_method", "noaux_tc", "group_limited_greedy"),
+        ("deepseek_v2", "scoring_func", "sigmoid", "softmax"),
+        ("deepseek_v2", "num_key_value_heads", 2, "4"),
+        ("deepseek_v2", "n_shared_experts", 0, "positive"),
+        ("deepseek_v2-groups", "n_group", None, "positive"),
+        ("deepseek_v2-groups", "topk_group", 1, "hold 3"),
+        ("deepseek_v3", "n_group", 8, "two"),
+        ("deepseek_v3", "n_group", 3, "divisor"),
+        ("deepseek_v3", "scoring_func", "softmax", "sigmoid"),
+        ("deepseek_v3", "topk_method", "greedy", "noaux_tc"),
+        ("deepseek_v3", "num_experts_per_tok", 0, "positive"),
+        ("deepseek_v3", "kv_lora_rank", 0, "positive"),
+        ("deepseek_v3", "first_k_dense_replace", 9, "4 layers"),
         ("opt", "do_layer_norm_before", False, "true"),
         ("opt", "word_embed_proj_dim", 16, "hidden_size 32"),
         ("opt", "_remove_final_layer_norm", True, "false"),
