@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=4, help="turns of each method (4)")
     add("--steps", type=int, default=1, help="steps in each turn (1)")
     add("--trace", type=int, default=60, metavar="N", help="steps of the longer run of each text (60)")
-    add("--between", type=float, default=3.0, metavar="MB/S", help="bandwidth between nodes (3)")
+    add("--between", type=float, default=2.0, metavar="MB/S", help="bandwidth between nodes (2)")
     add("--local", type=float, default=16.0, metavar="X", help="times that bandwidth within a node (16)")
     add("--json", action="store_true", help="print JSON instead of tables")
     add_output(parser)

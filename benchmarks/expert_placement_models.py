@@ -96,13 +96,13 @@ def _fit_router(weight: Tensor, x: Tensor, wanted: Tensor) -> None:
         raised += rate(step) * ((wanted + 1e-3).log() - (found + 1e-3).log()).float()
 
 
-def random_records(file: Path, rows: int = 480, length: int = 64, seed: int = 1) -> None:
+def random_records(file: Path, rows: int = 480, length: int = 48, seed: int = 1) -> None:
     """Write `[rows, length]` int64 random tokens."""
     generator = torch.Generator().manual_seed(seed)
     torch.save(torch.randint(3, VOCAB, (rows, length), generator=generator), file)
 
 
-def text_records(tokenizer: Path, text: Path, file: Path, rows: int = 480, length: int = 48) -> None:
+def text_records(tokenizer: Path, text: Path, file: Path, rows: int = 480, length: int = 32) -> None:
     """Write `[rows, length]` int64 tokens of a data set of the quickstart, records end to end."""
     from transformers import AutoTokenizer
 

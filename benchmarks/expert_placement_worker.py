@@ -229,10 +229,9 @@ class Worker:
 
 
 def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Token ids, `[records, length]`, and records whose last quarter is labelled, as answers are."""
+    """Token ids, `[records, length]`, and records of which every token is labelled."""
     tokens = torch.load(records)
-    labelled = torch.arange(tokens.shape[1]) >= tokens.shape[1] * 3 // 4
-    return tokens, [(row, labelled) for row in tokens]
+    return tokens, [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
 
 
 def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
