@@ -1,4 +1,5 @@
-"""Closed forms of the engine's memory against dry runs: every family x adapter kind x {1x1, TP2, PP2}.
+"""Closed forms of the engine's memory against dry runs: every family x adapter kind x {1x1, TP2, PP2}; of families
+with experts, LoRA without and with adapters on these x {1x1, all computed again, PP2, TP2, EP2, EP4, EP2+PP2}.
 
 python benchmarks/memory_forms.py                                       # a quarter of an hour on two cores
 python benchmarks/memory_forms.py --family gemma3_text --kind VERA      # a part
@@ -39,12 +40,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Dry-run, compare and publish."""
     arguments = parse(argv)
-    from megatron_mux.backbone.registry import DENSE
-    from tests.end_to_end.memory_cells import KIND_NAMES, all_cells, compared
+    from tests.end_to_end.memory_cells import FAMILIES, KIND_NAMES, ON_EXPERTS, all_cells, compared
 
     found: list[Compared] = []
-    for family in arguments.family or DENSE:  # family by family, to show progress
-        cells = all_cells([family], arguments.kind or KIND_NAMES, dtype=arguments.dtype)
+    for family in arguments.family or FAMILIES:  # family by family, to show progress
+        cells = all_cells([family], arguments.kind or (*KIND_NAMES, ON_EXPERTS), dtype=arguments.dtype)
         own = list(compared(cells))
         found += own
         if own:

@@ -85,7 +85,6 @@ class BaseOpInfo:
         inputs: The input features that this rank holds (all of them when column-parallel).
         parts: Hugging Face path within the layer (`self_attn.q_proj`) to its columns of the output.
         hf_prefix: Path of the layer in the Hugging Face model (`model.layers.3`).
-        experts: Of `EXPERT_OPS`: the experts that this rank holds. Widths and columns are one expert's.
     """
 
     layer: int
@@ -94,7 +93,12 @@ class BaseOpInfo:
     inputs: range
     parts: Mapping[str, ModuleColumns]
     hf_prefix: str
-    experts: tuple[int, ...] = ()
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Of `EXPERT_OPS`: the experts that this rank holds by now. Widths and columns are one expert's."""
+        held: tuple[int, ...] = getattr(self.module, "held", ())
+        return held
 
     @property
     def column_parallel(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TARGETS = ("q_proj", "v_proj")
 """The modules that tasks adapt by default in families with experts."""
@@ -89,6 +89,15 @@ class Experts:
         return tuple(layer for layer in range(layers) if layer not in self.dense)
 
 
+class Move(NamedTuple):
+    """An expert's weights on their way from one expert rank to another."""
+
+    layer: int
+    expert: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which expert ranks hold which experts.
@@ -118,6 +127,16 @@ class Placement:
     def held(self, layer: int, rank: int) -> tuple[int, ...]:
         """The experts of a layer that a rank holds, in ascending order."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
+
+    def moves(self, after: Placement, layer: int) -> list[Move]:
+        """What has to be sent to make another placement of this one: each expert from the nearest rank that has it."""
+        nodes = after.nodes or ("",) * self.size
+        return [
+            Move(layer, expert, serving_rank(old, target, nodes[target], nodes), target)
+            for expert, (old, new) in enumerate(zip(self.ranks[layer], after.ranks[layer], strict=True))
+            for target in new
+            if target not in old
+        ]
 
     def serving(self, layer: int, source: int) -> list[int]:
         """For each expert of a layer, the rank that computes the rows of expert rank `source`."""

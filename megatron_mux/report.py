@@ -24,6 +24,9 @@ from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
 from megatron_mux.pipeline.trace import to_trace
 
+EXPERT_ACCESS = "expert_access.jsonl"
+"""Which experts the steps between two lines selected, and which have moved."""
+
 _HEADINGS = (
     "task",
     "adapter",
@@ -190,9 +193,13 @@ class Reporter:
             try:
                 file.close()
             except OSError as error:  # it still holds what it could not write before
-                self._note(f"--save {self.directory}: could not write metrics", error)
+                self.note(f"--save {self.directory}: could not write metrics", error)
         if self._events is not None:
             self._close_events(self._events)
+
+    def experts(self, line: Mapping[str, Any]) -> None:
+        """Add a line to `expert_access.jsonl`."""
+        self._append(EXPERT_ACCESS, line)
 
     def _metrics(self, name: str, line: dict[str, float | int]) -> None:
         if self._events is not None:
@@ -200,28 +207,32 @@ class Reporter:
             try:
                 self._events.write(int(line["step"]), values)
             except OSError as error:
-                self._note(f"--tensorboard-dir {self._events.directory}: could not write", error)
+                self.note(f"--tensorboard-dir {self._events.directory}: could not write", error)
                 self._close_events(self._events)
+        self._append(f"{name}/metrics.jsonl", {key: _or_null(value) for key, value in line.items()})
+
+    def _append(self, file: str, line: Mapping[str, Any]) -> None:
+        """Add a line to a file of the run's directory."""
         if self.directory is None:
             return
         try:
-            if name not in self._files:
-                path = self.directory / name / "metrics.jsonl"
+            if file not in self._files:
+                path = self.directory / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[name] = open(path, "a")  # noqa: SIM115 (kept open for the run)
-            self._files[name].write(json.dumps({key: _or_null(value) for key, value in line.items()}) + "\n")
-            self._files[name].flush()
+                self._files[file] = open(path, "a")  # noqa: SIM115 (kept open for the run)
+            self._files[file].write(json.dumps(line) + "\n")
+            self._files[file].flush()
         except OSError as error:
-            self._note(f"--save {self.directory}: could not write metrics", error)
+            self.note(f"--save {self.directory}: could not write metrics", error)
 
     def _close_events(self, events: EventFile) -> None:
         self._events = None
         try:
             events.close()
         except OSError as error:
-            self._note(f"--tensorboard-dir {events.directory}: could not write", error)
+            self.note(f"--tensorboard-dir {events.directory}: could not write", error)
 
-    def _note(self, what: str, error: OSError) -> None:
+    def note(self, what: str, error: OSError) -> None:
         """Keep the first problem; the loop raises it on every rank, since only this one knows of it."""
         advice = "Make room or choose another directory"
         if self.directory is not None:
@@ -315,14 +326,25 @@ def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
     entries = manifest.tasks if manifest is not None else []
     # A failed task is not run again: what it wrote after its last good checkpoint stays.
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
-    for path in directory.glob("*/metrics.jsonl"):
+    for path in (*directory.glob("*/metrics.jsonl"), *directory.glob(EXPERT_ACCESS)):
         try:
             lines = path.read_text().splitlines()
-            kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
+            if path.name == EXPERT_ACCESS:
+                kept = [line for line in lines if _all_saved(line, saved)]
+            else:
+                kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
             if len(kept) != len(lines):
                 write_atomically(path, "".join(line + "\n" for line in kept))
         except OSError as error:
             raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
+
+
+def _all_saved(line: str, saved: Mapping[str, float]) -> bool:
+    """Whether the steps of all tasks of a line of `expert_access.jsonl` are saved."""
+    try:
+        return all(step <= saved.get(name, -1) for name, step in json.loads(line)["steps"].items())
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _step_of(line: str) -> float:

@@ -179,6 +179,12 @@ class AdapterSet:
             self.ops[op].remove(name)
         adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector
 
+    def renew_experts(self) -> None:
+        """Compute with the experts that this rank holds by now, after some have moved."""
+        for op in self.ops:
+            if isinstance(op, AttachedExperts):
+                op.renew()
+
     def use(self, kernels: KernelChoice) -> None:
         """Have these kernels compute the low-rank terms."""
         chosen = dict(kernels)

@@ -78,6 +78,13 @@ class AttachedExperts(AttachedBaseOp):
         """Replace the module's `forward`."""
         self.info.module.forward = self.compute
 
+    def renew(self) -> None:
+        """Compute with the experts that this rank holds by now, after some have moved."""
+        for name, adapter in self._adapters.items():
+            assert isinstance(adapter, ExpertTerms)
+            self._terms[name] = {"low_rank": adapter.low_rank(adapter.owner.slot)}
+        self._change()
+
     def prepare(self) -> None:
         """Nothing: loops of BLAS calls need no tables on the device."""
 

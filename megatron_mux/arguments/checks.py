@@ -51,6 +51,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
     problems += _stages(arguments)
     problems += _planning(arguments)
     problems += _expert_managers(arguments)
+    problems += _moving_experts(arguments)
     if arguments.mux_watch is not None and not os.path.isdir(arguments.mux_watch):
         problems.append(f"--mux-watch {arguments.mux_watch}: no such directory: create it first")
     for flag, directory in (("--save", arguments.save), ("--load", arguments.load)):
@@ -161,6 +162,30 @@ def _expert_managers(arguments: MuxArguments) -> list[str]:
         problems.append(
             f"--mux-backbone-weights {arguments.mux_backbone_weights}: not with --mux-expert-managers yet: remove it"
         )
+    return problems
+
+
+def _moving_experts(arguments: MuxArguments) -> list[str]:
+    """What is wrong with the flags that place and move experts."""
+    found = [("--mux-expert-placement auto", arguments.places_experts)]
+    found.append(("--mux-replace-experts auto", arguments.mux_replace_experts == "auto"))
+    asking = [flag for flag, given in found if given]
+    if not asking:
+        topology = arguments.mux_expert_topology
+        needs = "needs --mux-expert-placement auto or --mux-replace-experts auto"
+        return [] if topology is None else [f"--mux-expert-topology {topology}: {needs}"]
+    problems = []
+    if arguments.expert_model_parallel_size == 1 and arguments.mux_expert_managers is None:
+        where = "--expert-model-parallel-size of at least 2, or --mux-expert-managers"
+        problems += [
+            f"{flag}: experts are on one rank, or one group of tensor ranks: it needs {where}"
+            for flag in asking
+        ]
+    if arguments.mux_backbone_weights != "resident":
+        problems += [
+            f"{flag}: contradicts --mux-backbone-weights {arguments.mux_backbone_weights}: only resident experts move"
+            for flag in asking
+        ]
     return problems
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import at_least, auto_or_none, counts, flag_of, minutes, path, size
+from megatron_mux.arguments.values import (
+    at_least,
+    auto_or_none,
+    counts,
+    flag_of,
+    minutes,
+    path,
+    path_or_auto,
+    size,
+)
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -185,11 +194,24 @@ class MuxArguments:
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
-    mux_expert_placement: Path | None = _flag(
+    mux_expert_placement: Path | Literal["auto"] | None = _flag(
         "mux",
-        "which ranks hold which experts, as tools/place_experts.py writes it (default: neighbouring experts share one; "
-        "with --mux-expert-managers, one after the other)",
+        "which ranks hold which experts, as tools/place_experts.py writes it; auto: placed at the start by what the "
+        "tasks' data select (default: neighbouring experts share one; with --mux-expert-managers, one after the other)",
+        type=path_or_auto,
+        metavar="FILE",
+    )
+    mux_expert_topology: Path | None = _flag(
+        "mux",
+        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, 50 GB/s within and 12.5 "
+        "GB/s between them)",
         **_FILE,
+    )
+    mux_replace_experts: Literal["auto", "off"] | None = _flag(
+        "mux",
+        "auto: experts move between steps when that is predicted to pay (default with --mux-expert-placement auto); "
+        "off: they stay (default otherwise)",
+        choices=("auto", "off"),
     )
     mux_expert_managers: int | Literal["auto"] | None = _flag(
         "mux",
@@ -270,6 +292,18 @@ class MuxArguments:
             return self.mux_expert_managers or 0
         text = os.environ.get("WORLD_SIZE", "1")
         return int(text) - 1 if text.isdecimal() and int(text) > 1 else 1
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts are placed at the start by what the tasks' data select."""
+        return self.mux_expert_placement == "auto"
+
+    @property
+    def replaces_experts(self) -> bool:
+        """Whether experts may move between steps."""
+        return self.mux_replace_experts == "auto" or (
+            self.mux_replace_experts is None and self.places_experts
+        )
 
     def without_planner(self, shape: BackboneShape) -> tuple[MuxArguments, str]:
         """Replace the policy `auto` where the planner does not know the backbone.

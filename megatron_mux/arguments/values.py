@@ -27,6 +27,11 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def path_or_auto(text: str) -> Path | str:
+    """A path that is not empty, or the word `auto` (`./auto` is a file)."""
+    return text if text == "auto" else path(text)
+
+
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     """A whole number of at least `least`, and of `most` at most."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"

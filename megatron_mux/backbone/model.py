@@ -20,6 +20,7 @@ from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
@@ -27,7 +28,7 @@ from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
-from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
+from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
@@ -295,10 +296,28 @@ class Backbone:
                         inputs=columns.inputs(self.shape, op, *part.of_op(op)),
                         parts=columns.parts(self.shape, op, *part.of_op(op)),
                         hf_prefix=self.shape.names.layer.format(index),
-                        experts=part.held(index) if op in EXPERT_OPS else (),
                     )
                 )
         return found
+
+    def place_experts(self, placement: Placement) -> int:
+        """Move routed experts to the ranks that a placement names, rank to rank. Every rank calls it, between steps.
+
+        Returns:
+            Bytes of weights that this rank received.
+
+        Raises:
+            UserError: Weights are not resident.
+        """
+        assert self.placement is not None
+        if self.residence.units:
+            raise UserError("Experts cannot move: that needs --mux-backbone-weights resident.")
+        received = 0
+        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
+            if self.shape.has_experts(index):
+                received += move_experts(layer.mlp, self.placement, placement)
+        self.placement = placement
+        return received
 
     @property
     def in_step(self) -> bool:

@@ -174,7 +174,15 @@ def add_experts(
                 )
             activation = layer.mlp.activation_func
             layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
-            layer.mlp.to(model.config.params_dtype)
+            _convert(layer.mlp, model.config.params_dtype)
+
+
+def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give a module's parameters a dtype. `Module.to` would swap them in place, which fake tensors do not allow."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.dtype != dtype:
+                setattr(part, name, nn.Parameter(parameter.to(dtype)))
 
 
 def keep_experts(model: GPTModel) -> None:

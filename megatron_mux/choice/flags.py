@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_mux.backbone.registry import FAMILIES, WITH_EXPERTS
+from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Precision, Recipe
@@ -53,10 +54,10 @@ def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str |
         return "full fine-tuning: here the backbone is frozen"
     if model_type not in FAMILIES:
         return f"model_type {model_type!r} is none of its families"
-    if model_type in WITH_EXPERTS:
-        return "its memory is not predicted for experts yet"
-    if method.expert > 1:
+    if method.expert > 1 and model_type not in WITH_EXPERTS:
         return "no expert parallelism"
+    if method.tensor > 1 and any(op.op in EXPERT_OPS for task in recipe.adapters for op in task.ops):
+        return "adapters on routed experts: tensor ranks divide no expert that has one"
     if method.zero in (1, 2):
         return f"ZeRO-{method.zero}: the optimizer of adapters is not divided"
     if recipe.precision == "fp16":
@@ -69,6 +70,8 @@ def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str |
 def flags(method: Method, recipe: Recipe) -> list[str]:
     """Flags of `pretrain_mux.py`; data parallelism follows from the number of processes."""
     words = _degrees(method)
+    if method.expert > 1:
+        words += ["--expert-model-parallel-size", str(method.expert)]
     if method.pipeline > 1:
         # As predicted: the fewest in flight, layers evenly divided.
         words += ["--mux-schedule", "1f1b", "--mux-layer-split", "even"]

@@ -31,15 +31,17 @@ _FETCHED = Grouping(first=2, further=1)
 def shallow(run: RunSpec) -> list[RunSpec]:
     """The same run with two and with three groups of layers for each stage; empty if these do not represent it.
 
-    That is so if layers differ (in their windows or adapters), if an adapter is one tensor for all layers (a prefix) or
-    processes all layers between steps (diff pruning), if stages are hardly deeper, if a rank has several stages, if
-    hybrid tasks are computed in turns, and on a CPU.
+    That is so if layers differ (in their windows or adapters, or only some have experts), if an adapter is one tensor
+    for all layers (a prefix) or processes all layers between steps (diff pruning), if stages are hardly deeper, if a
+    rank has several stages, if hybrid tasks are computed in turns, and on a CPU.
     """
     info = read_info(run.config)
     grouping = _grouping(run)
     if run.device == "cpu" or run.plan.virtual > 1 or any(bucket.launch for bucket in run.plan.buckets):
         return []
     if min(_split(run, info)) <= grouping.layers(3) + 1:
+        return []
+    if info.shape.experts is not None and info.shape.experts.dense:
         return []
     if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in run.tasks):
         return []

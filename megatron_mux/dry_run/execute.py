@@ -19,6 +19,7 @@ from megatron_mux import runtime
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
+from megatron_mux.dry_run.known_values import assumed_routes
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
 from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
@@ -64,7 +65,15 @@ def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcon
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (directory / "config.json").write_text(json.dumps(run.config))
         stack.enter_context(_fake_world(run))
-        parallel = runtime.initialize(run.tensor, run.plan.ranks, run.sequence_parallel, device=_device(run))
+        parallel = runtime.initialize(
+            run.tensor,
+            run.plan.ranks,
+            run.sequence_parallel,
+            device=_device(run),
+            expert_parallel=run.expert,
+            expert_tensor_parallel=run.expert_tensor,
+        )
+        stack.enter_context(assumed_routes(parallel.experts))
         host = stack.enter_context(RealHostMode())
         parallel = UniformParallel(**vars(parallel))
         recording = record_steps(run, directory, parallel, read_fake_value, around)
@@ -118,6 +127,7 @@ def record_steps(
             plan.split or None,
             run.residence,
             config_only=answer is not None,
+            placement=run.placement,
         )
         watch.follow(stages)
         recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_mux.dry_run.known_values import exchanged_sizes, known, with_values
+
 _STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
 """It allocates nothing and has no fake kernel (torch 2.13)."""
 
@@ -44,7 +46,9 @@ class RealHostMode(TorchDispatchMode):
                 return func(*args, **kwargs)
         if fake and func.overloadpacket is _STEPS_IN_PLACE:
             return None
-        made = func(*args, **kwargs)
+        made = with_values(func, args, kwargs, lambda: func(*args, **kwargs))
+        if func is torch.ops.c10d.alltoall_base_.default:
+            exchanged_sizes(args)
         if _is_in_place(func) and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return args[0]  # its values are unknown from now on, but its storage stays
         return made
@@ -65,7 +69,9 @@ def _is_in_place(func: Any) -> bool:
 
 
 def read_fake_value(tensor: torch.Tensor) -> Any:
-    """Value read from a fake tensor: zero, so no flag is raised, no loss is infinite, no rank is out of memory."""
+    """Value read from a fake tensor: its own, if known, or zero: no flag is raised, no loss infinite, no memory out."""
+    if (values := known(tensor)) is not None:
+        return values.item()
     if tensor.dtype == torch.bool:
         return False
     return 0.0 if tensor.is_floating_point() else 0

@@ -146,6 +146,7 @@ def _method(run: RunSpec) -> Method:
         data=run.plan.data,
         pipeline=run.plan.ranks,
         tensor=run.tensor,
+        expert=run.expert,
         sequence_parallel=run.sequence_parallel,
         zero=3 if run.residence == "sharded" else 0,
         recompute=run.recompute,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.stream.events import Stream
@@ -77,6 +78,9 @@ class RunSpec:
         gpu: The GPU whose kernels are assumed.
         steps: Optimizer steps; all persistent tensors exist from the second on.
         rolling: Whether steps follow each other without a pipeline flush.
+        expert: Expert ranks.
+        expert_tensor: Ranks that divide the matrices of an expert.
+        placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
     """
 
     config: Mapping[str, Any]
@@ -91,6 +95,9 @@ class RunSpec:
     gpu: Gpu = field(default_factory=Gpu)
     steps: int = 2
     rolling: bool = False
+    expert: int = 1
+    expert_tensor: int = 1
+    placement: Placement | None = None
 
     @property
     def world(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_mux.arguments.model import MuxArguments
 from megatron_mux.arguments.parser import parse_args
+from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.heaviest_batch import Batch, steps_of, task_records
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.errors import UserError
@@ -54,6 +55,7 @@ class Workload:
             task_records(spec, *batches, plan.ranks, plan.data)
             for spec, batches in zip(self.specs, self.batches, strict=True)
         ]
+        expert, expert_tensor = arguments.expert_sizes(read_info(self.config).shape)
         return RunSpec(
             self.config,
             tasks,
@@ -66,6 +68,8 @@ class Workload:
             gpu=self.gpu,
             steps=steps_of(self.specs),
             rolling=arguments.mux_rolling,
+            expert=expert,
+            expert_tensor=expert_tensor,
         )
 
     def _plan(self, arguments: MuxArguments, gpus: int) -> Plan:

@@ -18,8 +18,8 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.agreement import first_problem
-from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.agreement import first_problem, from_first
+from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
@@ -27,6 +27,7 @@ from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import UserError, failed_allocation
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.communicate import Communicator
@@ -162,6 +163,44 @@ class Engine:
         if self._trials is not None:
             self._trials.forget()
 
+    def place_experts(self, placement: Placement) -> int:
+        """Move routed experts to the ranks that a placement names, between steps. Every rank calls it.
+
+        Losses and adapters go on as if they had been there before, to rounding. Expert-parallel ranks have the adapters
+        of all experts, so weights move alone. Those of an expert manager's experts move with their optimizer's state,
+        through the first rank.
+
+        Returns:
+            Bytes of weights that this rank received.
+
+        Raises:
+            UserError: Weights are not resident.
+        """
+        divided = self.parallel.experts.broker is not None
+        states: dict[str, Snapshot] = {}
+        if divided:
+            self._runner.read_ahead.forget()  # it knows slots
+            if self._runner.copied is not None:
+                self._runner.copied.wait()  # of what is about to be freed
+            states = {name: self._everywhere(name) for name in self._tasks}
+            for name in self._tasks:
+                self.adapters.remove(name)
+        received = sum(stage.place_experts(placement) for stage in self.stages.values())
+        self.adapters.renew_experts()
+        for name, state in states.items():
+            self._tasks[name].attach(self.adapters, state)
+        if divided:
+            self._reserve_gradient_buffer()
+        if self._trials is not None:
+            self._trials.forget()
+        return received
+
+    def _everywhere(self, name: str) -> Snapshot:
+        """A task's whole state on every rank."""
+        state = from_first(self.snapshot(name), self.parallel)
+        assert state is not None
+        return state
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """Registered tasks, finished and failed ones included until they are removed."""
@@ -172,6 +211,11 @@ class Engine:
         """Tasks that still have steps to do and take part; parked ones one by one, once nobody else is left."""
         going = [name for name, task in self._tasks.items() if task.status == "running"]
         return tuple(name for name in going if not self._tasks[name].parked) or tuple(going[:1])
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slot of each registered task: see `RowGroups`."""
+        return {name: task.slot for name, task in self._tasks.items()}
 
     def task(self, name: str) -> Task:
         """A registered task."""
@@ -268,18 +312,23 @@ class Engine:
 
     # -- reading it out
 
-    def evaluate(self, name: str) -> EvalResult | None:
+    def evaluate(self, name: str, records: Records | None = None) -> EvalResult | None:
         """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it.
+
+        Args:
+            name: The task.
+            records: Records to evaluate instead of its evaluation data.
 
         Raises:
             UserError: The data could not be read; on every rank, so none waits for another.
         """
         task = self._tasks[name]
-        if task.task.evaluation is None:
+        records = task.task.evaluation if records is None else records
+        if records is None:
             return None
         self.adapters.prepare()
         evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
-        return evaluator.evaluate(task.task.evaluation)
+        return evaluator.evaluate(records)
 
     def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
         """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.

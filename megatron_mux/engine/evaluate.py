@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.dataset import Example
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.compute import EvaluationCompute, Stages
 from megatron_mux.engine.out_of_memory import FailedBuckets
@@ -27,6 +28,23 @@ from megatron_mux.tasks.training import TOKENS_PER_PASS
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
 PASSES_PER_STAGE = 8
+
+
+class Records(Protocol):
+    """What is evaluated: a `TaskDataset`, or some records of one."""
+
+    def __len__(self) -> int: ...
+
+    def candidates(self, number: int, /) -> tuple[list[Example], int]:
+        """See `TaskDataset.candidates`."""
+
+    @property
+    def end_of_sequence(self) -> int:
+        """See `TaskDataset`."""
+
+    @property
+    def distinct_completions(self) -> Any:
+        """See `TaskDataset`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,7 @@ class Evaluator:
         options = self.task.task.spec.eval
         return None if options is None else options.per_device_eval_batch_size
 
-    def evaluate(self, dataset: TaskDataset) -> EvalResult:
+    def evaluate(self, dataset: Records) -> EvalResult:
         """Evaluate the task on `dataset`; every rank calls it and every rank gets the answer.
 
         Only a group of records is in memory at a time, however long the file is.

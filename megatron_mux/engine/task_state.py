@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
@@ -111,6 +112,13 @@ class TaskState:
         self.step = snapshot.step
         if self.step >= self.total_steps:
             self.status = "finished"
+
+    def attach(self, adapters: AdapterSet, snapshot: Snapshot) -> None:
+        """Make adapter and optimizer anew, in the state of a snapshot: for what this rank has to hold by now."""
+        self.adapter = adapters.add(self.task.spec, self.total_steps, snapshot.adapter)
+        self.optimizer = TaskOptimizer(self.adapter, self.task.spec.training, self.total_steps)
+        self.optimizer.load_state(snapshot.moments)
+        self.adapter.load_state(snapshot.extra)
 
     def fail(self, reason: str) -> StepResult:
         """Stop the task, its adapter as it was before the step."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.fusion.plan import Plan
@@ -136,7 +137,7 @@ class Trials:
     def run(self, failed: FailedBuckets, actions: Callable[[], None]) -> None:
         """Run actions on this rank alone; `failed` notes if they run out of memory."""
         try:
-            with local_collectives():
+            with local_collectives(), _unobserved(self._stages):
                 actions()
         except torch.OutOfMemoryError as error:
             failed.note(failed.at, error)
@@ -167,6 +168,20 @@ class Trials:
         finally:
             for task in compute.finalizer.tasks.values():  # between steps, gradients are zero
                 task.optimizer.zero()
+
+
+@contextmanager
+def _unobserved(stages: Stages) -> Iterator[None]:
+    """Context in which nobody looks at the routes of experts: a trial's rows do not count."""
+    layers = [m for stage in stages.values() for m in stage.model.modules() if isinstance(m, MoELayer)]
+    observers = [layer.observe for layer in layers]
+    try:
+        for layer in layers:
+            layer.observe = None
+        yield
+    finally:
+        for layer, observe in zip(layers, observers, strict=True):
+            layer.observe = observe
 
 
 def _covers(tried: Size, size: Size) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
@@ -37,6 +38,38 @@ def expert_placement(file: Path | None, info: BackboneInfo, ranks: int) -> Place
     found = read_placement(file, identity(info), ranks)
     layers = experts.layers(info.shape.layers)
     return Placement(ranks, dict(zip(layers, found.placement, strict=True)), found.nodes or ())
+
+
+PLACEMENT_FILE = "expert_placement.json"
+"""In a run's directory: where its experts are, once they are not where they were asked to be."""
+
+
+def kept_placement(arguments: MuxArguments, info: BackboneInfo, continued: bool) -> tuple[Path | None, str]:
+    """The placement that a continued run has moved its experts to, unless the command line asks for another one.
+
+    Args:
+        arguments: The command line.
+        info: The backbone.
+        continued: Whether the run continues a save.
+
+    Returns:
+        The file; None if there is none, or it is for another number of ranks. And what a user should know.
+
+    Raises:
+        UserError: The file is wrong.
+    """
+    asked = isinstance(arguments.mux_expert_placement, Path) and not arguments.replaces_experts
+    if not continued or arguments.load is None or asked or info.shape.experts is None:
+        return None, ""
+    file = arguments.load / PLACEMENT_FILE
+    if not file.exists():
+        return None, ""
+    found, managers = read_placement(file, identity(info)), arguments.expert_managers
+    if found.workers != (managers or arguments.expert_model_parallel_size) and not (
+        managers and found.workers > managers
+    ):
+        return None, f"{file}: is for {found.workers} ranks with experts: it does not count here"
+    return file, f"experts are where {file} has them"
 
 
 def placement_on_managers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.expert_watch import ExpertWatch
 from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.saving import Saver
@@ -36,6 +38,7 @@ class Loop:
         parallel: This rank's place.
         registry: The tasks of the run.
         manifest: The save to continue from, if any.
+        watch: Counts which experts steps select; None: nobody asked.
         stopping: Set by a signal: save and leave after the current steps.
     """
 
@@ -46,6 +49,7 @@ class Loop:
     info: InitVar[BackboneInfo]
     files: InitVar[DataFiles]
     manifest: Manifest | None = None
+    watch: ExpertWatch | None = None
     stopping: bool = False
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
@@ -135,7 +139,8 @@ class Loop:
         """Run a burst of steps, report them, then evaluate and save what is due."""
         coming = list(self._due())
         run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
-        steps = self._step_loop.run_burst(run, [left for left, _ in coming])
+        with nullcontext() if self.watch is None else self.watch.counting():
+            steps = self._step_loop.run_burst(run, [left for left, _ in coming])
         if not self._is_frozen:
             freeze_objects()
             self._is_frozen = True
@@ -153,10 +158,14 @@ class Loop:
                 self._note(name, result)
                 self.reporter.step(name, result, self._step_loop.seconds)
             last |= results
+        if self.watch is not None:
+            self.watch.after(len(steps))
         # Every task's turn, whatever is due already.
         due = [self._after(name, result) for name, result in last.items()]
         if any(due):
             self._save()
+        elif self.watch is not None and any(result.status != "running" for result in last.values()):
+            self.watch.flush()  # slots of tasks that leave may be taken by others
         for name, result in last.items():
             if result.status == "failed":
                 self._tell_what_is_kept(name)
@@ -164,7 +173,9 @@ class Loop:
                 self.engine.remove_task(name)
 
     def _due(self) -> Iterator[Due]:
-        """When each task's next evaluation and save are due."""
+        """When each task's next evaluation and save are due, and the next look at the experts."""
+        if self.watch is not None:
+            yield from self.watch.due()
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
             for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
@@ -222,10 +233,14 @@ class Loop:
 
         Their states are copied; writing them goes on while steps run.
         """
+        if self.watch is not None:
+            self.watch.flush()
         saver = self._saver
         if saver is None:
             return
         saver.wait()
+        if self.watch is not None:
+            self.watch.save()
         states: list[TaskToSave] = []
         moved: list[str] = []
         for name, entry in self.registry.entries.items():

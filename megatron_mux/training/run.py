@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -22,14 +23,18 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.agreement import raise_on_every_rank
+from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
+from megatron_mux.moe.topology import Topology
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import load_task_file
-from megatron_mux.training.expert_placement import expert_placement, placement_on_managers
+from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
+from megatron_mux.training.expert_topology import check_topology
+from megatron_mux.training.expert_watch import watch_experts
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -71,8 +76,10 @@ def run(arguments: MuxArguments) -> None:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        placement, news = _place_experts(arguments, info, manifest is not None)
-        for line in news:
+        topology = _check_experts(arguments, info)
+        kept, said = kept_placement(arguments, info, manifest is not None)
+        placement, news = _place_experts(arguments, info, kept, manifest is not None)
+        for line in filter(None, [said, *news]):
             reporter.say(line)
         specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
@@ -88,9 +95,12 @@ def run(arguments: MuxArguments) -> None:
             exchange = _make_exchange(arguments, parallel, reporter)
             backbone = _load_backbone(arguments, parallel, planning, placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
-            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest)
+            watch = watch_experts(arguments, engine, reporter, topology, kept is not None)
+            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
             with closing(loop):
                 loop.registry.register(tasks)
+                if watch is not None:
+                    watch.start()
                 with _stop_on_signals(loop):
                     loop.run()
         reporter.close()
@@ -98,11 +108,23 @@ def run(arguments: MuxArguments) -> None:
         reporter.release()
 
 
+def _check_experts(arguments: MuxArguments, info: BackboneInfo) -> Topology | None:
+    """The topology that experts are placed by, if a file gives it; refuses flags for experts without any."""
+    experts = info.shape.experts
+    if experts is not None:
+        return check_topology(arguments, experts, len(experts.layers(info.shape.layers)))
+    if arguments.places_experts or arguments.replaces_experts:
+        flag = "--mux-expert-placement" if arguments.places_experts else "--mux-replace-experts"
+        raise UserError(f"{flag} auto: a {info.shape.family} has no experts: remove it")
+    return None
+
+
 def _place_experts(
-    arguments: MuxArguments, info: BackboneInfo, continued: bool
+    arguments: MuxArguments, info: BackboneInfo, kept: Path | None, continued: bool
 ) -> tuple[Placement | None, list[str]]:
-    """Which expert ranks hold which experts, and what a user should know of it."""
-    file = arguments.mux_expert_placement
+    """Which expert ranks hold which experts to begin with, and what a user should know of it."""
+    asked = arguments.mux_expert_placement
+    file = kept or (None if isinstance(asked, str) else asked)
     if not arguments.expert_managers:
         return expert_placement(file, info, arguments.expert_model_parallel_size), []
     capacity = arguments.mux_expert_capacity

@@ -17,6 +17,7 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.dry_run.execute import record_steps
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
+from megatron_mux.dry_run.known_values import assumed_routes
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
@@ -167,6 +168,37 @@ def test_ranks_hold_and_allocate_what_was_dry_run(
     dist.all_gather_object(said, (problems, figures))
     print("\n".join(line for _, lines in said for line in lines))
     assert not any(bad for bad, _ in said), "\n".join(line for bad, _ in said for line in bad)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_with_experts_allocate_what_was_dry_run(
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With routers that select what dry runs assume."""
+    monkeypatch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
+    path = once("dry-run-experts", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    adapter |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    training = {"per_device_train_batch_size": 16, "max_steps": 4}
+    task = {"name": "a", "adapter": adapter, "data": {"path": "none"}, "training": training}
+    plan = replace(plan_for("spatial", {"a": 1}, 1, 2), data=4)
+    config = json.loads((path / "config.json").read_text())
+    records = TaskRecords(task, [12] * 16, [11] * 16)
+    run = RunSpec(config, [records], plan, dtype="float32", device="cpu", steps=STEPS, expert=4)
+    shared: list[list[list[tuple[str, int]]]] = [[]]
+    if dist.get_rank() == 0:
+        shared = [[_told(one) for one in dry_runs([(run, rank) for rank in range(4)])]]
+    dist.broadcast_object_list(shared, src=0)
+    parallel = joined(1, 1, expert=4)
+    with assumed_routes(parallel.experts):
+        found = _told(_really(run, path, parallel))
+    said: list[str | None] = [None] * dist.get_world_size()
+    predicted = shared[0][dist.get_rank()]
+    same = all(abs(b / a - 1) <= WITHIN for (_, a), (_, b) in zip(found, predicted, strict=True))
+    dist.all_gather_object(said, None if same else f"rank {dist.get_rank()}: {found}, predicted {predicted}")
+    assert not any(said), said
 
 
 def _model(once: Callable[[str, Callable[[Path], object]], Path], layers: int) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -125,6 +125,7 @@ def train(
     cases: list[Case],
     layout: Layout,
     placement: Placement | None = None,
+    then: Sequence[Placement] = (),
 ) -> tuple[list[dict[str, tuple[float, float, int]]], dict[str, dict[str, Tensor] | None]]:
     parallel = joined(
         layout.tensor,
@@ -149,7 +150,10 @@ def train(
     planning = Planning(layout.policy, stages=layout.pipeline * virtual, virtual=virtual, split=layout.split)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks([case.task for case in cases])
-    taken = engine.steps(STEPS)
+    taken = engine.steps(STEPS - len(then))
+    for other in then:
+        engine.place_experts(other)
+        taken.append(engine.step())
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
     results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in step.items()} for step in taken]

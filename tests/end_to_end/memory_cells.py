@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.adapters.registry import KINDS
-from megatron_mux.backbone.registry import DENSE, read_shape
+from megatron_mux.backbone.registry import DENSE, WITH_EXPERTS, read_shape
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.errors import UserError
@@ -43,14 +43,27 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "head_dim": 64},
     "gemma3_text": {**_LLAMA, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "phi3": {**_LLAMA, "pad_token_id": 0},
+    "mixtral": {
+        **_LLAMA, "vocab_size": 512, "intermediate_size": 704, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        **_LLAMA, "vocab_size": 512, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 """Configs of families that are not as Llama is."""
+ON_EXPERTS = "LORA on experts"
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "LORA": {"r": 8, "target_modules": "all-linear"},
     "LORA with dropout": {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
     "BOTTLENECK": {"bottleneck_size": 32},
     "PREFIX_TUNING": {"num_virtual_tokens": 16},
     "DIFF_PRUNING": {"sparsity": 0.9, "target_modules": "all-linear"},
+    ON_EXPERTS: {
+        "r": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
 }
 """Fields of sections that do not have defaults for all, and of those whose defaults adapt little."""
 KIND_NAMES = (*KINDS, "LORA with dropout")
@@ -59,6 +72,16 @@ METHODS = {
     "TP2": Method(tensor=2, parts=2),
     "PP2": Method(pipeline=2, parts=8),
 }
+EXPERT_METHODS = {
+    "1x1": Method(parts=2),
+    "all computed again": Method(parts=2, recompute="full"),
+    "PP2": Method(pipeline=2, parts=8),
+    "TP2": Method(tensor=2, sequence_parallel=True, parts=2),
+    "EP2": Method(data=2, expert=2, parts=2),
+    "EP4": Method(data=4, expert=4, parts=2),
+    "EP2+PP2": Method(data=2, expert=2, pipeline=2, parts=8),
+}
+"""Divisions of backbones with experts."""
 LENGTH, SEQUENCES = 128, 16
 """Tokens of a sequence; sequences of a micro-batch, a quarter of them in a pipeline."""
 _SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
@@ -85,7 +108,12 @@ class Cell:
     @property
     def method(self) -> Method:
         """The division."""
-        return METHODS[self.division]
+        return (EXPERT_METHODS if self.has_experts else METHODS)[self.division]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the backbone has experts."""
+        return self.family in WITH_EXPERTS
 
     @property
     def config(self) -> dict[str, Any]:
@@ -107,7 +135,7 @@ class Cell:
     def task(self) -> TaskSpec:
         """The task."""
         section = {"peft_type": self.kind.split()[0], **ADAPTERS.get(self.kind, {})}
-        sequences = self.sequences * self.method.micro_batches
+        sequences = self.sequences * self.method.micro_batches * self.method.data
         return TaskSpec.model_validate(
             {
                 "name": "task",
@@ -159,11 +187,15 @@ class Cell:
         run = RunSpec(
             self.config,
             [records],
-            replace(plan, schedule="1f1b" if method.pipeline > 1 else "planned"),
+            replace(plan, data=method.data, schedule="1f1b" if method.pipeline > 1 else "planned"),
             method.tensor,
+            method.sequence_parallel,
             dtype=self.dtype,
+            recompute=method.recompute,
+            expert=method.expert,
+            expert_tensor=method.tensor if self.has_experts else 1,
         )
-        return [(run, stage * method.tensor) for stage in range(method.pipeline)]
+        return [(run, stage * method.tensor * method.data) for stage in range(method.pipeline)]
 
 
 @dataclass(frozen=True)
@@ -205,12 +237,24 @@ def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
             yield Compared(cell, stage, form, peak.size, str(peak.moment))
 
 
+FAMILIES = (*DENSE, *(family for family in WITH_EXPERTS if family in CONFIGS))
+"""Of the whole matrix: those whose memory closed forms know."""
+
+
 def all_cells(
-    families: Sequence[str] = DENSE,
-    kinds: Sequence[str] = KIND_NAMES,
-    divisions: Sequence[str] = tuple(METHODS),
+    families: Sequence[str] = FAMILIES,
+    kinds: Sequence[str] = (*KIND_NAMES, ON_EXPERTS),
     dtype: Dtype = "bfloat16",
 ) -> list[Cell]:
-    """The whole matrix, or a part of it, without adapters that a family cannot have."""
-    every = [Cell(f, k, d, dtype) for f in families for k in kinds for d in divisions]
+    """The whole matrix, or a part of it, without adapters that a family cannot have.
+
+    Of families with experts, LoRA without and with adapters on these.
+    """
+    every = [
+        Cell(family, kind, division, dtype)
+        for family in families
+        for kind in kinds
+        for division in (EXPERT_METHODS if family in WITH_EXPERTS else METHODS)
+        if family in DENSE or (kind in ("LORA", ON_EXPERTS) and (kind, division) != (ON_EXPERTS, "TP2"))
+    ]
     return [cell for cell in every if cell.exists]

@@ -153,6 +153,31 @@ def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
     assert "run it with: torchrun --nproc-per-node 4 pretrain_mux.py --backbone" in output
 
 
+MIXTRAL = {
+    **OURS, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+def test_experts_are_divided_by_this_engine(estimate: Call, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.yaml"
+    on_experts = "[q_proj], target_parameters: [mlp.experts.gate_up_proj]"
+    file.write_text(ONE_TASK.replace("[q_proj, v_proj]", on_experts))
+    status, output, errors = estimate(MIXTRAL, "--tasks", str(file), "--gpu-memory", "1500MiB", "--json")
+    assert status == 0 and not errors
+    found = {(m["name"], m["details"]): m for m in json.loads(output)["methods"]}
+    whole, four = found["4DP", ""], found["4DP+4EP", ""]
+    assert four["flags"][:2] == ["--expert-model-parallel-size", "4"] and four["not_by_this_engine"] is None
+    experts = 2 * 4 * 8 * 3 * 256 * 704
+    parameters = [m["breakdown"]["parameters"] for m in (whole, four)]
+    assert parameters[0] - parameters[1] == experts * 3 // 4, "each holds two of eight"
+    tensor = [method for (name, _), method in found.items() if "TP" in name]
+    assert tensor and all("--sequence-parallel" in m["flags"] for m in tensor), (
+        "the engine wants it with experts"
+    )
+    assert all("adapters on routed experts" in m["not_by_this_engine"] for m in tensor)
+
+
 def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> None:
     file = Path(tasks)
     file.write_text(TASKS.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))

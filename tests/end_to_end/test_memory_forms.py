@@ -138,6 +138,10 @@ def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
 CELLS = (
     *(Cell(family, "LORA", "1x1", layers=2) for family in DENSE),
     *(Cell("gemma3_text", kind, "TP2", layers=2) for kind in KIND_NAMES if kind != "LORA"),
+    Cell("mixtral", "LORA", "EP2", layers=2),
+    Cell("mixtral", "LORA on experts", "all computed again", layers=2),
+    Cell("qwen3_moe", "LORA", "TP2", layers=2),
+    Cell("qwen3_moe", "LORA on experts", "1x1", layers=2),
 )
 
 

@@ -35,6 +35,7 @@ TASKS: dict[str, dict[str, Any]] = {
         ("attention", "texts.jsonl", {}),
     )
 }
+TASKS["attention"]["training"] |= {"optim": "sgd", "learning_rate": 0.1}
 RANKS = ("--expert-model-parallel-size", "2")
 
 
@@ -53,9 +54,12 @@ def profile_experts(server: Server, words: Sequence[object]) -> None:
 
 
 def test_profile_counts_what_transformers_routes(place: Workplace, server: Server, tmp_path: Path) -> None:
-    file, picture = tmp_path / "profile.json", tmp_path / "experts.svg"
+    """Also the drift of two tasks over steps that the tool takes: of AdamW, and of SGD as in Theorem 1."""
+    file, picture, drift = tmp_path / "profile.json", tmp_path / "experts.svg", tmp_path / "drift.svg"
     words = ["--backbone", place.backbone, "--tasks", place.tasks, "--output", file, "--picture", picture]
-    profile_experts(server, words)
+    profile_experts(server, [*words, "--drift-steps", 4, "--drift-picture", drift])
+    check_drift(json.loads(file.read_text())["drift"])
+    assert drift.read_text().count("<polyline") == 2 * (4 + 2)
     profile = read_profile(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,6 +77,26 @@ def test_profile_counts_what_transformers_routes(place: Workplace, server: Serve
     assert profile.coactivation is not None and profile.scores is not None
     assert np.allclose(profile.coactivation.diagonal(axis1=1, axis2=2) / profile.tokens, profile.access)
     assert picture.read_text().count("<title>") == 3 * profile.access.size
+
+
+def check_drift(found: dict[str, Any]) -> None:
+    for name, task in found.items():
+        assert [step["step"] for step in task["steps"]] == [1, 2, 3, 4]
+        assert task["compared"] == 3 * 4 * task["probe_tokens"] * 5  # the first step has nothing to go by
+        assert 0 <= task["violations"] < task["compared"] / 10
+        assert np.allclose(np.array(task["access"]).sum(axis=2), 2) and len(task["access"]) == 5
+        for step in task["steps"]:
+            sgd = name == "attention"
+            if sgd:  # the update is the clipped gradient times the rate
+                clipped = step["gradient_norm"] * min(1.0, 1.0 / (step["gradient_norm"] + 1e-6))
+                assert step["update_norm"] == pytest.approx(step["learning_rate"] * clipped, rel=1e-3)
+            for layer in step["layers"]:
+                assert (layer["bound_mean"] is None) == (step["step"] == 1)
+                assert (layer["paper_mean"] is None) == (step["step"] == 1 or not sgd)
+                assert 0 <= layer["mean"] <= layer["largest"] <= 1
+                if layer["paper_mean"] is not None:  # one L for both: never less
+                    assert layer["paper_mean"] >= layer["bound_mean"] * (1 - 1e-6)
+        assert sum(step["layers"][0]["mean"] for step in task["steps"]) > 0
 
 
 def write_placement(place: Workplace, name: str, placement: list[Any], **changes: Any) -> Path:

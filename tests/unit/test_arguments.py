@@ -62,6 +62,8 @@ def test_defaults() -> None:
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         mux_expert_placement=None,
+        mux_expert_topology=None,
+        mux_replace_experts=None,
         mux_expert_managers=None,
         mux_expert_capacity=(),
         sequence_parallel=False,

@@ -19,11 +19,10 @@ class AllToAll(Exchange):
 
     Args:
         ranks: The expert ranks.
-        serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
     """
 
-    def __init__(self, ranks: ExpertRanks, serving: Tensor) -> None:
-        self._ranks, self.serving = ranks, serving
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = ranks
         self.traffic = Traffic(ranks.group.size())
 
     def send_to(self, routes: Routes) -> Sent:

@@ -124,7 +124,7 @@ class Exchange(ABC):
     """How a layer's rows reach their experts. Every rank makes one.
 
     Attributes:
-        serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
+        serving: `[E]` int64, the expert rank that computes this rank's rows of each expert; set by the layer.
         traffic: What it has cost.
     """
 

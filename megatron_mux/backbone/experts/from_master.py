@@ -27,12 +27,11 @@ class FromMaster(Exchange):
 
     Args:
         ranks: The expert ranks, the master first.
-        serving: `[E]` int64, the manager that holds each expert.
         layer: Global index of the layer, to notice where managers and master are not in step.
     """
 
-    def __init__(self, ranks: ExpertRanks, serving: Tensor, layer: int) -> None:
-        self._ranks, self.serving, self._layer = ranks, serving, layer
+    def __init__(self, ranks: ExpertRanks, layer: int) -> None:
+        self._ranks, self._layer = ranks, layer
         self.traffic = Traffic(ranks.size)
 
     def send_to(self, routes: Routes) -> Sent:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,17 +15,17 @@ class GroupedLinear(nn.Module):
     """Multiplies the row of each pair with its expert's matrix.
 
     Args:
-        experts: Experts that this rank holds.
+        held: Experts that this rank holds.
         in_features, out_features: Of an expert, on this rank.
 
     Attributes:
         weight: `[experts x out, in]`, one expert's rows after the other's.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, held: tuple[int, ...], in_features: int, out_features: int) -> None:
         super().__init__()
-        self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
+        self.held, self.in_features, self.out_features = held, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """`[P, in]` to `[P, out]`."""
@@ -32,4 +34,17 @@ class GroupedLinear(nn.Module):
     @property
     def matrices(self) -> Tensor:
         """`[experts, out, in]`."""
-        return self.weight.view(self.experts, self.out_features, self.in_features)
+        return self.weight.view(len(self.held), self.out_features, self.in_features)
+
+    def place(self, held: tuple[int, ...], matrices: Sequence[Tensor]) -> None:
+        """Hold other experts from now on.
+
+        Args:
+            held: The experts.
+            matrices: The matrix of each, `[out, in]`.
+        """
+        own = self.weight
+        value = own.new_empty(len(held) * self.out_features, self.in_features)
+        self.held, self.weight = held, nn.Parameter(value, requires_grad=own.requires_grad)
+        for place, matrix in zip(self.matrices, matrices, strict=True):
+            place.copy_(matrix)

@@ -20,7 +20,7 @@ from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, 
 from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
-from megatron_mux.backbone.experts.router import Router, no_routes
+from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
@@ -37,6 +37,10 @@ class MoELayer(nn.Module):
         parallel: Ranks, groups and device of this process.
         activation: Function of the inner rows of `experts_fc1`, both halves of them.
         shared_experts: The MLP that every row passes; None: there is none.
+
+    Attributes:
+        held: The experts of this rank.
+        observe: Called with the routes and slots of each pass's rows; None: nobody looks.
     """
 
     def __init__(
@@ -50,32 +54,42 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         assert shape.experts is not None
-        ranks = parallel.experts
+        self.ranks = ranks = parallel.experts
+        self.layer, self.device = layer, parallel.device
         self.routing = shape.experts.routing
         self.sequence_parallel = parallel.sequence_parallel
         self.tp_rank = parallel.tp_rank
         self.activation = activation
-        self.held = placement.held(layer, ranks.rank)
-        places = {expert: place for place, expert in enumerate(self.held)}
-        with torch.device("cpu"):  # the model is built on the meta device
-            serving = torch.tensor(placement.serving(layer, ranks.rank))
-            found = torch.tensor([*(places.get(expert, -1) for expert in range(shape.experts.count)), -1])
-        self.places = found.to(parallel.device)
-        self.exchange = _exchange(ranks, serving.to(parallel.device), layer)
+        self.exchange = _exchange(ranks, layer)
+        self.place(placement)
+        self.observe: Callable[[Routes, Tensor], None] | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router = None
         if not ranks.is_manager:
             self.router = Router(self.routing, shape.experts.count, shape.hidden)
         inner, parts = shape.out_features("experts_fc1"), ranks.tensor_size
-        self.experts_fc1 = GroupedLinear(len(self.held), shape.hidden, inner // parts)
-        self.experts_fc2 = GroupedLinear(len(self.held), shape.experts.ffn // parts, shape.hidden)
+        self.experts_fc1 = GroupedLinear(self.held, shape.hidden, inner // parts)
+        self.experts_fc2 = GroupedLinear(self.held, shape.experts.ffn // parts, shape.hidden)
         self.shared_experts = None if ranks.is_manager else shared_experts
+
+    def place(self, placement: Placement) -> None:
+        """Route rows by a placement from now on; the weights follow it (`move_experts`)."""
+        self.held = placement.held(self.layer, self.ranks.rank)
+        places = {expert: place for place, expert in enumerate(self.held)}
+        with torch.device("cpu"):  # the model is built on the meta device
+            serving = torch.tensor(placement.serving(self.layer, self.ranks.rank))
+            found = torch.tensor([*(places.get(expert, -1) for expert in range(len(serving))), -1])
+        self.places = found.to(self.device)
+        if self.exchange is not None:
+            self.exchange.serving = serving.to(self.device)
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no bias, as Megatron's layer expects of an MLP (it passes a padding mask)."""
         x = hidden.squeeze(1)
         routes = no_routes(self.routing, x) if self.router is None else self.router(x)
         slots = self._slots(len(x))
+        if self.observe is not None:
+            self.observe(routes, slots)
         sent = None
         received = Received(x, routes.weights, routes.experts, slots)
         if self.exchange is not None:
@@ -112,8 +126,8 @@ class MoELayer(nn.Module):
         return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
 
 
-def _exchange(ranks: ExpertRanks, serving: Tensor, layer: int) -> Exchange | None:
+def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:
     """How rows reach their experts; None where this process has all of them."""
     if ranks.group.size() == 1:
         return None
-    return AllToAll(ranks, serving) if ranks.broker is None else FromMaster(ranks, serving, layer)
+    return AllToAll(ranks) if ranks.broker is None else FromMaster(ranks, layer)

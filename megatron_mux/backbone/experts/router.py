@@ -42,13 +42,16 @@ class Router(nn.Module):
         if routing.bias:
             self.bias = nn.Parameter(torch.empty(experts))
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Score the experts for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
+    def logits(self, x: Tensor) -> Tensor:
+        """What scores are made of, for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.routing.fp32_product:
-            logits = F.linear(x.to(wide), self.weight.to(wide))
-        else:
-            logits = F.linear(x, self.weight).to(wide)
+            return F.linear(x.to(wide), self.weight.to(wide))
+        return F.linear(x, self.weight).to(wide)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Score the experts for each row of `x` `[R, H]`: `[R, E]`, fp32 at least."""
+        logits = self.logits(x)
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Routes:

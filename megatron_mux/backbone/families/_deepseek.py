@@ -130,11 +130,12 @@ def _names(full: Mapping[str, Any], query: int | None) -> Names:
         attention["linear_q_down"] = (Linear("self_attn.q_a_proj", ("q_latent",)),)
         attention["linear_q_up"] = (Linear("self_attn.q_b_proj", ("q",)),)
     found = _experts.names(like.NAMES)
-    ops = {op: linears for op, linears in found.ops.items() if op != "linear_qkv"}
+    ops = {**found.ops, **attention}
+    del ops["linear_qkv"]
     predicted = range(full["num_hidden_layers"], full["num_hidden_layers"] + _predicted(full))
     return replace(
         found,
-        ops={**attention, **ops},
+        ops=ops,
         q_latent_norm=None if query is None else "self_attn.q_a_layernorm",
         kv_latent_norm="self_attn.kv_a_layernorm",
         # Layers that predict tokens further ahead, which fine-tuning leaves out.

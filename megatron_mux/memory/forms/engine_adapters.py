@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters.costs import Kept, Row, Where
-from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.terms import LATENT_MULTIPLE
 from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
-from megatron_mux.memory.forms.layer_bytes import LayerBytes
+from megatron_mux.memory.forms.layer_bytes import OPS, LayerBytes
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 Array = npt.NDArray[np.float64]
 
-_BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2")
+_BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2", *EXPERT_OPS)
 
 
 class AdapterBytes(NamedTuple):
@@ -75,10 +75,10 @@ class AdapterTables:
         layers = len(layer.architecture.layers)
         shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
-        self._inputs = {op: np.zeros(shape) for op in BASE_OPS}
-        self._outputs = {op: np.zeros(shape) for op in BASE_OPS}
-        self._replaced = {op: np.zeros(shape) for op in BASE_OPS}
-        self._latent = {(op, behind): np.zeros(shape) for op in BASE_OPS for behind in (False, True)}
+        self._inputs = {op: np.zeros(shape) for op in OPS}
+        self._outputs = {op: np.zeros(shape) for op in OPS}
+        self._replaced = {op: np.zeros(shape) for op in OPS}
+        self._latent = {(op, behind): np.zeros(shape) for op in OPS for behind in (False, True)}
         self._own, self._scratch = np.zeros(shape), np.zeros(shape)
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
@@ -99,7 +99,8 @@ class AdapterTables:
         self._outputs[op][place] = max(self._outputs[op][place], found.output)
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
         latent = self._latent[op, found.output]
-        latent[place] = max(latent[place], _whole(found.latent) * self._layer.size)
+        rows = self._layer.load.pairs if op in EXPERT_OPS else 1.0
+        latent[place] = max(latent[place], rows * _whole(found.latent) * self._layer.size)
         self._own[place] += own
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
@@ -147,7 +148,7 @@ class AdapterTables:
         trained = (np.arange(layers) >= begins[:, None]).astype(float)
         first = np.arange(layers) == begins[:, None]
         inputs, last = np.zeros_like(trained), np.zeros(len(rows))
-        for width, op in zip(plain.inputs.T, BASE_OPS, strict=True):
+        for width, op in zip(plain.inputs.T, OPS, strict=True):
             needed = (present @ self._inputs[op] > 0) * width[:, None]
             inputs += needed
             if op in _BEHIND_ATTENTION:
@@ -179,7 +180,7 @@ class AdapterTables:
     def _shared(self, present: Array) -> Array:
         """`[B, L]` bytes of a row that all rows keep since some task's adapter needs its own: one tensor for all."""
         found: Array = np.zeros((len(present), len(self.of_stage)))
-        for op in BASE_OPS:
+        for op in OPS:
             _, out = self._layer.architecture.widths[op]
             column = op in COLUMN_PARALLEL
             output = Row("output before adapters", "columns" if column else "rows", out)

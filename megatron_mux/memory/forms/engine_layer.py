@@ -17,6 +17,8 @@ from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.kernels.short_attention import LONGEST, blocks_of, padded_length
+from megatron_mux.memory.assumed_routes import ExpertLoad
+from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.kernel_scratch import flash
 from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
@@ -39,6 +41,8 @@ class EngineLayer:
         tensor: Ranks that share it.
         sequence_parallel: Whether they divide the rows outside the products.
         prefixed: Whether a sequence has virtual tokens: a CPU computes its attention as that of a long one.
+        load: What a rank computes of a layer's experts, if there are any.
+        exchanges: Whether rows go to other ranks for their experts.
     """
 
     architecture: Architecture
@@ -49,6 +53,8 @@ class EngineLayer:
     tensor: int = 1
     sequence_parallel: bool = False
     prefixed: bool = False
+    load: ExpertLoad = ExpertLoad()  # noqa: RUF009  (frozen)
+    exchanges: bool = False
 
     def bytes(self, tensors: Iterable[Row]) -> float:
         """Bytes of a row of these tensors on one of the ranks."""
@@ -92,8 +98,7 @@ class EngineLayer:
         if begins <= 3:
             saved += self._norm("the second norm")
             saved += self._norm("the norm behind attention") if a.output_norms else []
-        if begins <= 4:
-            saved += self._activation()
+        saved += self._mlp(begins)
         saved += self._norm("the norm behind the MLP") if a.output_norms else []
         if "linear_qkv" in inputs:
             saved.append(Row("output of the first norm", "all", a.hidden))
@@ -104,7 +109,28 @@ class EngineLayer:
         # ReLU goes backward by its output: an adapter behind it has that already.
         if "linear_fc2" in inputs and (a.gated or a.activation != "relu" or begins > 4):
             saved.append(Row("output of the activation", "columns", a.ffn))
+        if "experts_fc1" in inputs:
+            saved.append(Row("rows of pairs", "rows", self.load.pairs * a.hidden))
+        if "experts_fc2" in inputs:
+            saved.append(Row("output of experts' activation", "rows", self.load.pairs * self.expert_ffn))
         return saved
+
+    @property
+    def expert_ffn(self) -> float:
+        """Inner width of an expert on a rank."""
+        return self.architecture.expert_ffn / self.tensor
+
+    def _mlp(self, begins: int) -> Iterator[Row]:
+        """What an MLP keeps, or experts, averaged over layers that have the one or the other.
+
+        Args:
+            begins: Where gradients begin; see `kept`.
+        """
+        share = self.architecture.moe_share
+        if begins <= 4 and share < 1:
+            yield from (one._replace(width=one.width * (1 - share)) for one in self._activation())
+        if share:
+            yield from (one._replace(width=one.width * share) for one in expert_layer.kept(self, begins))
 
     def _norm(self, what: str) -> Iterator[Row]:
         yield Row(f"input of {what}", "rows", self.architecture.hidden)
@@ -231,7 +257,7 @@ class EngineLayer:
 
     def mlp_gone(self) -> list[Row]:
         """Bytes that the MLP has freed by attention's backward pass, as negative rows."""
-        return [one._replace(what=f"gone: {one.what}", width=-one.width) for one in self._activation()]
+        return [one._replace(what=f"gone: {one.what}", width=-one.width) for one in self._mlp(0)]
 
     def _scratch(self) -> float:
         """Bytes of a row that attention's backward kernel takes for itself."""

@@ -11,7 +11,7 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.assumed_routes import ExpertLoad
 from megatron_mux.memory.estimate import process_overhead
+from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
 from megatron_mux.memory.forms.engine_layer import EngineLayer
@@ -219,7 +221,7 @@ class EngineMemory:
         trains = tasks.trained > 0
         one_layer = most * (plain + tasks.inputs) + tasks.own
         if self.method.recompute == "full":
-            kept = most * layer_input * tasks.trained
+            kept = most * (layer_input + self._order_bytes) * tasks.trained
         else:
             kept = most * (plain * tasks.trained + tasks.all_inputs) + tasks.all_own
             if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
@@ -230,7 +232,7 @@ class EngineMemory:
         kept[:, -1] += self._behind_the_layers(
             rows, tasks.trained[:, -1] > 0, layer.above_attention + tasks.last_inputs, tasks.last_own
         )
-        workspace = self._workspace(most, tasks)
+        workspace = self._workspace(most, np.minimum(rows.labels, rows.most), tasks)
         workspace = np.where(trains, workspace, most * layer_input * 2)
         recomputed = np.zeros_like(workspace)
         if self.method.recompute == "full":
@@ -261,7 +263,18 @@ class EngineMemory:
             self.gpu,
             method.tensor,
             method.sequence_parallel,
+            load=self.load,
+            exchanges=method.expert * method.tensor > 1,
         )
+
+    @cached_property
+    def load(self) -> ExpertLoad:
+        """What the rank that computes most of a layer's experts does."""
+        a, method = self.architecture, self.method
+        if a.moe is None:
+            return ExpertLoad()
+        loads = ExpertLoad.of(a.moe, method.expert, method.tensor, a.placement)
+        return ExpertLoad(*map(max, zip(*map(astuple, loads), strict=True)))
 
     @cached_property
     def _tables(self) -> AdapterTables:
@@ -282,22 +295,49 @@ class EngineMemory:
         angles = a.rotations * a.head_dim * self.size if a.rotary else 0
         return _ROW_INPUTS + angles
 
-    def _workspace(self, most: Array, tasks: AdapterBytes) -> Array:
+    @property
+    def _order_bytes(self) -> float:
+        """Bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
+        if not self.architecture.moe_share:
+            return 0.0
+        return self.architecture.moe_share * self._layer.bytes(expert_layer.order(self._layer))
+
+    def _workspace(self, most: Array, labels: Array, tasks: AdapterBytes) -> Array:
         """`[B, S]` for a moment, while a layer goes backward: at the worst of several moments.
 
         Args:
             most: `[B, 1]` rows.
+            labels: `[B]` labelled rows.
             tasks: What adapters keep and take.
         """
         layer = self._layer
         mlp = layer.bytes(layer.mlp_backward()) - tasks.least_fc2_inputs
         mlp = np.maximum(mlp, layer.bytes(layer.linear_fc2_backward()))
+        mlp = mlp * (self.architecture.moe_share < 1)
         attention = layer.bytes(layer.attention_backward())
         hidden = most * layer.input
         gone = most * layer.bytes(layer.mlp_gone())
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
+        if self.architecture.moe_share:
+            found = np.maximum(found, self._experts_workspace(most, labels))
         return found + tasks.scratch
+
+    def _experts_workspace(self, most: Array, labels: Array) -> Array:
+        """`[B, S]` the same while experts' outputs go backward; less what is counted elsewhere, but gone by then."""
+        layer, recomputes = self._layer, self.method.recompute == "full"
+        one = layer.bytes(expert_layer.backward(layer, recomputes))
+        found = most * (one - layer.input * recomputes) * np.ones(len(self.stages))
+        found[:, -1] -= self._at_the_end(most[:, 0], labels)
+        return found
+
+    def _at_the_end(self, most: Array, labels: Array) -> Array:
+        """`[B]` bytes of the final norm's input and of the loss's gradient."""
+        hidden = self.architecture.hidden * self.size
+        if self.method.sequence_parallel:
+            found: Array = labels * hidden + most * hidden / self.method.tensor
+            return found
+        return 2 * labels * hidden
 
     def _copied(self, rows: Rows) -> Array:
         """`[B, S]` bytes of keys and values that attention has concatenated with a prefix or earlier chunks."""
@@ -320,15 +360,13 @@ class EngineMemory:
             own: `[B]` bytes that adapters keep of their own there.
         """
         labels = np.minimum(rows.labels, rows.most)
-        hidden = self.architecture.hidden * self.size
-        if self.method.sequence_parallel:
-            return labels * hidden + rows.most * hidden / self.method.tensor
-        found: Array = 2 * labels * hidden
-        if self.method.recompute == "full":
+        found = self._at_the_end(rows.most, labels)
+        if self.method.sequence_parallel or self.method.recompute == "full":
             return found
         left_out = rows.most - labels
         spared = left_out * inputs + own * left_out / np.maximum(rows.most, 1)
-        return found - spared * trains
+        less: Array = found - spared * trains
+        return less
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:
         """`[B]` bytes of hidden states and their gradient, and of a chunk of logits."""

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.base_ops import BASE_OPS, EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.short_attention import LONGEST
 from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
 
 Array = npt.NDArray[np.float64]
 
-_PARTS = (1, 2, 3, 3 + len(BASE_OPS))
+OPS: tuple[BaseOpName, ...] = (*BASE_OPS, *EXPERT_OPS)
+"""The BaseOps whose adapters' memory is known."""
+_PARTS = (1, 2, 3, 3 + len(OPS))
 """Where the fields of a `LayerBytes` begin, but for the first."""
 
 
@@ -98,7 +100,7 @@ def _kept(layer: EngineLayer, selective: bool) -> Array:
             plain,
             layer.bytes(layer.kept()),
             layer.bytes(layer.kept(first="linear_proj")),
-            *(layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in BASE_OPS),
+            *(layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in OPS),
             *(plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS),
         ]
     )

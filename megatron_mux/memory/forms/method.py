@@ -83,10 +83,10 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
     recomputation of attention that keeps no scores; sharded optimizer states of a frozen backbone; in full fine-tuning,
     an offloaded optimizer other than AdamW, or one whose states every rank keeps. And those that no program runs: ZeRO
     with an optimizer whose states cannot be sharded; tensor or pipeline parallelism, or selective recomputation, with
-    an optimizer that Megatron-LM does not have.
+    an optimizer that Megatron-LM does not have; of a frozen backbone with experts, what the engine refuses.
     """
     alone = not recipe.frozen and recipe.keeps.megatron is None
-    found = [
+    every = [
         Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
         for data, tensor, pipeline in _degrees(gpus)
         if not _problem(architecture, tensor, pipeline) and (data == gpus or not alone)
@@ -97,7 +97,14 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
         if recompute != "selective" or (not alone and _keeps_more_than_inputs(architecture, recipe))
         for offload in _offloads(data, zero, recipe)
     ]
-    return sorted(found, key=_plainness)
+    refused = architecture.moe is not None and recipe.frozen
+    return sorted((one for one in every if not (refused and _refused_with_experts(one))), key=_plainness)
+
+
+def _refused_with_experts(method: Method) -> bool:
+    """Whether the engine refuses it for a backbone with experts: see `backbone.model`."""
+    whole_rows = method.tensor > 1 and not method.sequence_parallel
+    return whole_rows or (method.zero == 3 and method.expert > 1)
 
 
 def impossible(gpus: int, architecture: Architecture) -> dict[str, str]:

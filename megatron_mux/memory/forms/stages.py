@@ -85,12 +85,17 @@ def stages(architecture: Architecture, method: Method, split: Sequence[range] | 
             if architecture.tied and index:  # a copy of its own
                 head += Unit(divided=architecture.embedding.divided)
             units.append(head)
-        found.append(Stage(index, len(split), layers, tuple(on_rank(unit, method) for unit in units)))
+        found.append(
+            Stage(index, len(split), layers, tuple(on_rank(unit, method, architecture) for unit in units))
+        )
     return found
 
 
-def on_rank(unit: Unit, method: Method) -> Unit:
-    """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts."""
+def on_rank(unit: Unit, method: Method, architecture: Architecture) -> Unit:
+    """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
+
+    Where expert ranks hold more or fewer experts, it is the share of the one that holds most.
+    """
     dense = -(-unit.divided // method.tensor) + unit.copied
-    experts = -(-unit.experts // (method.tensor * method.expert))
-    return Unit(copied=dense, experts=experts, shapes=unit.shapes)
+    held = unit.experts * architecture.most_held(method.expert) // architecture.experts
+    return Unit(copied=dense, experts=-(-held // method.tensor), shapes=unit.shapes)

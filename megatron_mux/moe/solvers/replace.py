@@ -1,0 +1,96 @@
+"""Improving a placement that is in force: what experts gain by moving against what moving them costs.
+
+Local search from the placement: an expert moves to a worker with room, or two of a layer exchange workers, as long as
+the step's predicted seconds fall by more than the price of the moves; an expert that returns is free again. So as few
+experts move as their gain pays for. Layers with replicas stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from megatron_mux.moe.entries import Floats, Ints
+from megatron_mux.moe.placement import Placement, held
+from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.search_state import SearchState
+
+_LEAST = 1e-9
+"""Share of a layer's seconds that a change must gain beyond its price."""
+
+
+def replace_experts(
+    problem: PlacementProblem, placement: Placement, prices: Floats, seconds: float
+) -> Placement:
+    """Improve a placement by moves that are worth their price.
+
+    Args:
+        problem: What the step is predicted from.
+        placement: [L][E] the placement in force; it need not fit the capacities, but no worker gets beyond them.
+        prices: [L][E][N] seconds of a step that it costs to have an expert on a worker; 0 where it is.
+        seconds: Time limit of the search.
+
+    Returns:
+        The placement, the same one if nothing is worth its price.
+    """
+    deadline = time.perf_counter() + seconds
+    single = [all(len(workers) == 1 for workers in row) for row in placement]
+    owners = np.array([[workers[0] for workers in row] for row in placement], dtype=np.int64)
+    state = SearchState(problem, owners)
+    state.counts = held(placement, problem.workers)
+    for layer in np.flatnonzero(single):
+        while time.perf_counter() < deadline and _change(state, int(layer), prices[layer]):
+            pass
+    return tuple(
+        tuple((int(worker),) for worker in state.owners[layer]) if single[layer] else row
+        for layer, row in enumerate(placement)
+    )
+
+
+def _change(state: SearchState, layer: int, prices: Floats) -> bool:
+    """Apply the best move or exchange of a layer; returns False if none is worth its price."""
+    experts = state.critical(layer)
+    own = state.owners[layer]
+    paid = prices[np.arange(len(own)), own]
+    moves = state.move_scores(layer, experts) + prices[experts] - paid[experts, None]
+    moves[:, ~state.room] = np.inf
+    best = _least(moves)
+    swaps = state.swap_scores(layer, experts)
+    swaps += prices[experts][:, own] - paid[experts, None]
+    swaps += prices[:, own[experts]].T - paid
+    exchange = _least(swaps)
+    score = state.scores[layer] * (1 - _LEAST)
+    if min(moves[best], swaps[exchange]) >= score:
+        return False
+    if moves[best] <= swaps[exchange]:
+        state.move(layer, int(experts[best[0]]), best[1])
+        return True
+    expert, other = int(experts[exchange[0]]), exchange[1]
+    first, second = int(own[expert]), int(own[other])
+    state.move(layer, expert, second)
+    state.move(layer, other, first)
+    return True
+
+
+def _least(scores: Floats) -> tuple[int, int]:
+    row, column = np.unravel_index(scores.argmin(), scores.shape)
+    return int(row), int(column)
+
+
+def prices_of(
+    placement: Placement, bandwidth: Floats, expert_bytes: float, slowness: float, steps: int
+) -> Floats:
+    """[L][E][N] seconds of each of the steps to come that it costs to send an expert to a worker, from the fastest one.
+
+    Args:
+        placement: [L][E] where experts are.
+        bandwidth: [N][N] bytes per second from worker to worker; infinite to itself.
+        expert_bytes: Bytes of an expert's weights.
+        slowness: How much longer transfers of experts take than the bandwidths say.
+        steps: Steps to come.
+    """
+    sent: list[list[Ints | Floats]] = [
+        [expert_bytes / bandwidth[list(workers)].max(axis=0) for workers in row] for row in placement
+    ]
+    return np.asarray(sent, dtype=np.float64) * (slowness / max(steps, 1))

@@ -1,0 +1,273 @@
+"""Decides where the experts of a run should be, by what was counted, and moves them.
+
+Workers are expert ranks; with a master, its expert managers: manager n is worker n - 1. Each pipeline stage has expert
+ranks of its own, so its layers are placed by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_mux.backbone.experts.moving import trial_seconds
+from megatron_mux.engine import Engine
+from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_rank
+from megatron_mux.errors import UserError
+from megatron_mux.moe.access_counts import Access
+from megatron_mux.moe.access_profile import AccessProfile
+from megatron_mux.moe.links import Traffic
+from megatron_mux.moe.placement import Placement as Rows
+from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
+from megatron_mux.moe.profile_tasks import identity
+from megatron_mux.moe.solvers.replace import prices_of, replace_experts
+from megatron_mux.moe.solvers.solve import solve
+from megatron_mux.moe.topology import Topology
+from megatron_mux.runtime import Parallel
+
+_START_SECONDS, _STEP_SECONDS = 20.0, 2.0
+"""Time limits of the search at the start and between steps."""
+
+LEAST_GAIN = 0.05
+"""Share of a step's predicted transfers that moves must save: less may be chance."""
+
+_TRIAL_BYTES = 1 << 26
+"""Bytes of the trial transfer at most; else an expert's."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where experts should be.
+
+    Attributes:
+        rows: [L][E] workers.
+        before, after: Predicted seconds of a step's transfers in the placement it is compared with, and in this one.
+        cost: Predicted seconds of moving; 0 where that was not asked.
+        sent: Predicted seconds of moving by the topology's bandwidths.
+    """
+
+    rows: Rows
+    before: float
+    after: float
+    cost: float = 0.0
+    sent: float = 0.0
+
+
+class ExpertPlacer:
+    """Places the experts of a run. Every rank makes one and calls the same methods.
+
+    Args:
+        engine: Whose experts they are.
+        parallel: Where this rank stands.
+        topology: Workers and links.
+        assumed: Whether the topology's bandwidths are assumed: then they count only relative to each other.
+    """
+
+    def __init__(self, engine: Engine, parallel: Parallel, topology: Topology, assumed: bool) -> None:
+        shape = engine.backbone.shape
+        assert shape.experts is not None
+        self.engine, self.parallel, self.topology = engine, parallel, topology
+        self.model = identity(engine.backbone.info)
+        self.layers = shape.experts.layers(shape.layers)
+        self._assumed, self._slowness = assumed, 0.0
+        values = 3 * shape.hidden * shape.experts.ffn
+        itemsize = engine.backbone.dtype.itemsize
+        self.expert_bytes, self._row_bytes = values * itemsize, float(shape.hidden * itemsize)
+        self._first_worker = int(parallel.experts.broker is not None)
+        own = [layer for stage in engine.stages.values() for layer in stage.layers]
+        stages: dict[int, list[int]] = {}
+        for rank, layers in everyones((parallel.pp_rank, own), parallel):
+            stages[rank] = [i for i, layer in enumerate(self.layers) if layer in layers]
+        self._groups = [places for places in stages.values() if places]
+
+    @property
+    def rows(self) -> Rows:
+        """[L][E] the workers that hold each expert now."""
+        placement = self.engine.backbone.placement
+        assert placement is not None
+        first = self._first_worker
+        return tuple(
+            tuple(tuple(rank - first for rank in ranks) for ranks in placement.ranks[layer])
+            for layer in self.layers
+        )
+
+    # -- deciding
+
+    def decide_start(self, access: Access, tokens: int) -> Decision:
+        """Solve the placement anew, compared with neighbouring experts on the same worker.
+
+        Args:
+            access: What the tasks' data select.
+            tokens: Tokens of a step.
+
+        Raises:
+            UserError: The workers have no room, or the topology does not fit.
+        """
+        found: Decision | None = None
+        problem = ""
+        if self.parallel.rank == 0:
+            try:
+                found = self._solve(access.profile(self.model), Traffic(tokens, self._row_bytes))
+            except UserError as error:
+                problem = str(error)
+        raise_on_every_rank(problem, self.parallel)
+        decided = from_first(found, self.parallel)
+        assert decided is not None
+        return decided
+
+    def _solve(self, profile: AccessProfile, traffic: Traffic) -> Decision:
+        rows, before, after = list(self.rows), 0.0, 0.0
+        for places in self._groups:
+            found = solve(
+                _of_layers(profile, places),
+                self._share(places),
+                traffic,
+                "full",
+                seconds=_START_SECONDS / len(self._groups),
+            )
+            before += found.problem.placement_cost(found.baselines["contiguous"])
+            after += found.solution.objective
+            for place, row in zip(places, found.solution.placement, strict=True):
+                rows[place] = row
+        return Decision(tuple(rows), before, after)
+
+    def decide(self, access: Access, tokens: int, steps: int) -> Decision | None:
+        """Look for moves that pay over the steps to come. Every rank calls it.
+
+        Args:
+            access: What recent steps selected, with pairs.
+            tokens: Tokens of a step.
+            steps: Steps to come.
+
+        Returns:
+            The moves; None if they would cost more than they gain, or gain next to nothing.
+        """
+        found = self._look(access, tokens, steps)
+        if found is not None and not self._slowness:
+            self._measure()
+            found = self._look(access, tokens, steps)
+        return found
+
+    def _look(self, access: Access, tokens: int, steps: int) -> Decision | None:
+        found: Decision | None = None
+        problem = ""
+        if self.parallel.rank == 0:
+            try:
+                found = self._improve(access.profile(self.model), Traffic(tokens, self._row_bytes), steps)
+            except UserError as error:
+                problem = str(error)
+        raise_on_every_rank(problem, self.parallel)
+        return from_first(found, self.parallel)
+
+    def _improve(self, profile: AccessProfile, traffic: Traffic, steps: int) -> Decision | None:
+        rows = list(self.rows)
+        bandwidth, slowness = self.topology.between_workers(), self._slowness or 1.0
+        before = after = 0.0
+        for places in self._groups:
+            problem = self._problem(_of_layers(profile, places), places, traffic)
+            old = tuple(rows[place] for place in places)
+            prices = prices_of(old, bandwidth, self.expert_bytes, slowness, steps)
+            new = replace_experts(problem, old, prices, _STEP_SECONDS / len(self._groups))
+            before += problem.placement_cost(old)
+            after += problem.placement_cost(new)
+            for place, row in zip(places, new, strict=True):
+                rows[place] = row
+        prices = prices_of(self.rows, bandwidth, self.expert_bytes, 1.0, 1)
+        sent = sum(float(prices[layer, e, worker]) for layer, e, worker in _changed(self.rows, rows))
+        cost = sent * slowness
+        if before - after < LEAST_GAIN * before or (before - after) * steps <= cost:
+            return None
+        return Decision(tuple(rows), before, after, cost, sent)
+
+    def _problem(self, profile: AccessProfile, places: Sequence[int], traffic: Traffic) -> PlacementProblem:
+        return make_problem(profile, self._share(places), traffic, "full")
+
+    def _share(self, places: Sequence[int]) -> Topology:
+        """The topology with each worker's room for these layers."""
+        if len(self._groups) == 1:
+            return self.topology
+        part = len(places) / len(self.layers)
+        workers = [
+            worker.model_copy(update={"capacity": math.ceil(int(room) * part)})
+            for worker, room in zip(self.topology.workers, self.topology.capacities, strict=True)
+        ]
+        return self.topology.model_copy(
+            update={"workers": tuple(workers), "capacity_unit": "experts", "expert_bytes": None}
+        )
+
+    def _measure(self) -> None:
+        """Measure how long an expert takes from each rank to the next, relative to what the topology says."""
+        if self._assumed:  # gains are in the same seconds, which are not real ones
+            self._slowness = 1.0
+            return
+        size = min(self.expert_bytes, _TRIAL_BYTES)
+        seconds = trial_seconds(self.parallel.experts, self.parallel.device, size)
+        measured = self.parallel.most([seconds])[0]
+        between = self.topology.between_workers()
+        next_one = np.roll(np.arange(len(between)), -1)
+        slowest = between[np.arange(len(between)), next_one].min()
+        self._slowness = measured / (size / slowest)
+
+    # -- moving
+
+    def move(self, decision: Decision) -> tuple[int, float]:
+        """Move experts. Every rank calls it, between steps.
+
+        Returns:
+            Bytes that all ranks together received, and seconds.
+        """
+        self.parallel.heartbeat.at("moving experts", long=True)
+        placement, first = self.engine.backbone.placement, self._first_worker
+        assert placement is not None
+        ranks = {
+            layer: tuple(tuple(worker + first for worker in workers) for workers in row)
+            for layer, row in zip(self.layers, decision.rows, strict=True)
+        }
+        nodes = tuple(worker.node for worker in self.topology.workers)
+        if first:
+            nodes = (self.topology.master_node or "", *nodes)
+        self.parallel.total([True])  # all of them begin
+        began = time.perf_counter()
+        received = self.engine.place_experts(replace(placement, ranks=ranks, nodes=nodes))
+        total = sum(everyones(received, self.parallel))
+        seconds = self.parallel.most([time.perf_counter() - began])[0]
+        if decision.sent and not self._assumed:
+            self._slowness = seconds / decision.sent
+        return total, seconds
+
+
+def moved(before: Rows, after: Rows, layers: Sequence[int]) -> list[list[int]]:
+    """For each expert that comes to a worker: layer, expert, the first worker that had it, and the worker."""
+    return [[layers[i], e, before[i][e][0], worker] for i, e, worker in _changed(before, after)]
+
+
+def _changed(
+    before: Sequence[Sequence[Sequence[int]]], after: Sequence[Sequence[Sequence[int]]]
+) -> list[tuple[int, int, int]]:
+    """Place of the layer, expert and worker of each arrival."""
+    return [
+        (layer, expert, worker)
+        for layer, (old_row, new_row) in enumerate(zip(before, after, strict=True))
+        for expert, (old, new) in enumerate(zip(old_row, new_row, strict=True))
+        for worker in new
+        if worker not in old
+    ]
+
+
+def _of_layers(profile: AccessProfile, places: Sequence[int]) -> AccessProfile:
+    """The same profile of some layers."""
+    pairs = profile.coactivation
+    return profile.model_copy(
+        update={
+            "model": profile.model.model_copy(update={"layers": len(places)}),
+            "layers": tuple(profile.layers[place] for place in places),
+            "access": profile.access[list(places)],
+            "coactivation": None if pairs is None else pairs[list(places)],
+        }
+    )
+
+
+__all__ = ["Decision", "ExpertPlacer", "moved"]
