@@ -205,6 +205,7 @@ class Bench:
         import torch
         from expert_placement_methods import place, team_of
         from expert_placement_models import entropy
+        from expert_placement_tables import short
 
         length = torch.load(records).shape[1]
         placed = place(profile, topologies, batch * length, slack)
@@ -310,26 +311,6 @@ def _ring_bytes(summed: int, nodes: Sequence[str]) -> float:
     """Bytes between nodes if processes sum so many bytes on a ring, as gloo does."""
     crossings = sum(a != b for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
     return crossings * summed * 2 * (len(nodes) - 1) / len(nodes)
-
-
-def short(case: Mapping[str, Any]) -> str:
-    """A case in a few lines of progress."""
-    lines = [f"{case['case']}, slack {case['slack']}: entropy {case['entropy']:.3f}"]
-    usual = case["methods"].get("ep") or next(iter(case["methods"].values()))
-    for name, own in case["methods"].items():
-        seconds, size = own["median_s"], own["mean_bytes"]
-        payload = own["interface_payload"] / (size + own["gradient_bytes"])
-        figures = [
-            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}",
-            f"predicted {own['predicted_s'] / seconds - 1:+.1%}",
-            f"{own['rest_s']:.2f} s of compute)",
-            f"{size / 1e6:.2f} MB ({size / usual['mean_bytes'] - 1:+.1%}",
-            f"predicted {own['predicted_bytes'] / size - 1:+.1%})",
-            f"interface {payload - 1:+.1%}",
-            "as routed" if own["routed_equals_sent"] else "NOT AS ROUTED",
-        ]
-        lines.append(f"  {name:10} {', '.join(figures)}")
-    return "\n".join(lines)
 
 
 def say(line: str) -> None:

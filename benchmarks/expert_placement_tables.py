@@ -82,6 +82,26 @@ def _checks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     return [said]
 
 
+def short(case: Mapping[str, Any]) -> str:
+    """A case in a few lines of progress."""
+    lines = [f"{case['case']}, slack {case['slack']}: entropy {case['entropy']:.3f}"]
+    usual = case["methods"].get("ep") or next(iter(case["methods"].values()))
+    for name, own in case["methods"].items():
+        seconds, size = own["median_s"], own["mean_bytes"]
+        payload = own["interface_payload"] / (size + own["gradient_bytes"])
+        figures = [
+            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}",
+            f"predicted {own['predicted_s'] / seconds - 1:+.1%}",
+            f"{own['rest_s']:.2f} s of compute)",
+            f"{size / 1e6:.2f} MB ({size / usual['mean_bytes'] - 1:+.1%}",
+            f"predicted {own['predicted_bytes'] / size - 1:+.1%})",
+            f"interface {payload - 1:+.1%}",
+            "as routed" if own["routed_equals_sent"] else "NOT AS ROUTED",
+        ]
+        lines.append(f"  {name:10} {', '.join(figures)}")
+    return "\n".join(lines)
+
+
 def draw(result: Mapping[str, Any], output: Path) -> None:
     """Draw two plots beside the result: what each method saves, and bytes of each step over the run."""
     try:
