@@ -130,12 +130,13 @@ def limit_bandwidth(bits_per_second: float) -> None:
     """Limit what this process's namespace sends over its link."""
     device = os.environ["GLOO_SOCKET_IFNAME"]
     limit = ["rate", f"{int(bits_per_second)}bit", "burst", _BURST, "limit", "32mb"]
-    _run("tc", "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+    run_tool("tc", "qdisc", "replace", "dev", device, "root", "tbf", *limit)
 
 
 def _ip(*words: str) -> None:
-    _run("ip", *words)
+    run_tool("ip", *words)
 
 
-def _run(*words: str) -> Any:
+def run_tool(*words: str) -> Any:
+    """Run a command and return it; raises `subprocess.CalledProcessError` with what it said."""
     return subprocess.run(words, check=True, capture_output=True, text=True)

@@ -3,6 +3,9 @@
 A transfer is one of the four of a layer: tokens to the workers and results back, then gradients to the workers and
 gradients back. Each takes as long as its slowest link: a pair of processes by itself, or the uplink or downlink that
 all pairs of a node share.
+
+A master's workers answer one after the other, each as soon as it has its rows: on shared links, answers travel while
+other rows are still on their way. There only the last answer comes on top, over the link of one pair.
 """
 
 from __future__ import annotations
@@ -23,15 +26,27 @@ class Traffic:
     Attributes:
         tokens: Tokens of a step (the paper's K), of all senders together.
         row_bytes: Bytes of one token's features (the paper's b H / 8).
+        beside_bytes: Bytes that travel with them, mean of the four transfers; the paper counts none.
     """
 
     tokens: int
     row_bytes: float
+    beside_bytes: float = 0.0
 
     @property
     def step_bytes(self) -> float:
         """Bytes of all tokens of a step."""
         return self.tokens * self.row_bytes
+
+
+def bytes_beside(top_k: int) -> float:
+    """Bytes that the exchange sends beside a row's features, mean of its four transfers.
+
+    Out go the weights and numbers of its experts and its task's slot, and the weights' gradients come back: see
+    `backbone.experts.exchange`.
+    """
+    weights, numbers = 4 * top_k, 4 * (top_k + 1)
+    return (2 * weights + numbers) / 4
 
 
 def paper_seconds(topology: Topology, traffic: Traffic) -> Floats:
@@ -78,20 +93,27 @@ class Links:
         moved = visits * self.bytes_sent[:, None]
         outward = (moved / self.outward).max()
         inward = (moved / self.inward.T).max()
-        crossing = moved * self.away
+        crossing, both_ways = moved * self.away, 0.0
         for node, (up, down) in self.shared.items():
             at_sender, at_worker = self._on(self.sender_nodes, node), self._on(self.worker_nodes, node)
             left, entered = crossing[at_sender].sum(), crossing[:, at_worker].sum()
             outward = max(outward, left / up, entered / down)
-            inward = max(inward, entered / up, left / down)
-        return float(2.0 * (outward + inward))
+            both_ways = max(both_ways, entered / up, left / down)
+        if self.answers_overlap:
+            return float(2.0 * (max(outward, both_ways) + inward))
+        return float(2.0 * (outward + max(inward, both_ways)))
+
+    @property
+    def answers_overlap(self) -> bool:
+        """Whether answers travel while other rows are on their way: from a master's workers."""
+        return None in self.senders
 
     def matrices(self) -> tuple[Floats, Floats]:
         """Seconds on each link for each worker that all tokens visit, if a token's worker depends on no sender.
 
         Returns:
-            [links][N] of tokens or gradients to the workers, and of those back. A transfer takes
-            `(matrix @ visits).max()` seconds.
+            [links][N] of tokens or gradients to the workers, and of those back, which come after them. Either takes
+            `(matrix @ visits).max()` seconds. The first has the shared links of answers, too, if those overlap.
         """
         outward = [np.diag((self.bytes_sent[:, None] / self.outward).max(axis=0))]
         inward = [np.diag((self.bytes_sent[:, None] / self.inward.T).max(axis=0))]
@@ -100,7 +122,7 @@ class Links:
             left = crossing[self._on(self.sender_nodes, node)].sum(axis=0)
             entered = crossing.sum(axis=0) * self._on(self.worker_nodes, node)
             outward.append(np.stack([left / up, entered / down]))
-            inward.append(np.stack([entered / up, left / down]))
+            (outward if self.answers_overlap else inward).append(np.stack([entered / up, left / down]))
         return tuple(_without_idle(np.concatenate(rows)) for rows in (outward, inward))  # type: ignore[return-value]
 
     @staticmethod
@@ -122,6 +144,7 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
         traffic: What a step sends; without a master, each worker has the same share of the tokens.
     """
     nodes = tuple(worker.node for worker in topology.workers)
+    moved = traffic.tokens * (traffic.row_bytes + traffic.beside_bytes)
     shared = {node: (link.up, link.down) for node, link in topology.uplinks.items()}
     if topology.master_node is not None:
         to_workers = topology.from_master()[None, :]
@@ -129,11 +152,11 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
             (None,),
             (topology.master_node,),
             nodes,
-            np.array([traffic.step_bytes]),
+            np.array([moved]),
             to_workers,
             to_workers.T,
             shared,
         )
     between = topology.between_workers()
-    sent = np.full(len(nodes), traffic.step_bytes / len(nodes))
+    sent = np.full(len(nodes), moved / len(nodes))
     return Links(tuple(range(len(nodes))), nodes, nodes, sent, between, between, shared)

@@ -39,7 +39,7 @@ class PlacementProblem:
         compute_seconds: [N] seconds of compute if every token selects one expert on the worker.
         sets: [L] sets of experts that tokens select; None: each selected expert is a visit of its own (`vela`).
         links: The links, for placements with replicas.
-        row_bytes: Bytes of one token's features.
+        row_bytes: Bytes of one token's features and of what travels beside them.
     """
 
     access: Floats
@@ -138,17 +138,20 @@ class PlacementProblem:
             visits[s], rows[s] = self.visits(layer, owners), self.rows(layer, owners)
         return visits, rows
 
+    def visits_by_sender(self, layer: int, row: tuple[tuple[int, ...], ...]) -> Floats:
+        """[S][N] expected rows of a token of each sender that each worker receives; `row` is [E] workers."""
+        if any(len(workers) > 1 for workers in row):
+            return self._by_sender(layer, row)[0]
+        visits = self.visits(layer, np.array([workers[0] for workers in row]))
+        return np.tile(visits, (len(self.links.senders), 1))
+
     def cross_node_bytes(self, placement: Placement) -> float:
         """Bytes per token and step between nodes, forward and backward, all layers."""
         links = self.links
         away = links.away * (links.bytes_sent / links.bytes_sent.sum())[:, None]
-        total = 0.0
-        for layer, row in enumerate(placement):
-            if any(len(workers) > 1 for workers in row):
-                total += float((self._by_sender(layer, row)[0] * away).sum())
-            else:
-                owners = np.array([workers[0] for workers in row])
-                total += float(self.visits(layer, owners) @ away.sum(axis=0))
+        total = sum(
+            float((self.visits_by_sender(layer, row) * away).sum()) for layer, row in enumerate(placement)
+        )
         return _TRANSFERS * self.row_bytes * total
 
 
@@ -180,5 +183,12 @@ def make_problem(
     else:
         raise UserError(f"objective: must be vela or full, got {objective!r}")
     return PlacementProblem(
-        access, topology.capacities, seconds, tuple(groups), compute, sets, links, traffic.row_bytes
+        access,
+        topology.capacities,
+        seconds,
+        tuple(groups),
+        compute,
+        sets,
+        links,
+        traffic.row_bytes + traffic.beside_bytes,
     )

@@ -68,6 +68,10 @@ def _master_bandwidth(value: Any) -> Floats | None:
     return None if value is None else to_array(value, "master_bandwidth", (None,), ("worker",))
 
 
+def _latency(value: Any) -> Floats | None:
+    return None if value is None else to_array(value, "latency_s", (None, None), ("worker", "worker"))
+
+
 _AsLists = PlainSerializer(lambda value: value.tolist() if isinstance(value, np.ndarray) else value)
 
 
@@ -85,6 +89,9 @@ class Topology(BaseModel):
     """The node of the master; None: there is no master, the workers themselves send tokens (expert parallelism)."""
     master_bandwidth: Annotated[Any, PlainValidator(_master_bandwidth), _AsLists] = None
     """[N] between master and worker (the paper's B_n); None: that of a worker on the master's node."""
+    latency_s: Annotated[Any, PlainValidator(_latency), _AsLists] = None
+    """[N][N] seconds from worker to worker before the first byte arrives, if they were measured; no objective counts
+    them."""
     uplinks: Mapping[str, Uplink] = {}
     """By node; a node without an entry has no limit beyond those of single links."""
     capacity_unit: Literal["experts", "bytes"] = "experts"
@@ -111,6 +118,8 @@ class Topology(BaseModel):
                 )
             for i, j in np.argwhere((self.bandwidth == 0) & ~np.eye(count, dtype=bool))[:1]:
                 raise ValueError(f"bandwidth{index(i, j)}: must be greater than 0 bytes per second")
+        if self.latency_s is not None and self.latency_s.shape != (count, count):
+            raise ValueError(f"latency_s: must be {count} x {count}, from worker to worker")
         if self.master_bandwidth is not None:
             if self.master_node is None:
                 raise ValueError("master_node: is missing: master_bandwidth needs it")

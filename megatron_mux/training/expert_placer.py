@@ -19,7 +19,7 @@ from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_
 from megatron_mux.errors import UserError
 from megatron_mux.moe.access_counts import Access
 from megatron_mux.moe.access_profile import AccessProfile
-from megatron_mux.moe.links import Traffic
+from megatron_mux.moe.links import Traffic, bytes_beside
 from megatron_mux.moe.placement import Placement as Rows
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.profile_tasks import identity
@@ -110,7 +110,10 @@ class ExpertPlacer:
         problem = ""
         if self.parallel.rank == 0:
             try:
-                found = self._solve(access.profile(self.model), Traffic(tokens, self._row_bytes))
+                found = self._solve(
+                    access.profile(self.model),
+                    Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k)),
+                )
             except UserError as error:
                 problem = str(error)
         raise_on_every_rank(problem, self.parallel)
@@ -156,7 +159,11 @@ class ExpertPlacer:
         problem = ""
         if self.parallel.rank == 0:
             try:
-                found = self._improve(access.profile(self.model), Traffic(tokens, self._row_bytes), steps)
+                found = self._improve(
+                    access.profile(self.model),
+                    Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k)),
+                    steps,
+                )
             except UserError as error:
                 problem = str(error)
         raise_on_every_rank(problem, self.parallel)

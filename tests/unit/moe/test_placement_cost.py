@@ -95,7 +95,8 @@ def written_out(problem: PlacementProblem, topology: Topology, placement: Placem
             left = sum(float(pair[s, n]) for s, n in every if senders[s][1] == node != names[n])
             entered = sum(float(pair[s, n]) for s, n in every if senders[s][1] != node == names[n])
             out += [left / link.up, entered / link.down]
-            back += [entered / link.up, left / link.down]
+            # A master's workers answer while others' rows are on their way.
+            (back if master is None else out).extend([entered / link.up, left / link.down])
         compute = max(rows[n] * topology.workers[n].seconds_per_row for n in range(len(names)))
         seconds += 2 * max(out) + 2 * max(back) + compute
         crossing += 4 * sum(float(pair[s, n]) for s, n in every if senders[s][1] != names[n]) / 100

@@ -1,0 +1,140 @@
+"""Measuring the links between the processes of a run, alone and together, over the communicator that it uses.
+
+What is timed is the operation that rows and gradients travel by, an all-to-all in which only some processes send.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_mux.moe.entries import Floats
+from megatron_mux.runtime import Parallel
+
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28
+_SMALL = 8
+"""A transfer is compared with one of an eighth of its bytes: what both take alike is latency."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Time of transfers over some links at once.
+
+    Attributes:
+        bandwidth: Bytes per second of all of them together.
+        latency: Seconds that a transfer without bytes would take.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Links between P processes on some nodes.
+
+    Attributes:
+        bandwidth: [P][P] bytes per second from process to process, each pair alone; 0 on the diagonal.
+        latency: [P][P] seconds.
+        up, down: By node, bytes per second that leave and enter it if all its processes send and receive at once.
+    """
+
+    bandwidth: Floats
+    latency: Floats
+    up: dict[str, float]
+    down: dict[str, float]
+
+
+class LinkMeter:
+    """Times transfers. All processes make the same calls.
+
+    Args:
+        parallel: This process among the others.
+        seconds: That a transfer should take at least.
+    """
+
+    def __init__(self, parallel: Parallel, seconds: float) -> None:
+        self._parallel, self._seconds = parallel, seconds
+        self._first_bytes = _FIRST_BYTES
+
+    def measure(self, links: Sequence[tuple[int, int]]) -> Transfer:
+        """Time equally large transfers over some links at once.
+
+        Args:
+            links: Sender and receiver of each.
+        """
+        size = self._first_bytes
+        while self._time(links, size) < self._seconds and size < _MOST_BYTES:
+            size *= 2
+        small = size // _SMALL
+        both = [(self._time(links, size), self._time(links, small)) for _ in range(_REPEATS)]
+        long, short = (statistics.median(times) for times in zip(*both, strict=True))
+        per_byte = max(long - short, 1e-9) / (size - small)
+        return Transfer(len(links) / per_byte, max(0.0, short - small * per_byte))
+
+    def _time(self, links: Sequence[tuple[int, int]], size: int) -> float:
+        """Seconds of the slowest process if `size` bytes cross each link."""
+        own, count = self._parallel.rank, self._parallel.world_size
+        out = [size * links.count((own, other)) for other in range(count)]
+        into = [size * links.count((other, own)) for other in range(count)]
+        sent = torch.zeros(sum(out), dtype=torch.uint8, device=self._parallel.device)
+        received = torch.empty(sum(into), dtype=torch.uint8, device=self._parallel.device)
+        self._wait()
+        start = time.perf_counter()
+        dist.all_to_all_single(received, sent, into, out)
+        self._wait()
+        (slowest,) = self._parallel.most([time.perf_counter() - start])
+        return slowest
+
+    def _wait(self) -> None:
+        """Wait for this device and for the other processes."""
+        if self._parallel.device.type == "cuda":
+            torch.cuda.synchronize(self._parallel.device)
+        self._parallel.most([0.0])
+
+
+def measure_links(
+    meter: LinkMeter,
+    nodes: Sequence[str],
+    all_pairs: bool = True,
+    done: Callable[[int, int], None] = lambda number, of: None,
+) -> MeasuredLinks:
+    """Measure all links.
+
+    Args:
+        meter: Times transfers.
+        nodes: [P] node of each process.
+        all_pairs: Measure each pair of processes; otherwise one pair within each node and one between any two nodes,
+            which stands for the others.
+        done: Called with how many of the measurements are made.
+    """
+    pairs = [(i, j) for i in range(len(nodes)) for j in range(len(nodes)) if i != j]
+    measured = (
+        pairs if all_pairs else list({(nodes[i], nodes[j]): (i, j) for i, j in reversed(pairs)}.values())
+    )
+    names = list(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else []
+    total, count = len(measured) + 2 * len(names), 0
+    found: dict[tuple[int, int], Transfer] = {}
+    for pair in measured:
+        found[pair] = meter.measure([pair])
+        done(count := count + 1, total)
+    by_nodes = {(nodes[i], nodes[j]): transfer for (i, j), transfer in found.items()}
+    bandwidth, latency = np.zeros((2, len(nodes), len(nodes)))
+    for i, j in pairs:
+        transfer = found.get((i, j)) or by_nodes[nodes[i], nodes[j]]
+        bandwidth[i, j], latency[i, j] = transfer.bandwidth, transfer.latency
+    up, down = {}, {}
+    for node in names:
+        leaving = [(i, j) for i, j in pairs if nodes[i] == node != nodes[j]]
+        up[node] = meter.measure(leaving).bandwidth
+        done(count := count + 1, total)
+        down[node] = meter.measure([(j, i) for i, j in leaving]).bandwidth
+        done(count := count + 1, total)
+    return MeasuredLinks(bandwidth, latency, up, down)
