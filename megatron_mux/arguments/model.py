@@ -319,6 +319,8 @@ class MuxArguments:
         for flag, given in (("--mux-plan", self.mux_plan), ("--mux-memory-limit", self.mux_memory_limit)):
             if given not in (None, "auto"):
                 shape.refuse_experts(flag)
+        if self.mux_interleave in ("kahn", "halves"):
+            shape.refuse_experts(f"--mux-interleave {self.mux_interleave}")
         said = "--mux-policy auto does not know experts yet: all tasks share each micro-batch (spatial)"
         return replace(self, mux_policy="spatial"), said
 

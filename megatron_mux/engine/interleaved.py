@@ -44,7 +44,7 @@ def check_launch_orders(plan: Plan, stages: Mapping[int, Backbone]) -> None:
                     raise UserError(
                         f"buckets[{b}].launch[{number}].{name}: the plan's launch order has {len(order)} pieces for "
                         f"{bucket.batches} batches, this run's stage {number} has {wanted} for each: sequence "
-                        "parallelism or recomputation are not as planned; plan anew"
+                        "parallelism, recomputation or expert ranks are not as planned; plan anew"
                     )
 
 

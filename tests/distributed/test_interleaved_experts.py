@@ -132,8 +132,10 @@ def test_messages_follow_the_rules_of_nccl(
     path = once("turns-mixtral", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
     parallel = joined(layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert)
     cases = some_cases()
-    rules, problem = run_under_the_rules(
-        lambda: train(path, parallel, layout, cases, torch.float32, in_turns=True)
-    )
+
+    def work() -> None:
+        train(path, parallel, layout, cases, torch.float32, in_turns=True)
+
+    rules, problem = run_under_the_rules(work)
     assert not problem, problem
     assert sum(count for name, count in rules.met.items() if "alltoall" in name) > 100, rules.met
