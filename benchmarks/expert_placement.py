@@ -207,7 +207,7 @@ class Bench:
         from expert_placement_models import entropy
         from expert_placement_tables import short
 
-        length = torch.load(records).shape[1]
+        length = torch.load(records, weights_only=True).shape[1]
         placed = place(profile, topologies, batch * length, slack)
         for mode, team in self.teams.items():
             own = {method: one.placement for method, one in placed.items() if team_of(method) == mode}

@@ -230,7 +230,7 @@ class Worker:
 
 def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Token ids, `[records, length]`, and records of which every token is labelled."""
-    tokens = torch.load(records)
+    tokens = torch.load(records, weights_only=True)
     return tokens, [(row, torch.ones(len(row), dtype=torch.bool)) for row in tokens]
 
 
