@@ -45,7 +45,11 @@ def fused_config(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
         raise UserError(
             "holds adapters of single experts with use_rslora, whose scale two of them together lack"
         )
-    others = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in keys if not _KEY.fullmatch(key)}
+    others = {
+        key.removeprefix(_PREFIX).rpartition(".lora_")[0]
+        for key in keys
+        if not _KEY.fullmatch(key) and ".lora_" in key
+    }
     parameters = [f"mlp.experts.{name}_proj" for name in ("gate_up", "down") if name[:4] in roles]
     return {
         **config,
@@ -77,13 +81,14 @@ def fused_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not found:
         return others
     roles = {role for of_layer in found.values() for _, role in of_layer}
-    rank = next(iter(next(iter(found.values())).values()))["A"].shape[0] * (2 if "gate" in roles else 1)
-    made = {key: _padded(tensor, rank, key) for key, tensor in others.items()}
+    count = 1 + max(expert for of_layer in found.values() for expert, _ in of_layer)
     for layer, of_layer in found.items():
-        count = 1 + max(expert for expert, _ in of_layer)
         for expert in range(count):
             if any(of_layer.get((expert, role), {}).keys() != {"A", "B"} for role in roles):
                 raise UserError(f"{layer}: expert {expert} lacks adapters that other experts have")
+    rank = next(iter(next(iter(found.values())).values()))["A"].shape[0] * (2 if "gate" in roles else 1)
+    made = {key: _padded(tensor, rank, key) for key, tensor in others.items()}
+    for layer, of_layer in found.items():
         for role in sorted(roles - {"up"}):
             inner = ".base_layer" if role == "gate" and "down" in roles else ""
             both = [_pair(of_layer, expert, role) for expert in range(count)]

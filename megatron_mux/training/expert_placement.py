@@ -12,7 +12,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
-from megatron_mux.moe.placement import read_placement
+from megatron_mux.moe.placement import has_replicas, read_placement
 from megatron_mux.moe.profile_tasks import identity
 
 
@@ -69,6 +69,8 @@ def kept_placement(arguments: MuxArguments, info: BackboneInfo, continued: bool)
         managers and found.workers > managers
     ):
         return None, f"{file}: is for {found.workers} ranks with experts: it does not count here"
+    if managers and has_replicas(found.placement):
+        return None, f"{file}: holds replicas, which expert managers do not have: it does not count here"
     return file, f"experts are where {file} has them"
 
 
@@ -166,6 +168,6 @@ def _moved(
     moved = Counter(now for row in rows for before, now in zip(*row, strict=True) if before != now)
     places = ", ".join(f"{moved[n]} to manager {n + 1}" for n in sorted(moved))
     return (
-        f"--mux-expert-placement {file} is for {workers} expert managers, and there are {managers}: of the experts of "
+        f"{file} is for {workers} ranks with experts, and expert managers there are {managers}: of the experts of "
         f"those that are gone, {places}"
     )

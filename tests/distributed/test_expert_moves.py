@@ -97,6 +97,13 @@ def test_weights_arrive_where_they_would_be_read(checkpoint: Path, joined: Joine
     one = 3 * shape.hidden * shape.experts.ffn * 4 // 2 if shape.experts is not None else 0
     assert received == one * sum(move.target == own for move in moves) and received
     assert moved.place_experts(scattered(shape, 2)) == 0
+    # Replicas that only leave: nothing is sent, and each rank keeps the others' weights.
+    first = {layer: tuple(ranks[:1] for ranks in row) for layer, row in scattered(shape, 2).ranks.items()}
+    assert moved.place_experts(Placement(2, first)) == 0
+    fewer = Backbone.load(checkpoint, parallel, placement=Placement(2, first))
+    expected = dict(fewer.model.named_parameters())
+    for name, parameter in moved.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
 
 
 def test_offloaded_experts_stay(checkpoint: Path, joined: Joined) -> None:

@@ -41,8 +41,8 @@ BACKBONES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["mamba"],
     ),
     "what we do not do": (
-        lambda d: spoil_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
-        ["yarn"],
+        lambda d: spoil_config(d, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
+        ["dynamic"],
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), ["safetensors"]),
     "weights cut off": (lambda d: cut(d / "model.safetensors", 0.5), ["model.safetensors"]),

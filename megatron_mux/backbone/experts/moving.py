@@ -49,7 +49,7 @@ def move_experts(layer: MoELayer, before: Placement, after: Placement) -> int:
             for operator, matrices, part in zip(operators, kept, parts, strict=True):
                 matrices[expert] = part.view(operator.out_features, operator.in_features)
     layer.place(after)
-    if moves:
+    if layer.held != operators[0].held:  # experts may leave, too, without one that comes
         for operator, matrices in zip(operators, kept, strict=True):
             operator.place(layer.held, [matrices[expert] for expert in layer.held])
     return received

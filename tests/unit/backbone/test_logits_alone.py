@@ -129,7 +129,7 @@ def test_padding_rows_change_nothing(name: str, checkpoints: Made, parallel: Par
     assert torch.allclose(found[0], found[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("deepseek")])
 def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made, parallel: Parallel) -> None:
     from transformers import DynamicCache
 

@@ -32,7 +32,7 @@ def engine_of(path: Path, recompute: Recompute = "none", turns: bool = True, wro
     if turns:
         plan = in_turns(plan, backbone.pieces)
     if wrong:
-        launch = (LaunchOrder("01", plan.buckets[0].launch[0].backward),)
+        launch = (LaunchOrder("0101", plan.buckets[0].launch[0].backward),)
         plan = replace(plan, buckets=(replace(plan.buckets[0], launch=launch),))
     engine = Engine(backbone, parallel, Planning("auto", 1, given=plan))
     training = {"per_device_train_batch_size": 3, "max_steps": 4, "learning_rate": 1e-2}
@@ -67,6 +67,6 @@ def test_layers_below_all_adapters_have_no_backward_pass(path: Path, recompute: 
 def test_a_launch_order_for_other_pieces_is_refused_before_anything_is_computed(path: Path) -> None:
     engine = engine_of(path, wrong=True)
     with pytest.raises(
-        UserError, match=r"buckets\[0\]\.launch\[0\]\.forward: the plan's launch order has 2 pieces"
+        UserError, match=r"buckets\[0\]\.launch\[0\]\.forward: the plan's launch order has 4 pieces"
     ):
         engine.step()

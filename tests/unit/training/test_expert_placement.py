@@ -57,7 +57,9 @@ def test_only_experts_of_managers_that_are_gone_move(info: BackboneInfo, write: 
         for expert, (before,) in enumerate(row):
             if before < 2:
                 assert placement.ranks[layer][expert] == (before + 1,)
-    assert news[0].endswith("there are 2: of the experts of those that are gone, 6 to manager 2")
+    assert news[0].endswith(
+        "expert managers there are 2: of the experts of those that are gone, 6 to manager 2"
+    )
     assert news[1] == "2 expert managers hold 10, 10 of the backbone's 20 experts"
 
 
