@@ -17,7 +17,7 @@ from megatron_mux.runtime import Parallel
 
 WITHIN_NODE, BETWEEN_NODES = 50e9, 12.5e9
 """Bytes per second that are assumed without a topology file: of NVLink or PCIe 5, and of 100 Gbit/s Ethernet, which
-the ranks of a node share. Re-placement measures how fast they really are."""
+the ranks of a node share. Moves are priced by them too, so that gain and cost are in the same seconds."""
 
 
 def check_topology(arguments: MuxArguments, experts: Experts, layers: int) -> Topology | None:
