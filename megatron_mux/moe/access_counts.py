@@ -175,6 +175,7 @@ class _LayerCounts:
         self.selected = torch.zeros(1, experts, dtype=torch.int64, device=device)
         self.together = torch.zeros(experts, experts, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._rows = 0
 
     def add(self, experts: Tensor, slots: Tensor) -> None:
         """Count the rows of a pass.
@@ -197,7 +198,8 @@ class _LayerCounts:
         experts, slots = experts[:used], slots[:used]
         wide = self.selected.shape[1]
         self._count(self.selected, experts + (slots * wide).unsqueeze(1))
-        some = experts[::_EVERY]
+        some = experts[-self._rows % _EVERY :: _EVERY]  # as if all passes were one
+        self._rows += len(experts)
         self._count(self.together, some.unsqueeze(2) * wide + some.unsqueeze(1))
 
     def _count(self, table: Tensor, places: Tensor) -> None:

@@ -152,12 +152,15 @@ def follow_drift(
         By task what was found: see docs/expert-placement.md.
 
     Raises:
-        UserError: The router's scores are no softmax, which the theorem is about.
+        UserError: The router is another one than the theorem is about.
     """
-    experts = engine.backbone.shape.experts
+    experts, family = engine.backbone.shape.experts, engine.backbone.shape.family
     assert experts is not None
+    if experts.routing.groups > 1:
+        raise UserError(
+            f"--drift-steps: the theorem is about choices among all experts, those of a {family} are among groups"
+        )
     if experts.routing.score != "softmax":
-        family = engine.backbone.shape.family
         raise UserError(
             f"--drift-steps: the theorem is about softmax scores, those of a {family} are {experts.routing.score}"
         )
