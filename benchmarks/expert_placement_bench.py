@@ -39,12 +39,7 @@ MEMBERS = {"ep": range(len(NODES)), "broker": [len(NODES), *range(len(NODES))]}
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the parts that are asked for, as far as the output does not have them."""
     began = time.monotonic()
-    setup = {
-        "hardware": f"{cpu_name()}, 2 cores",
-        "between_mb_s": arguments.between,
-        "local_mb_s": arguments.between * arguments.local,
-    }
-    results = Results(setup, CASES, arguments.output)
+    results = Results(f"{cpu_name()}, 2 cores", CASES, arguments.output)
     wanted = [(name, slack) for name in arguments.cases for slack in arguments.slack]
     missing = [key for key in wanted if arguments.again or results.case(*key) is None]
     with ExitStack() as cleanup:
@@ -109,10 +104,10 @@ class Bench:
             for i, mode in enumerate(MEMBERS):
                 team = started(self.server, self.network, MEMBERS[mode], 29520 + i, mode)
                 self.teams[mode] = cleanup.enter_context(team)
-            if not self.results.links:
+            if not self._links():
                 self._limit()
                 links = {mode: team.ask("links", seconds=0.3)[0] for mode, team in self.teams.items()}
-                self.results.links.update(links)
+                self._links().update(links)
                 self.results.write()
                 say(f"links: {[(own['up'], own['down']) for own in links.values()]}")
             for name, slack in wanted:
@@ -166,11 +161,13 @@ class Bench:
         between = 1e6 * self.arguments.between
         self.network.limit(between * self.arguments.local, between)
 
+    def _links(self) -> dict[str, Any]:
+        between = self.arguments.between
+        return self.results.links(between, between * self.arguments.local)
+
     def _topologies(self) -> dict[str, Topology]:
         nodes = {"ep": list(NODES), "broker": [NODES[0], *NODES]}
-        return {
-            mode: topology_of(own, nodes[mode], mode == "broker") for mode, own in self.results.links.items()
-        }
+        return {mode: topology_of(own, nodes[mode], mode == "broker") for mode, own in self._links().items()}
 
     def _case(self, name: str, slack: float) -> dict[str, Any]:
         """Measure all methods of a case in turns."""
@@ -197,6 +194,8 @@ class Bench:
         return {
             "case": name,
             "slack": slack,
+            "between_mb_s": self.arguments.between,
+            "local_mb_s": self.arguments.between * self.arguments.local,
             "tokens": len(NODES) * length,
             "rounds": self.arguments.rounds,
             "steps": self.arguments.steps,
@@ -258,6 +257,7 @@ def _figures(
         "interface_bytes": sum(turn["interface_bytes"] for turn in turns) / len(sent),
         "predicted_bytes": placed.crossing,
         "rest_s": at_rest,
+        "summed_bytes": rest[-1]["summed"][0],
         "transfers_s": placed.seconds,
         "gradients_s": summing,
         "predicted_s": placed.seconds + summing + at_rest,

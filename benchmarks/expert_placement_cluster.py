@@ -120,6 +120,8 @@ def started(
             for member in team:  # one may wait for another that has ended
                 with suppress(ProcessLookupError):
                     os.kill(member.process.pid, signal.SIGKILL)
+                with suppress(BrokenPipeError):
+                    member.commands.close()
             raise
         else:
             for member in team:

@@ -8,40 +8,30 @@ from pathlib import Path
 from typing import Any
 
 
-class OtherLinks(Exception):
-    """The output was measured over links of other bandwidths."""
-
-
 class Results:
     """Measured cases, and the file that they are in.
 
     Args:
-        setup: What all cases share: hardware and bandwidths.
+        hardware: What they are measured on.
         order: Names of cases, in the order in which they are written.
         file: Where they are written; None: nowhere.
-
-    Raises:
-        OtherLinks: The file's cases were measured over other links.
     """
 
-    def __init__(self, setup: Mapping[str, Any], order: Sequence[str], file: Path | None) -> None:
+    def __init__(self, hardware: str, order: Sequence[str], file: Path | None) -> None:
         self._order, self._file = list(order), file
-        self.content: dict[str, Any] = {**setup, "minutes": 0.0, "links": {}, "cases": [], "traffic": {}}
-        if file is None or not file.is_file():
-            return
-        before = json.loads(file.read_text())
-        for name in ("between_mb_s", "local_mb_s"):
-            if before[name] != setup[name]:
-                raise OtherLinks(
-                    f"--output {file}: its {name} is {before[name]:g}, not {setup[name]:g}: choose another file, or "
-                    "--between and --local as it has them"
-                )
-        self.content = before
+        self.content: dict[str, Any] = {
+            "hardware": hardware,
+            "minutes": 0.0,
+            "links": {},
+            "cases": [],
+            "traffic": {},
+        }
+        if file is not None and file.is_file():
+            self.content = json.loads(file.read_text())
 
-    @property
-    def links(self) -> dict[str, Any]:
-        """By mode: see `Worker.links`."""
-        found: dict[str, Any] = self.content["links"]
+    def links(self, between: float, local: float) -> dict[str, Any]:
+        """Measured links of these bandwidths in MB/s, by mode; empty if they have not been measured."""
+        found: dict[str, Any] = self.content["links"].setdefault(f"{between:g} {local:g}", {})
         return found
 
     @property

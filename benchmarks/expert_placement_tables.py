@@ -15,8 +15,8 @@ from script import table
 def markdown(result: Mapping[str, Any]) -> str:
     """Render the tables."""
     setup = (
-        f"{result['hardware']}. Three network namespaces with two workers each; {result['between_mb_s']:g} MB/s "
-        f"between nodes, shared by a node's workers, {result['local_mb_s']:g} MB/s within; bf16; LoRA r=4 on q and v. "
+        f"{result['hardware']}. Three network namespaces with two workers each; links between nodes, shared by a "
+        "node's workers, are a sixteenth as fast as those within; bf16; LoRA r=4 on q and v. "
         f"{_turns(result['cases'])} of each method, medians of seconds and means of "
         f"bytes; {result['minutes']:.0f} minutes."
     )
@@ -96,7 +96,8 @@ def _slots(slack: float) -> str:
 
 def _heading(case: Mapping[str, Any]) -> str:
     return (
-        f"**{case['case']}, {_slots(case['slack'])}** ({case['tokens']} tokens in a step; entropy of experts' use "
+        f"**{case['case']}, {_slots(case['slack'])}** ({case['between_mb_s']:g} MB/s between nodes, "
+        f"{case['local_mb_s']:g} MB/s within; {case['tokens']} tokens in a step; entropy of experts' use "
         f"{case['entropy']:.3f} of its largest)"
     )
 

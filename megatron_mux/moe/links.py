@@ -4,8 +4,11 @@ A transfer is one of the four of a layer: tokens to the workers and results back
 gradients back. Each takes as long as its slowest link: a pair of processes by itself, or the uplink or downlink that
 all pairs of a node share.
 
-A master's workers answer one after the other, each as soon as it has its rows: on shared links, answers travel while
-other rows are still on their way. There only the last answer comes on top, over the link of one pair.
+A master's workers answer each as soon as it has its rows, so that answers travel while other rows are still on their
+way. Messages that are on a shared link at once share it evenly: if s is the m-th largest message, it has arrived when
+all smaller ones and m times s have left, and from then on no more than the m largest answers are to come back. So the
+answers come on top with m s, for the worst m: with the last answer only if messages are of very different sizes, and
+with all of them if sizes are equal.
 """
 
 from __future__ import annotations
@@ -100,8 +103,17 @@ class Links:
             outward = max(outward, left / up, entered / down)
             both_ways = max(both_ways, entered / up, left / down)
         if self.answers_overlap:
+            inward = max(inward, worst_answers(visits[0] * self.shared_seconds))
             return float(2.0 * (max(outward, both_ways) + inward))
         return float(2.0 * (outward + max(inward, both_ways)))
+
+    @property
+    def shared_seconds(self) -> Floats:
+        """[N] seconds on the link of a master's node if all tokens visit the worker; 0 beside the master."""
+        node = self.sender_nodes[0]
+        if not self.answers_overlap or node not in self.shared:
+            return np.zeros(len(self.worker_nodes))
+        return np.asarray(self.away[0] * self.bytes_sent[0] / min(self.shared[node]))
 
     @property
     def answers_overlap(self) -> bool:
@@ -128,6 +140,19 @@ class Links:
     @staticmethod
     def _on(nodes: Sequence[str], node: str) -> np.ndarray:
         return np.array([name == node for name in nodes])
+
+
+def worst_answers(seconds: Floats) -> Floats:
+    """Seconds that answers over a shared link need beyond those of the rows: the most of m times the m-th largest.
+
+    Args:
+        seconds: [N, ...] that each answer takes alone.
+
+    Returns:
+        [...]
+    """
+    order = np.arange(len(seconds), 0, -1).reshape(-1, *[1] * (seconds.ndim - 1))
+    return np.asarray((np.sort(seconds, axis=0) * order).max(axis=0))
 
 
 def _without_idle(matrix: Floats) -> Floats:
