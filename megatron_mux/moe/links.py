@@ -5,10 +5,10 @@ gradients back. Each takes as long as its slowest link: a pair of processes by i
 all pairs of a node share.
 
 A master's workers answer each as soon as it has its rows, so that answers travel while other rows are still on their
-way. Messages that are on a shared link at once share it evenly: if s is the m-th largest message, it has arrived when
-all smaller ones and m times s have left, and from then on no more than the m largest answers are to come back. So the
-answers come on top with m s, for the worst m: with the last answer only if messages are of very different sizes, and
-with all of them if sizes are equal.
+way. How much comes on top depends on how messages share a link. One after the other: the largest answer. Evenly: once
+the m-th largest message has arrived, all smaller ones and m times its bytes have left, and no more than the m largest
+answers are still to come, so m times the m-th largest comes on top, for the worst m; all answers if they are equally
+large. TCP connections that begin at once get uneven shares, which nobody knows: the middle of both is taken.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Links:
             outward = max(outward, left / up, entered / down)
             both_ways = max(both_ways, entered / up, left / down)
         if self.answers_overlap:
-            inward = max(inward, worst_answers(visits[0] * self.shared_seconds))
+            inward = max(inward, answers_on_top(visits[0] * self.shared_seconds))
             return float(2.0 * (max(outward, both_ways) + inward))
         return float(2.0 * (outward + max(inward, both_ways)))
 
@@ -142,8 +142,8 @@ class Links:
         return np.array([name == node for name in nodes])
 
 
-def worst_answers(seconds: Floats) -> Floats:
-    """Seconds that answers over a shared link need beyond those of the rows: the most of m times the m-th largest.
+def answers_on_top(seconds: Floats) -> Floats:
+    """Seconds that answers over a shared link need beyond those of the rows: the middle of the least and the most.
 
     Args:
         seconds: [N, ...] that each answer takes alone.
@@ -152,7 +152,8 @@ def worst_answers(seconds: Floats) -> Floats:
         [...]
     """
     order = np.arange(len(seconds), 0, -1).reshape(-1, *[1] * (seconds.ndim - 1))
-    return np.asarray((np.sort(seconds, axis=0) * order).max(axis=0))
+    smallest_first = np.sort(seconds, axis=0)
+    return np.asarray(((smallest_first * order).max(axis=0) + smallest_first[-1]) / 2)
 
 
 def _without_idle(matrix: Floats) -> Floats:

@@ -15,7 +15,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
-from megatron_mux.moe.links import Links, Traffic, links_of, paper_seconds, worst_answers
+from megatron_mux.moe.links import Links, Traffic, answers_on_top, links_of, paper_seconds
 from megatron_mux.moe.placement import Placement, has_replicas, to_owners
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
 from megatron_mux.moe.topology import Topology
@@ -106,7 +106,7 @@ class PlacementProblem:
         """[...] seconds of a layer's transfers, from those of each link, [links, ...]."""
         parts = np.maximum.reduceat(times, self.groups, axis=0)
         if self.sharing.any():
-            parts[-1] = np.maximum(parts[-1], worst_answers(self.shared_answers(times)))
+            parts[-1] = np.maximum(parts[-1], answers_on_top(self.shared_answers(times)))
         return np.asarray(parts.sum(axis=0))
 
     def shared_answers(self, times: Floats) -> Floats:

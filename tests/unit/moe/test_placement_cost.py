@@ -11,7 +11,7 @@ import pytest
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
-from megatron_mux.moe.links import Traffic, links_of, worst_answers
+from megatron_mux.moe.links import Traffic, answers_on_top, links_of
 from megatron_mux.moe.placement import Placement, from_owners
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
@@ -100,7 +100,8 @@ def written_out(problem: PlacementProblem, topology: Topology, placement: Placem
         if master in topology.uplinks:
             link = topology.uplinks[master]
             away = sorted((float(pair[0, n]) for n, name in enumerate(names) if name != master), reverse=True)
-            back += [m * size / min(link.up, link.down) for m, size in enumerate(away, start=1)]
+            even = max(m * size for m, size in enumerate(away, start=1))
+            back.append((away[0] + even) / 2 / min(link.up, link.down))
         compute = max(rows[n] * topology.workers[n].seconds_per_row for n in range(len(names)))
         seconds += 2 * max(out) + 2 * max(back) + compute
         crossing += 4 * sum(float(pair[s, n]) for s, n in every if senders[s][1] != names[n]) / 100
@@ -129,7 +130,7 @@ def test_links_take_as_long_by_sender_as_all_together() -> None:
         links = links_of(make_topology([2, 1, 3], 9, master_node=master), TRAFFIC)
         visits = np.random.default_rng(0).uniform(0, 1, 6)
         outward, inward = links.matrices()
-        back = max((inward @ visits).max(), float(worst_answers(visits * links.shared_seconds)))
+        back = max((inward @ visits).max(), float(answers_on_top(visits * links.shared_seconds)))
         together = 2 * (outward @ visits).max() + 2 * back
         assert links.seconds(np.tile(visits, (len(links.senders), 1))) == pytest.approx(together, rel=1e-12)
 
