@@ -192,7 +192,8 @@ def make_problem(
     elif objective == "full":
         outward, inward = links.matrices()
         seconds, groups = 2.0 * np.concatenate([outward, inward]), [0, len(outward)]
-        sharing = links.shared_seconds / np.diag(inward[: len(topology.workers)])
+        own, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
+        sharing = np.divide(shared, own, out=np.zeros_like(shared), where=shared > 0)
         compute, sets = traffic.tokens * topology.row_seconds, sets_of(profile, seed)
     else:
         raise UserError(f"objective: must be vela or full, got {objective!r}")

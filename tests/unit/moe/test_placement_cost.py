@@ -200,3 +200,26 @@ def test_an_unknown_objective_and_too_few_slots_are_refused() -> None:
         make_problem(make_profile(1, 4), make_topology([1], 4), TRAFFIC, "bytes")
     with pytest.raises(UserError, match="capacity of 3 experts together"):
         make_problem(make_profile(1, 4), make_topology([1], 3), TRAFFIC, "vela")
+
+
+def shared_evenly(sizes: list[float]) -> float:
+    """When all answers are back if messages on a link share it evenly, and answers go over another one."""
+    forth, back, now = dict(enumerate(sizes)), {}, 0.0
+    while forth or back:
+        step = min(len(link) * min(link.values()) for link in (forth, back) if link)
+        now += step
+        arrived = []
+        for link in (forth, back):
+            for message in [*link]:
+                link[message] -= step / len(link)
+            arrived.append([message for message in link if link[message] < 1e-12])
+        back = {message: left for message, left in back.items() if message not in arrived[1]}
+        back |= {message: sizes[message] for message in arrived[0]}
+        forth = {message: left for message, left in forth.items() if message not in arrived[0]}
+    return now
+
+
+@pytest.mark.parametrize("sizes", [[1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 9.0], [5.0, 0.5, 4.0, 4.5, 0.1]])
+def test_answers_on_top_are_between_messages_in_turn_and_evenly_shared_links(sizes: list[float]) -> None:
+    in_turn, evenly = sum(sizes) + max(sizes), shared_evenly(sizes)
+    assert sum(sizes) + float(answers_on_top(np.array(sizes))) == pytest.approx((in_turn + evenly) / 2)
