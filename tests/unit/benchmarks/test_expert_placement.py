@@ -94,7 +94,7 @@ def test_a_process_that_ended_is_reported_with_what_it_printed(tmp_path: Path, r
         os.close(command_read)
     with os.fdopen(answer_read) as answers:
         commands = os.fdopen(command_write, "w")
-        team = Team("single", (Member(Killed(), commands, answers, tmp_path / "errors"),))  # type: ignore[arg-type]
+        team = Team("single", (Member(Killed(), commands, answers, tmp_path / "errors"),))
         with pytest.raises(ProcessEnded, match=r"(?s)process 0 of single.*SIGKILL.*'trace'.*MemoryError"):
             team.ask("trace")
         with contextlib.suppress(BrokenPipeError):

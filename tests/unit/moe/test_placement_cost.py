@@ -97,7 +97,7 @@ def written_out(problem: PlacementProblem, topology: Topology, placement: Placem
             out += [left / link.up, entered / link.down]
             # A master's workers answer while others' rows are on their way.
             (back if master is None else out).extend([entered / link.up, left / link.down])
-        if master in topology.uplinks:
+        if master is not None and master in topology.uplinks:
             link = topology.uplinks[master]
             away = sorted((float(pair[0, n]) for n, name in enumerate(names) if name != master), reverse=True)
             even = max(m * size for m, size in enumerate(away, start=1))
@@ -204,7 +204,8 @@ def test_an_unknown_objective_and_too_few_slots_are_refused() -> None:
 
 def shared_evenly(sizes: list[float]) -> float:
     """When all answers are back if messages on a link share it evenly, and answers go over another one."""
-    forth, back, now = dict(enumerate(sizes)), {}, 0.0
+    forth, now = dict(enumerate(sizes)), 0.0
+    back: dict[int, float] = {}
     while forth or back:
         step = min(len(link) * min(link.values()) for link in (forth, back) if link)
         now += step
