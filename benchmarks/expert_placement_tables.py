@@ -172,7 +172,13 @@ def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     slacks = sorted({case["slack"] for case in cases})
     figure, every = pyplot.subplots(
-        2, len(slacks), figsize=(6.5 * len(slacks), 6), squeeze=False, sharex="col", sharey="row"
+        2,
+        len(slacks),
+        figsize=(6.5 * len(slacks), 6),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        layout="constrained",
     )
     names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in cases)]
     width = 0.8 / len(names)
@@ -188,8 +194,8 @@ def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
         every[1][column].set_xticks(range(len(own)), [case["case"] for case in own], fontsize=8)
     for axes, label in zip(every[:, 0], ("bytes between nodes", "seconds"), strict=True):
         axes.set_ylabel(f"{label}, of e mod N's")
-    every[0][0].legend(fontsize=7, ncols=2)
-    figure.tight_layout()
+    handles, labels = every[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=3)
     figure.savefig(file, metadata={"Date": None})
 
 
