@@ -152,7 +152,7 @@ def test_adapters_come_out_as_in_one_process(
 ) -> None:
     path = checkpoints(family)
     shape = read_shape(path)
-    cases = cases_of(96)
+    cases = cases_of(96, balanced=family == "qwen3_moe")
     wanted, adapters = train(joined, path, cases, Layout(1, 1, 1))
     for own_layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
         placement = uneven(shape) if own_layout.scattered else None
