@@ -39,6 +39,12 @@ def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
     return ("norm", "router", *shared, "experts_fc1", "experts_activation", "experts_fc2", "glue_experts")
 
 
+def base_ops(shape: BackboneShape) -> tuple[BaseOpName, ...]:
+    """The BaseOps that some layer of a backbone has."""
+    found = {op for layer in range(shape.layers) for op in shape.ops(layer)}
+    return tuple(op for op in ORDER if op in found)
+
+
 def layer_operators(shape: BackboneShape) -> tuple[str, ...]:
     """All operators of the layers of a backbone, each once."""
     kinds = {shape.has_experts(layer) for layer in range(shape.layers)}

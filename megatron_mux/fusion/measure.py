@@ -22,8 +22,9 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import without_collectives
 from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.fusion.layer_operators import layer_operators
 from megatron_mux.fusion.probes import SEGMENT, STACK, Probe, Probes
-from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
+from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
 
@@ -168,7 +169,7 @@ class _Bench:
             # A rank that is neither first nor last has no entry or head; one alone has nobody to send to.
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
-        assert set(DENSE) <= set(curves)
+        assert set(layer_operators(shape)) <= set(curves)
         tensor, element = self._optimizer()
         return Profile(
             source="measured",

@@ -24,7 +24,6 @@ from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS, BaseOpName
-from megatron_mux.errors import UserError
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
@@ -257,7 +256,7 @@ class Probes:
         here = alternatives(self.device, self.dtype)
         sample, found = KINDS["LORA"].samples()[0], list[Probe]()
         for op in BASE_OPS if len(here) > 1 else ():
-            section = sample.section(op, [path.rpartition(".")[2] for path in self.ops[op].parts])
+            section = sample.section(op, list(self.ops[op].parts))
             dropping = section.model_copy(update={"lora_dropout": 0.1})
             for own, tasks in ((section, 1), (dropping, _MANY_TASKS)):
                 found += [self._adapted_by(own, op, self.coarse[-1], tasks, name) for name in here]
@@ -265,21 +264,19 @@ class Probes:
 
     def _adapters(self) -> list[Probe]:
         found: list[Probe] = []
+        pairs: list[Probe] = []
         for sample in adapter_samples():
-            for op in sample.ops:
+            at = [op for op in self.ops if sample.at(op, self.backbone.shape) is not None]
+            for op in at:
                 found += self._adapted(sample, op, self.coarse, tasks=1)
-        for sample in adapter_samples():
-            if sample.pair is not None:
-                found += self._adapted(sample, sample.pair, self.coarse[1:3] or self.coarse, tasks=2)
-        return found
+            for op in at[:1] if sample.paired else ():
+                pairs += self._adapted(sample, op, self.coarse[1:3] or self.coarse, tasks=2)
+        return found + pairs
 
     def _adapted(self, sample: Sample, op: BaseOpName, rows: Sequence[int], tasks: int) -> list[Probe]:
         """A BaseOp with adapters of one kind: what it takes more than the BaseOp alone is theirs."""
-        section = sample.section(op, [path.rpartition(".")[2] for path in self.ops[op].parts])
-        try:
-            section.modules(self.backbone.shape)
-        except UserError:  # a kind that this backbone cannot have: no task has it
-            return []
+        section = sample.at(op, self.backbone.shape)
+        assert section is not None
         return [self._adapted_by(section, op, count, tasks) for count in rows]
 
     def _adapted_by(

@@ -107,7 +107,7 @@ class MoELayer(nn.Module):
         Tells `observe` of them, unless the layer is computed `again` for its backward.
         """
         routes: Routes = no_routes(self.routing, x) if self.router is None else self.router(x)
-        slots = self._slots(len(x))
+        slots = self.slots(len(x))
         if self.observe is not None and not again:
             self.observe(routes, slots)
         return routes, slots
@@ -122,7 +122,7 @@ class MoELayer(nn.Module):
         weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
-    def _slots(self, rows: int) -> Tensor:
+    def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
         first = self.tp_rank * rows if self.sequence_parallel else 0
         table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
