@@ -12,8 +12,9 @@ import numpy as np
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.device import device_of
+from megatron_mux.fusion.expert_load import even_selection
 from megatron_mux.fusion.profile import Curve, Profile
-from megatron_mux.memory.assumed_routes import assumed_experts
+from megatron_mux.fusion.roofline import MESSAGE_SHARE
 from megatron_mux.shape import BackboneShape
 
 _ROUTED = (*EXPERT_OPS, "experts_activation")
@@ -32,11 +33,12 @@ def with_managers(profile: Profile, shape: BackboneShape, managers: int) -> Prof
         shape: The backbone's.
         managers: Number of expert managers.
     """
-    assert shape.experts is not None
+    experts = shape.experts
+    assert experts is not None
     about, curves = profile.about, dict(profile.curves)
     device = device_of(about["kind"], about["device"], about["threads"])
-    placement = Placement.among_managers(shape.experts.count, managers, (0,))
-    selected = assumed_experts(_SAMPLE, shape.experts.count, shape.experts.routing.top_k)
+    placement = Placement.among_managers(experts.count, managers, (0,))
+    selected = even_selection(experts.count, experts.routing, _SAMPLE)
     served = np.asarray(placement.serving(0, 0))[selected]  # [R, K]
     copies = float(np.mean([len(set(row)) for row in served.tolist()]))
     itemsize = 2 if about.get("dtype") == "bfloat16" else 4
@@ -55,4 +57,4 @@ def with_managers(profile: Profile, shape: BackboneShape, managers: int) -> Prof
         if any(f":{op}:" in name for op in EXPERT_OPS):  # what adapters add there: on managers, too
             shares = (tuple(s / managers for s in way) for way in (curve.forward, curve.backward))
             curves[name] = Curve(curve.sizes, *shares)
-    return replace(profile, curves=curves)
+    return replace(profile, curves=curves, message_share=MESSAGE_SHARE[about["kind"]])

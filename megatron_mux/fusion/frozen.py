@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.layer_operators import ORDER, attention_operators, below, mlp_operators
+from megatron_mux.fusion.layer_operators import ORDER, attention_operators, base_ops, below, mlp_operators
 from megatron_mux.fusion.profile import Curve, Profile, points, summed
 from megatron_mux.shape import BackboneShape
 
@@ -40,7 +40,7 @@ class Frozen:
         self.kinds = [self.experts.index(own) for own in has_experts]
         self.half = summed([curves[op] for op in attention_operators(shape)])
         self.mlps = [summed([curves[op] for op in mlp_operators(shape, experts)]) for experts in self.experts]
-        known = {op for layer in range(shape.layers) for op in shape.ops(layer)}
+        known = base_ops(shape)
         self.below = [
             summed([curves[name] for name in below(shape, op)])
             if op in known

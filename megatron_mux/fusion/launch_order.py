@@ -207,7 +207,7 @@ class LayerCost:
     @property
     def compute(self) -> float:
         """Seconds of its computation."""
-        return sum(piece.compute for piece in self.pieces) + self.after
+        return sum((piece.compute for piece in self.pieces), self.after)
 
     @property
     def message(self) -> float:
@@ -292,10 +292,9 @@ class Overlap:
         if layers <= few:
             return min(self._simulated(passes, [kind] * layers, of))
         # What a layer more takes, in each kind of order, is known after a few.
-        known = (self._simulated(passes, [kind] * count, of) for count in (few, less))
-        return min(
-            more + (layers - few) * (more - fewer) / (few - less) for more, fewer in zip(*known, strict=True)
-        )
+        found, before = (self._simulated(passes, [kind] * count, of) for count in (few, less))
+        beyond = (layers - few) / (few - less)
+        return min(more + (more - fewer) * beyond for more, fewer in zip(found, before, strict=True))
 
     def _simulated(self, passes: Sequence[PassCost], layers: Sequence[int], of: Sequence[int]) -> list[float]:
         """Seconds of some layers in each of the orders that are tried."""
