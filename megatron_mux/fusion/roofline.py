@@ -66,11 +66,12 @@ def roofline(
         **dict(rank.adapters()),
         **rank.messages(expert * expert_tensor),
     }
+    sends = tensor_parallel > 1 or "exchange" in curves
     return Profile(
         source="roofline",
         about={**about, "device": device.name},
         curves=curves,
-        message_share=_MESSAGE_SHARE[about["kind"]] if tensor_parallel > 1 else 0.0,
+        message_share=_MESSAGE_SHARE[about["kind"]] if sends else 0.0,
         attention_in_one_call=about["kind"] == "cuda",
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
