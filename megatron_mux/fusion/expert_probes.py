@@ -23,7 +23,7 @@ from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.expert_ranks import ExpertRanks
-from megatron_mux.fusion.expert_load import even_selection
+from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
 from megatron_mux.layout import MicroBatch
 

@@ -14,7 +14,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.experts.exchange import dispatch
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.expert_load import ExpertLoad
+from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.expert_probes import ExpertProbes
 from megatron_mux.fusion.layer_operators import layer_operators
 from megatron_mux.fusion.measure import measure
@@ -48,12 +48,12 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
     backbone = Backbone.load(path, parallel, torch.float32)
     stage = ProbedStage(backbone, ROWS)
     experts = ExpertProbes(stage)
-    load = ExpertLoad.of(backbone.shape, tensor, expert, expert_tensor)
+    shares = ExpertShares.of(backbone.shape, tensor, expert, expert_tensor)
     batch = stage.batch(ROWS)
     given = experts.given(batch)
     pairs = experts.pairs(given)
-    assert len(pairs.rows) == ROWS * load.pairs
-    assert given.rows == pytest.approx(ROWS * load.sent, rel=0.02)
+    assert len(pairs.rows) == ROWS * shares.pairs
+    assert given.rows == pytest.approx(ROWS * shares.sent, rel=0.02)
     layer, routes = experts.layer, experts.routes(ROWS)
     with layout.activate(batch):
         assert layer.exchange is not None
