@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +61,8 @@ class AdapterProbes:
             dropping = section.model_copy(update={"lora_dropout": 0.1})
             many = dropping if accepted(dropping, stage.shape) else section
             for own, tasks in ((section, 1), (many, _MANY_TASKS)):
-                found += [self._probe(own, op, stage.coarse[-1], tasks, name) for name in here]
+                for name in here:
+                    found += self._probes(own, op, stage.coarse[-1:], tasks, name)
         return found
 
     def all(self) -> list[Probe]:
@@ -84,11 +86,17 @@ class AdapterProbes:
     def of(self, sample: Sample, op: BaseOpName, rows: Sequence[int], tasks: int) -> list[Probe]:
         """A BaseOp with the adapters of so many tasks, which share the rows."""
         section = sample.section(op, list(self.stage.ops[op].parts))
-        return [self._probe(section, op, count, tasks) for count in rows]
+        return self._probes(section, op, rows, tasks)
 
-    def _probe(
-        self, section: AdapterSpec, op: BaseOpName, rows: int, tasks: int, kernels: KernelName | None = None
-    ) -> Probe:
+    def _probes(
+        self,
+        section: AdapterSpec,
+        op: BaseOpName,
+        rows: Sequence[int],
+        tasks: int,
+        kernels: KernelName | None = None,
+    ) -> list[Probe]:
+        """Of several numbers of rows with the same adapters: those of many experts take memory."""
         stage, info = self.stage, self.stage.ops[op]
         host = Host([info], stage.parallel, stage.dtype, stage.shape)
         specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
@@ -100,12 +108,12 @@ class AdapterProbes:
             adapter.slot = slot
             attached.add(adapter.name, adapter.at[0], slot)
 
-        def make() -> Run:
-            compute, x = self._pass(attached, rows, tasks)
+        def make(count: int) -> Run:
+            compute, x = self._pass(attached, count, tasks)
             return lambda: (compute(), (x, *parameters))
 
         name = f"{op}:{kernels}" if kernels else _name(section, op, len(info.parts), tasks)
-        return Probe(name, rows, make)
+        return [Probe(name, count, partial(make, count)) for count in rows]
 
     def _pass(self, attached: AttachedBaseOp, rows: int, tasks: int) -> tuple[Callable[[], Tensor], Tensor]:
         """A forward pass, and its input."""

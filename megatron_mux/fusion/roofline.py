@@ -58,7 +58,7 @@ def roofline(
         tensor=tensor_parallel,
         expert_tensor=expert_tensor,
         sizes=tuple(grid_up_to(most_tokens)),
-        load=None
+        shares=None
         if shape.experts is None
         else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
     )
