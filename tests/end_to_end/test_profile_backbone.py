@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +28,13 @@ def test_a_profile_of_expert_ranks_is_found(name: str, server: warm.Server, tmp_
     statuses, errors = run_tool(server, "profile_backbone", [*words, "--expert-model-parallel-size", "2"], 2)
     assert statuses == [0, 0], errors
 
+    (file,) = cache.iterdir()
+    about = json.loads(file.read_text())["about"]
+    assert about["busy"] == 2 and about["expert_parallel"] == 2
+
     def found(**sizes: int) -> str:
-        of = {"threads": 1, "busy": 2, "directory": cache, **sizes}
-        return find_profile(read_shape(path), "cpu", torch.float32, 1, **of).source  # type: ignore[arg-type]
+        shape, threads = read_shape(path), about["threads"]
+        return find_profile(shape, "cpu", torch.float32, 1, threads, cache, busy=2, **sizes).source
 
     assert found(expert_parallel=2) == "measured"
     assert found() == "roofline", "that of undivided experts is another one"
