@@ -83,11 +83,16 @@ class Sample:
     def at(self, op: BaseOpName, shape: BackboneShape) -> AdapterSpec | None:
         """The section for a BaseOp of a backbone; None where the backbone cannot have it, so that no task does."""
         section = self.section(op, [linear.path for linear in shape.names.ops[op]])
-        try:
-            section.modules(shape)
-        except UserError:
-            return None
-        return section
+        return section if accepted(section, shape) else None
+
+
+def accepted(section: AdapterSpec, shape: BackboneShape) -> bool:
+    """Whether the modules that a section targets can have its adapters."""
+    try:
+        section.modules(shape)
+    except UserError:
+        return False
+    return True
 
 
 class Row(NamedTuple):

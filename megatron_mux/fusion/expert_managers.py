@@ -12,7 +12,7 @@ import numpy as np
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.device import device_of
-from megatron_mux.fusion.expert_load import even_selection
+from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.profile import Curve, Profile
 from megatron_mux.fusion.roofline import MESSAGE_SHARE
 from megatron_mux.shape import BackboneShape

@@ -94,8 +94,9 @@ class Profile:
             adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in seconds). Over labels: `head` (final norm
             and loss). Over sequences: `attention:<length>:<past>`. Of one point: `exchange_sizes`, by which expert
             ranks agree on the sizes of their messages.
-        message_share: Part of the processor's time that a message of tensor ranks takes while it is on its way: of a
-            core, the communication thread's; of a GPU, that of the multiprocessors that move the message.
+        message_share: Part of the processor's time that a message of tensor ranks, or without them of expert ranks,
+            takes while it is on its way: of a core, the communication thread's; of a GPU, that of the multiprocessors
+            that move the message.
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.

@@ -15,7 +15,7 @@ from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseOpName
 from megatron_mux.fusion.device import Device, device_of
-from megatron_mux.fusion.expert_load import ExpertLoad
+from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.layer_operators import base_ops, layer_operators
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
 from megatron_mux.shape import BackboneShape
@@ -58,7 +58,9 @@ def roofline(
         tensor=tensor_parallel,
         expert_tensor=expert_tensor,
         sizes=tuple(grid_up_to(most_tokens)),
-        load=None if shape.experts is None else ExpertLoad.of(shape, tensor_parallel, expert, expert_tensor),
+        shares=None
+        if shape.experts is None
+        else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
     )
     curves = {
         **rank.operators(),
@@ -66,13 +68,12 @@ def roofline(
         **dict(rank.adapters()),
         **rank.messages(expert * expert_tensor),
     }
+    sends = tensor_parallel > 1 or "exchange" in curves
     return Profile(
         source="roofline",
         about={**about, "device": device.name},
         curves=curves,
-        message_share=MESSAGE_SHARE[about["kind"]]
-        if max(tensor_parallel, expert * expert_tensor) > 1
-        else 0.0,
+        message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
         attention_in_one_call=about["kind"] == "cuda",
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
@@ -105,7 +106,7 @@ class _Rank:
         itemsize: Bytes of a value.
         tensor, expert_tensor: Ranks that share each layer, and each expert.
         sizes: Rows of the points of curves.
-        load: Its share of experts; None without experts.
+        shares: Its shares of experts; None without experts.
     """
 
     shape: BackboneShape
@@ -114,12 +115,12 @@ class _Rank:
     tensor: int
     expert_tensor: int
     sizes: tuple[int, ...]
-    load: ExpertLoad | None
+    shares: ExpertShares | None
 
     def operators(self) -> dict[str, Curve]:
         """The operators of layers, the embedding and the loss head."""
         shape, h = self.shape, self.shape.hidden
-        own = 1.0 if self.load is None else self.load.own  # sequence parallelism comes with experts
+        own = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
         more_norms = 2 * h * shape.output_norms
         known = {
             "norm": self._passes(2 * h * own),
@@ -128,7 +129,7 @@ class _Rank:
             "shared_activation": self._passes(self._activated("shared_fc1")),
             "glue_attention": self._passes((3 * h + more_norms) * own + self._inner_norms()),
             "glue_mlp": self._passes((3 * h + more_norms) * own),
-            **({} if self.load is None else self._experts(self.load)),
+            **({} if self.shares is None else self._experts(self.shares)),
             **{str(op): self._curve(self._product(op)) for op in base_ops(shape)},
         }
         found = {name: known[name] for name in layer_operators(shape)}
@@ -136,19 +137,19 @@ class _Rank:
         head = self._curve(lambda labels: _Load(4 * labels * h * vocab, 2 * (h + labels) * vocab), 0.0)
         return {**found, "entry": self._passes(2 * h), "head": head}
 
-    def _experts(self, load: ExpertLoad) -> dict[str, Curve]:
+    def _experts(self, shares: ExpertShares) -> dict[str, Curve]:
         """A layer's experts besides their products."""
         experts, h = self.shape.experts, self.shape.hidden
         assert experts is not None
         count, weights = experts.count, experts.count * h
-        moves = load.pairs * 6 * h + load.own * 3 * h
+        moves = shares.pairs * 6 * h + shares.own * 3 * h
         launches = _PAIRS_LAUNCHES
-        if load.sent:
-            moves, launches = moves + load.sent * 10 * h, launches + _EXCHANGE_LAUNCHES
-        activated = load.pairs * self._activated("experts_fc1")
+        if shares.sent:
+            moves, launches = moves + shares.sent * 10 * h, launches + _EXCHANGE_LAUNCHES
+        activated = shares.pairs * self._activated("experts_fc1")
 
         def router(rows: float) -> _Load:
-            own = rows * load.own
+            own = rows * shares.own
             return _Load(2 * own * weights, own * (h + 6 * count) + weights, _ROUTER_LAUNCHES)
 
         return {
@@ -206,8 +207,8 @@ class _Rank:
         found = {"transfer": self._link(row)}
         if tp > 1:
             found["all_reduce"] = self._link(2 * row * (tp - 1) / tp)
-        if self.load is not None and expert_ranks > 1:
-            found["exchange"] = self._link(self.load.away * row)
+        if self.shares is not None and expert_ranks > 1:
+            found["exchange"] = self._link(self.shares.away * row)
             found["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
         return found
 
@@ -236,9 +237,9 @@ class _Rank:
 
     def _rows(self, op: BaseOpName, rows: float) -> tuple[float, float]:
         """Rows that a BaseOp computes, and how many matrices it multiplies them with."""
-        if op not in EXPERT_OPS or self.load is None:
+        if op not in EXPERT_OPS or self.shares is None:
             return rows, 1
-        return rows * self.load.pairs, self.load.touched(rows)
+        return rows * self.shares.pairs, self.shares.touched(rows)
 
     def _parts(self, op: BaseOpName) -> int:
         """Ranks that divide a BaseOp."""

@@ -15,7 +15,7 @@ from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Routing
 from megatron_mux.fusion import roofline as module
 from megatron_mux.fusion.device import Device
-from megatron_mux.fusion.expert_load import ExpertLoad, even_selection
+from megatron_mux.fusion.even_experts import ExpertShares, even_selection
 from megatron_mux.fusion.layer_operators import base_ops, layer_operators
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.profile_store import about_run
@@ -94,11 +94,11 @@ def test_rows_go_once_to_each_rank_of_their_experts(name: str, shapes: dict[str,
     count, routing = shape.experts.count, shape.experts.routing
     selected = even_selection(count, routing, 256).tolist()
     ranks = sum(len({expert * 2 // count for expert in row}) for row in selected) / len(selected)
-    over_data = ExpertLoad.of(shape, 1, 2, 1)
+    over_data = ExpertShares.of(shape, 1, 2, 1)
     assert over_data.sent == pytest.approx(ranks) and over_data.away == pytest.approx(ranks / 2)
-    within = ExpertLoad.of(shape, 2, 2, 1)
+    within = ExpertShares.of(shape, 2, 2, 1)
     assert within.sent == pytest.approx(ranks / 2) and within.pairs == routing.top_k / 2
-    divided = ExpertLoad.of(shape, 2, 1, 2)
+    divided = ExpertShares.of(shape, 2, 1, 2)
     assert (divided.sent, divided.away, divided.pairs) == (1.0, 0.5, routing.top_k)
     exchange = profile_of(shape, 1, 2, 1).curves["exchange"]
     sent = (exchange.at(16384)[0] - exchange.at(8192)[0]) * 3e9  # bytes over a link of 3 GB/s

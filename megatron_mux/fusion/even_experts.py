@@ -1,5 +1,7 @@
 """What a rank computes and sends for a layer's experts when they are selected evenly, as profiles count it.
 
+The experts of a row are random ones. (Memory is counted for those that are as far apart as can be: `assumed_routes`.)
+
 Shapes: R rows, E experts, K of them for a row.
 """
 
@@ -46,7 +48,7 @@ def even_selection(count: int, routing: Routing, rows: int) -> npt.NDArray[np.in
 
 
 @dataclass(frozen=True)
-class ExpertLoad:
+class ExpertShares:
     """What a rank has of the experts of a layer, for each row of a micro-batch; all expert ranks have as many rows.
 
     Attributes:
@@ -64,8 +66,8 @@ class ExpertLoad:
     away: float
 
     @classmethod
-    def of(cls, shape: BackboneShape, tensor: int, expert: int, expert_tensor: int) -> ExpertLoad:
-        """The load of a rank.
+    def of(cls, shape: BackboneShape, tensor: int, expert: int, expert_tensor: int) -> ExpertShares:
+        """The shares of a rank.
 
         Args:
             shape: The backbone's.
