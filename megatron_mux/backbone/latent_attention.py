@@ -57,8 +57,12 @@ class LatentAttention(nn.Module):
         norms: Of the latents, by name.
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.
+
+    Attributes:
+        explicit_expert_comm: Whether the caller spreads the input over tensor ranks: see `pieces.without_collectives`.
     """
 
+    explicit_expert_comm = False
     linear_q: nn.Module
     linear_q_down: nn.Module
     linear_q_up: nn.Module
@@ -132,7 +136,7 @@ class LatentAttention(nn.Module):
 
     def _spread(self, hidden: Tensor) -> Tensor:
         """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""
-        if self.parallel.tp_size == 1:
+        if self.parallel.tp_size == 1 or self.explicit_expert_comm:
             return hidden
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:

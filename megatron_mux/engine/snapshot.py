@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel, pinned
 
@@ -198,7 +198,7 @@ def copy_states(
     tensors: list[Tensor] = []
     for name, (adapter, optimizer, _) in tasks.items():
         moments, extra = optimizer.state(), adapter.state()
-        for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
+        for p in stored_parameters(adapter):
             if p.owner:
                 named = {"value": p.value, **moments.get(p.key, {})}
                 named |= {"extra": extra[p.key]} if p.key in extra else {}
@@ -210,6 +210,11 @@ def copy_states(
         name: LocalState(step, places[name], [next(copies) for _ in places[name]], memory)
         for name, (_, _, step) in tasks.items()
     }
+
+
+def stored_parameters(adapter: TaskAdapter) -> list[AdapterParameter]:
+    """What this rank holds of a task's adapter and cannot make again."""
+    return [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]
 
 
 def _assembled(pieces: Iterable[Any]) -> dict[str, dict[str, Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import numpy.typing as npt
 from torch import Tensor
 
@@ -113,12 +114,12 @@ class TaskState:
         if self.step >= self.total_steps:
             self.status = "finished"
 
-    def attach(self, adapters: AdapterSet, snapshot: Snapshot) -> None:
-        """Make adapter and optimizer anew, in the state of a snapshot: for what this rank has to hold by now."""
-        self.adapter = adapters.add(self.task.spec, self.total_steps, snapshot.adapter)
+    def attach(self, adapters: AdapterSet) -> None:
+        """Make adapter and optimizer anew, for what this rank has to hold by now; the caller fills them."""
+        tensors = self.adapter.tensors.items()
+        blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
+        self.adapter = adapters.add(self.task.spec, self.total_steps, blank)
         self.optimizer = TaskOptimizer(self.adapter, self.task.spec.training, self.total_steps)
-        self.optimizer.load_state(snapshot.moments)
-        self.adapter.load_state(snapshot.extra)
 
     def fail(self, reason: str) -> StepResult:
         """Stop the task, its adapter as it was before the step."""
