@@ -137,7 +137,8 @@ class LatentAttention(nn.Module):
     def _spread(self, hidden: Tensor) -> Tensor:
         """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""
         if self.parallel.tp_size == 1 or self.explicit_expert_comm:
-            return hidden
+            # A view, cut into pieces or not: its strides decide which product a matrix library computes, to the bit.
+            return hidden.view_as(hidden)
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
