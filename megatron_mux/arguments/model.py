@@ -203,8 +203,7 @@ class MuxArguments:
     )
     mux_expert_topology: Path | None = _flag(
         "mux",
-        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, 50 GB/s within and 12.5 "
-        "GB/s between them)",
+        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, measured at the start)",
         **_FILE,
     )
     mux_replace_experts: Literal["auto", "off"] | None = _flag(

@@ -129,7 +129,7 @@ def test_fewer_managers_take_their_part_of_a_topology(info: BackboneInfo, tmp_pa
 def test_room_binds_expert_ranks_before_they_are_placed(
     info: BackboneInfo, write: Callable[..., Path]
 ) -> None:
-    """What a topology says each can hold: by default neighbours go where there is room; a file that exceeds it fails."""
+    """By default neighbours go where a topology has room for them; a file that exceeds it fails."""
     assert expert_placement(None, info, 3, np.array([8, 8, 4])) is None
     placement = expert_placement(None, info, 3, np.array([4, 12, 6]))
     assert placement is not None and all(len(ranks) == 1 for row in placement.ranks.values() for ranks in row)
