@@ -184,7 +184,7 @@ class Engine:
             self._runner.read_ahead.forget()  # it knows slots
             if self._runner.copied is not None:
                 self._runner.copied.wait()  # of what is about to be freed
-            states = self._copies(self.tasks, HostMemory(self.parallel.device))
+            states = self._copies(self.tasks, HostMemory(self.parallel.device), owned=False)
             for name in self._tasks:
                 self.adapters.remove(name)
         received = sum(stage.place_experts(placement) for stage in self.stages.values())
@@ -193,8 +193,7 @@ class Engine:
             assert before is not None
             hand_over = HandOver(self.parallel.experts, before, placement)
             for name, task in self._tasks.items():
-                task.attach(self.adapters)
-                received += hand_over.restore(task, states[name])
+                received += hand_over.attach(task, self.adapters, states[name])
             self._reserve_gradient_buffer()
         if self._trials is not None:
             self._trials.forget()
@@ -353,13 +352,12 @@ class Engine:
         self._runner.copied = memory.copied
         return copies
 
-    def _copies(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
+    def _copies(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:
         if self.parallel.dp_rank != 0:  # the first pipeline has all of it
             return {}
         tasks = {name: self._tasks[name] for name in names}
-        return copy_states(
-            {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}, memory
-        )
+        states = {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}
+        return copy_states(states, memory, owned)
 
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""

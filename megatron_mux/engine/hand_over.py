@@ -7,7 +7,7 @@ to manager; all else of a task's state stays on the rank that has it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.kind import AdapterTensor
-from megatron_mux.engine.snapshot import Array, LocalState, stored_parameters
+from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_parameters
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
@@ -49,22 +50,31 @@ class HandOver:
     def __init__(self, ranks: ExpertRanks, before: Placement, after: Placement) -> None:
         self._ranks, self._before, self._after = ranks, before, after
 
-    @torch.no_grad()
-    def restore(self, task: TaskState, old: LocalState) -> int:
-        """Bring a task, attached anew, into the state that it had before experts moved. A collective.
+    def attach(self, task: TaskState, adapters: AdapterSet, old: LocalState) -> int:
+        """Attach a task anew, in the state that it had before experts moved. A collective.
 
         Args:
             task: The task.
+            adapters: Where to.
             old: What this rank held of its state.
 
         Returns:
             Bytes that this rank received.
         """
         old.memory.wait()
+        values = {key: c.tensor() for (key, _, _, _, kind), c in _zip(old) if kind == "value"}
+        # What an adapter computes from tensors as it is made, it must have; no expert's part is among them.
+        whole = {key: v for key, v in values.items() if v.shape == task.adapter.tensors[key].shape}
+        task.attach(adapters, whole)
+        with torch.no_grad():
+            return self._fill(task, old)
+
+    def _fill(self, task: TaskState, old: LocalState) -> int:
+        """Give a task that was made anew its old state; returns the bytes that this rank received."""
         adapter, extra = task.adapter, dict[str, Tensor]()
         new = {(part.key, part.kind): part for part in _parts_of(task)}
         leaving: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
-        for (key, _, _, index, kind), copy in zip(old.places, old.copies, strict=True):
+        for (key, _, _, index, kind), copy in _zip(old):
             tensor, value = adapter.tensors[key], copy.tensor()
             if kind == "extra":
                 extra[key] = value
@@ -119,6 +129,10 @@ class HandOver:
             experts = [expert for expert in self._before.held(tensor.layer, old) if expert in after]
             if experts:
                 yield other, adapter.places_of_experts(tensor, experts)
+
+
+def _zip(state: LocalState) -> Iterator[tuple[Any, HostCopy]]:
+    return zip(state.places, state.copies, strict=True)
 
 
 def _parts_of(task: TaskState) -> Iterator[_Part]:

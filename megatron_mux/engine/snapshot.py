@@ -186,20 +186,21 @@ class LocalState:
 
 
 def copy_states(
-    tasks: Mapping[str, tuple[TaskAdapter, TaskOptimizer, int]], memory: HostMemory
+    tasks: Mapping[str, tuple[TaskAdapter, TaskOptimizer, int]], memory: HostMemory, owned: bool = True
 ) -> dict[str, LocalState]:
     """Copy what this rank holds of tasks' states to host memory, without waiting for a GPU.
 
     Args:
         tasks: The adapter, the optimizer, and the optimizer steps done of each task.
         memory: Where the copies go.
+        owned: Leave out what another rank has as well, and owns.
     """
     places: dict[str, list[_Place]] = {name: [] for name in tasks}
     tensors: list[Tensor] = []
     for name, (adapter, optimizer, _) in tasks.items():
         moments, extra = optimizer.state(), adapter.state()
         for p in stored_parameters(adapter):
-            if p.owner:
+            if p.owner or not owned:
                 named = {"value": p.value, **moments.get(p.key, {})}
                 named |= {"extra": extra[p.key]} if p.key in extra else {}
                 index = None if p.index is None else p.index.cpu().numpy()

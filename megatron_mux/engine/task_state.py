@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,11 +115,16 @@ class TaskState:
         if self.step >= self.total_steps:
             self.status = "finished"
 
-    def attach(self, adapters: AdapterSet) -> None:
-        """Make adapter and optimizer anew, for what this rank has to hold by now; the caller fills them."""
+    def attach(self, adapters: AdapterSet, known: Mapping[str, Tensor]) -> None:
+        """Make adapter and optimizer anew, for what this rank has to hold by now.
+
+        Args:
+            adapters: Where to.
+            known: Full tensors of the adapter by key; of the others, the caller fills what this rank holds.
+        """
         tensors = self.adapter.tensors.items()
         blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
-        self.adapter = adapters.add(self.task.spec, self.total_steps, blank)
+        self.adapter = adapters.add(self.task.spec, self.total_steps, {**blank, **known})
         self.optimizer = TaskOptimizer(self.adapter, self.task.spec.training, self.total_steps)
 
     def fail(self, reason: str) -> StepResult:

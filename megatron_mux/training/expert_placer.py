@@ -282,4 +282,4 @@ def _of_layers(profile: AccessProfile, places: Sequence[int]) -> AccessProfile:
     )
 
 
-__all__ = ["Decision", "ExpertPlacer", "moved"]
+__all__ = ["Decision", "ExpertPlacer", "moved", "shared_room"]

@@ -24,6 +24,7 @@ from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import assert_close
 
 Joined = Callable[..., Parallel]
+MOVED = ("lora", "experts", "few_experts", "prefix", "linear")
 LAYOUTS = [
     Layout(1, 1, 4),
     Layout(1, 1, 2, recompute="full"),
@@ -69,7 +70,7 @@ def others(shape: BackboneShape, layout: Layout) -> list[Placement]:
 
 
 def test_a_run_goes_on_as_if_experts_had_not_moved(checkpoint: Path, deepseek: Path, joined: Joined) -> None:
-    mixtral = [case for case in cases_of(96) if case.name in ("lora", "experts", "few_experts", "prefix")]
+    mixtral = [case for case in cases_of(96) if case.name in MOVED]
     without = [case for case in mixtral if "target_parameters" not in case.adapter]
     latent = [of_latent_attention(case) for case in mixtral]
     whole: dict[str, Any] = {}
