@@ -32,8 +32,7 @@ class ExpertFlags:
     )
     mux_expert_topology: Path | None = flag(
         "mux",
-        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, 50 GB/s within and 12.5 "
-        "GB/s between them)",
+        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, measured at the start)",
         **FILE,
     )
     mux_replace_experts: Literal["auto", "off"] | None = flag(
