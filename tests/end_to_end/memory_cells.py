@@ -30,6 +30,11 @@ _LLAMA: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA, "vocab_size": 512, "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "n_shared_experts": 1, "moe_intermediate_size": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 4096, "n_positions": 2048, "n_embd": 512, "n_layer": 4, "n_head": 8},
     "gpt_neo": {
@@ -49,6 +54,13 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {
         **_LLAMA, "vocab_size": 512, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
         "moe_intermediate_size": 256, "norm_topk_prob": True,
+    },
+    "deepseek_v2": {
+        **_DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        **_DEEPSEEK, "q_lora_rank": 192, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
 """Configs of families that are not as Llama is."""
@@ -165,15 +177,19 @@ class Cell:
         """Of a micro-batch."""
         return SEQUENCES // (4 if self.method.pipeline > 1 else 1)
 
-    def forms(self) -> list[int]:
-        """Bytes of each stage's tensors at its peak, by closed forms."""
+    def memory(self) -> EngineStepMemory:
+        """Its memory by closed forms."""
         shape = self.shape
         recipe = Recipe(
             LENGTH,
             "bf16" if _SIZES[self.dtype] == 2 else "fp32",
             adapters=(TaskAdapters.of(self.task, shape),),
         )
-        memory = EngineStepMemory(architecture_of(shape), recipe, self.method, bare=True)
+        return EngineStepMemory(architecture_of(shape), recipe, self.method, bare=True)
+
+    def forms(self) -> list[int]:
+        """Bytes of each stage's tensors at its peak, by closed forms."""
+        memory = self.memory()
         rows, stages = self.sequences * LENGTH, range(self.method.pipeline)
         found = [at_stage(memory, stage, rows) for stage in stages]
         return [sum(parts.values()) - parts["fragmentation"] for parts in found]

@@ -10,8 +10,8 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -133,6 +133,7 @@ class EngineMemory:
         device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, on `cuda`.
         fragmentation: Whether the allocator's fragmentation is counted.
+        expert_rank: Which expert rank it is of; None: of one that in each layer holds and computes as much as any.
     """
 
     architecture: Architecture
@@ -144,13 +145,14 @@ class EngineMemory:
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
     fragmentation: bool = True
+    expert_rank: int | None = None
 
     # -- what lasts
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The backbone's stages."""
-        return stages(self.architecture, self.method, self.layers)
+        return stages(self.architecture, self.method, self.layers, self.expert_rank)
 
     @cached_property
     def lasting(self) -> Lasting:
@@ -214,31 +216,35 @@ class EngineMemory:
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
         share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
         of_tasks = rows.of_tasks * share[:, None]
-        layer = self._row_bytes.at(of_tasks, length)
-        tasks = self._tables.at(of_tasks, layer, self._brings_weights)
-        plain = layer.plain[:, None]
+        kept_of = [own.at(of_tasks, length) for own in self._row_bytes]
+        tasks = self._tables.at(of_tasks, kept_of, self._brings_weights)
+        of_stage, most_of = self._tables.of_stage, self._tables.most
         layer_input = self._layer.input
-        trains = tasks.trained > 0
-        one_layer = most * (plain + tasks.inputs) + tasks.own
+        trained = tasks.trained @ of_stage
+        trains = trained > 0
         if self.method.recompute == "full":
-            kept = most * (layer_input + self._order_bytes) * tasks.trained
+            kept = most * (tasks.trained * (layer_input + self._order_bytes)) @ of_stage
         else:
-            kept = most * (plain * tasks.trained + tasks.all_inputs) + tasks.all_own
+            kept = (most * (tasks.plain + tasks.inputs) + tasks.own) @ of_stage
             if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
                 kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
         kept = kept + (np.minimum(rows.labels, rows.most) * _LABEL_INPUTS)[:, None]
+        top = kept_of[self._kinds[-1]]
         kept[:, -1] += self._behind_the_layers(
-            rows, tasks.trained[:, -1] > 0, layer.above_attention + tasks.last_inputs, tasks.last_own
+            rows, trains[:, -1], top.above_attention + tasks.last_inputs, tasks.last_own
         )
-        workspace = self._workspace(most, np.minimum(rows.labels, rows.most), tasks)
+        workspace = most_of(self._workspace(most, np.minimum(rows.labels, rows.most), tasks))
         workspace = np.where(trains, workspace, most * layer_input * 2)
         recomputed = np.zeros_like(workspace)
         if self.method.recompute == "full":
-            recomputed = np.where(trains, one_layer, 0.0)
+            # Layers that have a gradient are computed again with all their parts.
+            plain = np.stack([one.plain for one in kept_of])[self._kinds].T
+            recomputed = np.where(trains, most_of(most * (plain + tasks.inputs) + tasks.own), 0.0)
         elif self._selective:
-            recomputed = np.where(trains, most * np.maximum(0.0, layer.whole[:, None] - plain), 0.0)
+            again = np.stack([one.whole - one.plain for one in kept_of])[self._kinds].T
+            recomputed = np.where(trains, most_of(most * np.maximum(0.0, again)), 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
         return Passes(
@@ -247,43 +253,68 @@ class EngineMemory:
             logits,
             workspace,
             recomputed,
-            most * layer_input * self._messages(in_step, tasks.trained),
+            most * layer_input * self._messages(in_step, trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
 
     @cached_property
-    def _layer(self) -> EngineLayer:
+    def _layers(self) -> list[EngineLayer]:
+        """Layers that differ: without experts, with experts, and in the rank's load of these."""
         lengths, method = [length for own in self.lengths for length in own], self.method
         length = max(1, round(sum(lengths) / max(1, len(lengths))))
-        return EngineLayer(
-            self.architecture,
-            self.size,
-            length,
-            self.device,
-            self.gpu,
-            method.tensor,
-            method.sequence_parallel,
-            load=self.load,
-            exchanges=method.expert * method.tensor > 1,
-        )
+        return [
+            EngineLayer(
+                self.architecture,
+                self.size,
+                length,
+                self.device,
+                self.gpu,
+                method.tensor,
+                method.sequence_parallel,
+                load=load,
+                exchanges=method.expert * method.tensor > 1,
+            )
+            for load in dict.fromkeys(self._loads)
+        ]
 
     @cached_property
-    def load(self) -> ExpertLoad:
-        """What the rank that computes most of a layer's experts does."""
+    def _loads(self) -> list[ExpertLoad | None]:
+        """`[L]` what the rank does of each layer's experts; None where there are none."""
         a, method = self.architecture, self.method
-        if a.moe is None:
-            return ExpertLoad()
-        loads = ExpertLoad.of(a.moe, method.expert, method.tensor, a.placement)
-        return ExpertLoad(*map(max, zip(*map(astuple, loads), strict=True)))
+        found: list[ExpertLoad | None] = []
+        for layer in range(len(a.layers)):
+            if a.moe is None or not a.has_experts(layer):
+                found.append(None)
+                continue
+            loads = ExpertLoad.of(a.moe, layer, method.expert, method.tensor, a.placement, a.access)
+            found.append(ExpertLoad.most(loads) if self.expert_rank is None else loads[self.expert_rank])
+        return found
+
+    @cached_property
+    def _kinds(self) -> npt.NDArray[np.int64]:
+        """`[L]` which of `_layers` each layer is like."""
+        kinds = list(dict.fromkeys(self._loads))
+        return np.array([kinds.index(load) for load in self._loads], dtype=np.int64)
+
+    @property
+    def _layer(self) -> EngineLayer:
+        """A layer, for what all have alike."""
+        return self._layers[-1]
+
+    def _each(self, of: Callable[[EngineLayer], float], experts: bool | None = None) -> Array:
+        """`[L]` a number of every layer; 0 of those with experts, or without, unless `experts` is None."""
+        asked = [experts is None or experts == (layer.load is not None) for layer in self._layers]
+        found = [of(layer) if own else 0.0 for layer, own in zip(self._layers, asked, strict=True)]
+        return np.array(found)[self._kinds]
 
     @cached_property
     def _tables(self) -> AdapterTables:
-        return AdapterTables(self._layer, self.tasks, self.layers)
+        return AdapterTables(self._layers, self._kinds, self.tasks, self.layers)
 
     @cached_property
-    def _row_bytes(self) -> RowBytes:
+    def _row_bytes(self) -> list[RowBytes]:
         prefixed = [task.virtual_tokens > 0 for task in self.tasks]
-        return RowBytes(self._layer, self._selective, self.lengths, prefixed)
+        return [RowBytes(layer, self._selective, self.lengths, prefixed) for layer in self._layers]
 
     @property
     def _selective(self) -> bool:
@@ -292,44 +323,41 @@ class EngineMemory:
     @property
     def _row_inputs(self) -> int:
         a = self.architecture
-        angles = a.rotations * a.head_dim * self.size if a.rotary else 0
+        angles = a.rotations * a.rotary_width * self.size if a.rotary else 0
         return _ROW_INPUTS + angles
 
-    @property
-    def _order_bytes(self) -> float:
-        """Bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
-        if not self.architecture.moe_share:
-            return 0.0
-        return self.architecture.moe_share * self._layer.bytes(expert_layer.order(self._layer))
+    @cached_property
+    def _order_bytes(self) -> Array:
+        """`[L]` bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
+        return self._each(lambda layer: layer.bytes(expert_layer.order(layer)), experts=True)
 
     def _workspace(self, most: Array, labels: Array, tasks: AdapterBytes) -> Array:
-        """`[B, S]` for a moment, while a layer goes backward: at the worst of several moments.
+        """`[B, L]` for a moment, while a layer goes backward: at the worst of several moments.
 
         Args:
             most: `[B, 1]` rows.
             labels: `[B]` labelled rows.
             tasks: What adapters keep and take.
         """
-        layer = self._layer
-        mlp = layer.bytes(layer.mlp_backward()) - tasks.least_fc2_inputs
-        mlp = np.maximum(mlp, layer.bytes(layer.linear_fc2_backward()))
-        mlp = mlp * (self.architecture.moe_share < 1)
-        attention = layer.bytes(layer.attention_backward())
-        hidden = most * layer.input
-        gone = most * layer.bytes(layer.mlp_gone())
+        mlp = self._each(lambda layer: layer.bytes(layer.mlp_backward()), experts=False) - tasks.fc2_inputs
+        fc2 = self._each(lambda layer: layer.bytes(layer.linear_fc2_backward()), experts=False)
+        mlp = np.maximum(mlp, fc2)
+        attention = self._each(lambda layer: layer.bytes(layer.attention_backward()))
+        hidden = most * self._layer.input
+        gone = most * self._each(lambda layer: layer.bytes(layer.mlp_gone()))
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
-        if self.architecture.moe_share:
+        if self.architecture.moe is not None:
             found = np.maximum(found, self._experts_workspace(most, labels))
         return found + tasks.scratch
 
     def _experts_workspace(self, most: Array, labels: Array) -> Array:
-        """`[B, S]` the same while experts' outputs go backward; less what is counted elsewhere, but gone by then."""
-        layer, recomputes = self._layer, self.method.recompute == "full"
-        one = layer.bytes(expert_layer.backward(layer, recomputes))
-        found = most * (one - layer.input * recomputes) * np.ones(len(self.stages))
-        found[:, -1] -= self._at_the_end(most[:, 0], labels)
-        return found
+        """`[B, L]` the same while experts' outputs go backward; less what is counted elsewhere, but gone by then."""
+        recomputes = self.method.recompute == "full"
+        one = self._each(lambda layer: layer.bytes(expert_layer.backward(layer, recomputes)), experts=True)
+        found = most * (one - self._layer.input * recomputes)
+        last = self._tables.of_stage[:, -1]
+        return found - last * self._at_the_end(most[:, 0], labels)[:, None]
 
     def _at_the_end(self, most: Array, labels: Array) -> Array:
         """`[B]` bytes of the final norm's input and of the loss's gradient."""
