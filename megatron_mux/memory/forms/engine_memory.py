@@ -352,10 +352,16 @@ class EngineMemory:
         return found + tasks.scratch
 
     def _experts_workspace(self, most: Array, labels: Array) -> Array:
-        """`[B, L]` the same while experts' outputs go backward; less what is counted elsewhere, but gone by then."""
-        recomputes = self.method.recompute == "full"
-        one = self._each(lambda layer: layer.bytes(expert_layer.backward(layer, recomputes)), experts=True)
-        found = most * (one - self._layer.input * recomputes)
+        """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but not
+        there yet or gone."""
+        again = self.method.recompute == "full"
+        one = self._each(
+            lambda layer: max(
+                layer.bytes(of(layer, again)) for of in (expert_layer.forward, expert_layer.backward)
+            ),
+            experts=True,
+        )
+        found = most * (one - self._layer.input * again)
         last = self._tables.of_stage[:, -1]
         return found - last * self._at_the_end(most[:, 0], labels)[:, None]
 

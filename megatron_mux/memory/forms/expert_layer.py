@@ -55,6 +55,31 @@ def order(layer: EngineLayer) -> Iterator[Row]:
     yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
 
 
+def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:
+    """Temporary tensors when outputs have been weighted and are being summed for each row.
+
+    What arrived and what experts' second product was given are held until their layer is done.
+
+    Args:
+        layer: The layer.
+        recomputes: Whether it is being recomputed: then the gradient of its output is there.
+    """
+    a, load = layer.architecture, layer.load
+    assert a.moe is not None and load is not None
+    weighted, summed = layer.pairs * a.hidden, load.received * a.hidden
+    wide = layer.size if a.moe.routing.cast else max(4, layer.size)
+    # Wider products are rounded before they are summed.
+    rounded, last = (weighted * wide, 0.0) if wide > layer.size else (0.0, summed)
+    return [
+        Row("hidden states, and their gradient", "rows", a.hidden * (2 if recomputes else 1)),
+        Row("received rows", "rows", summed * layer.exchanges),
+        Row("output of experts' activation", "rows", layer.pairs * layer.expert_ffn),
+        Row("weighted outputs", "rows", weighted),
+        Row("before they are rounded", "rows", rounded, 1),
+        Row("sums", "rows", last),
+    ]
+
+
 def backward(layer: EngineLayer, recomputes: bool) -> list[Row]:
     """Temporary tensors of the product of outputs and weights going backward, when nothing has been freed yet.
 
