@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = all_cells([family], *([arguments.kind] if arguments.kind else []), dtype=arguments.dtype)
         own = list(compared(cells))
         found += own
-        if own:
-            print(max(own, key=lambda one: abs(one.off)), file=sys.stderr)
+        for one in sorted(own, key=lambda one: -abs(one.off)):
+            print(one, file=sys.stderr, flush=True)
     if not found:
         sys.exit(
             "memory_forms.py: no adapter kind that was asked for can be had on a family that was asked for"

@@ -140,8 +140,11 @@ CELLS = (
     *(Cell("gemma3_text", kind, "TP2", layers=2) for kind in KIND_NAMES if kind != "LORA"),
     Cell("mixtral", "LORA", "EP2", layers=2),
     Cell("mixtral", "LORA on experts", "all computed again", layers=2),
-    Cell("qwen3_moe", "LORA", "TP2", layers=2),
+    Cell("mixtral", "LORA on experts", "EP3, placed", layers=2),
+    Cell("qwen3_moe", "LORA", "TP2+EP2", layers=2),
     Cell("qwen3_moe", "LORA on experts", "1x1", layers=2),
+    Cell("deepseek_v2", "LORA on shared experts", "all computed again", layers=2),
+    Cell("deepseek_v3", "LORA everywhere", "EP2", layers=2),
 )
 
 
