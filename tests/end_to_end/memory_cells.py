@@ -41,6 +41,8 @@ from tests.unit.memory.stream.peak import peak_of
 
 LENGTH, SEQUENCES = 128, 16
 """Tokens of a sequence; sequences of a micro-batch, a quarter of them in a pipeline."""
+_TOGETHER = 16
+"""Cells whose dry runs are made by one process."""
 _SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 
 
@@ -230,7 +232,12 @@ class Compared:
 
 
 def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
-    """Every stage of these cells."""
+    """Every stage of these cells; a few at a time, since dry runs have a time limit."""
+    for first in range(0, len(cells), _TOGETHER):
+        yield from _compared(cells[first : first + _TOGETHER])
+
+
+def _compared(cells: Sequence[Cell]) -> Iterator[Compared]:
     runs = [cell.runs() for cell in cells]
     made = iter(dry_runs([one for own in runs for one in own], whole=True))
     for cell in cells:
