@@ -352,18 +352,16 @@ class EngineMemory:
         return found + tasks.scratch
 
     def _experts_workspace(self, most: Array, labels: Array) -> Array:
-        """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but not
-        there yet or gone."""
+        """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but is
+        not there yet, or gone."""
         again = self.method.recompute == "full"
-        one = self._each(
-            lambda layer: max(
-                layer.bytes(of(layer, again)) for of in (expert_layer.forward, expert_layer.backward)
-            ),
-            experts=True,
-        )
-        found = most * (one - self._layer.input * again)
+        forward = self._each(lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True)
+        backward = self._each(lambda layer: layer.bytes(expert_layer.backward(layer, again)), experts=True)
+        if not again:  # embedded tokens are there until the forward pass has ended
+            forward = forward + self._tables.of_stage[:, 0] * self._layer.input
+        one = np.maximum(forward, backward) - self._layer.input * again
         last = self._tables.of_stage[:, -1]
-        return found - last * self._at_the_end(most[:, 0], labels)[:, None]
+        return most * one - last * self._at_the_end(most[:, 0], labels)[:, None]
 
     def _at_the_end(self, most: Array, labels: Array) -> Array:
         """`[B]` bytes of the final norm's input and of the loss's gradient."""
