@@ -23,7 +23,7 @@ from megatron_mux.backbone.experts.exchange import Received, Sent, dispatch
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Router, Routes
 from megatron_mux.expert_ranks import ExpertRanks
-from megatron_mux.expert_shape import Placement
+from megatron_mux.expert_shape import Placement, Routing
 from megatron_mux.memory.assumed_routes import Access, assumed_experts
 from megatron_mux.memory.fake_gpu.device import replaced
 
@@ -126,10 +126,10 @@ class _Assumed:
             assert serving is not None
             self._serving = serving
 
-    def selected(self, rows: int, experts: int, top_k: int) -> Tensor:
+    def selected(self, rows: int, experts: int, routing: Routing) -> Tensor:
         """`[rows, K]` int64: the experts of rows, in host memory."""
         access = None if self._access is None else self._access[self._layer]
-        return torch.from_numpy(assumed_experts(rows, experts, top_k, access))
+        return torch.from_numpy(assumed_experts(rows, experts, routing, access))
 
     def arriving(self, experts: Tensor) -> list[tuple[Tensor, Tensor]]:
         """From each process, its rows that come here, and their experts; -1 for those of other ranks.
@@ -168,7 +168,7 @@ def assumed_routes(
     def chosen(router: Router, x: Tensor) -> Routes:
         routes = choose(router, x)
         with _disable_current_modes():  # what stands for it is not recorded
-            values = assumed.selected(len(x), router.weight.shape[0], router.routing.top_k)
+            values = assumed.selected(len(x), router.weight.shape[0], router.routing)
         set_known(routes.experts, values)
         return routes
 

@@ -1,8 +1,8 @@
 """Which experts rows select where no router has run: in dry runs and closed forms, before a run.
 
 Every expert is selected equally often, or as an access profile says. The experts of a row are as far apart in the order
-of their numbers as can be: where neighbouring experts share a rank, as many ranks as possible get the row. A real
-router sends rows to fewer.
+of their numbers as can be, within the groups that a router may choose from: where neighbouring experts share a rank, as
+many ranks as possible get the row. A real router sends rows to fewer.
 
 Shapes: R rows, E experts, K of them for a row.
 """
@@ -16,36 +16,52 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.expert_shape import Experts, Placement
+from megatron_mux.expert_shape import Experts, Placement, Routing
 
 Access = Mapping[int, Sequence[float]]
 """Of each layer with experts, `[E]` the probability that a row selects each of them."""
 
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, are spread evenly however many of them there are."""
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1
+"""Their multiples, modulo 1, are spread evenly however many of them there are, also in pairs."""
 _SAMPLE = 4096
 """Rows from which shares are taken."""
 
 
 def assumed_experts(
-    rows: int, experts: int, top_k: int, access: Sequence[float] | None = None
+    rows: int, experts: int, routing: Routing, access: Sequence[float] | None = None
 ) -> npt.NDArray[np.int64]:
     """Experts of rows, by systematic sampling: K distinct ones for each row.
 
     Args:
         rows: R.
         experts: E.
-        top_k: K.
+        routing: How many experts a row has, and from which groups.
         access: `[E]` how likely a row selects each expert, at most 1; None: all are equally likely.
 
     Returns:
         `[R, K]`.
     """
-    places = ((np.arange(1, rows + 1) * _GOLDEN) % 1.0)[:, None] + np.arange(top_k)
-    if access is None:
-        return np.minimum(places * experts / top_k, experts - 1).astype(np.int64)
-    ends = np.cumsum(access) * (top_k / np.sum(access))
-    return np.minimum(np.searchsorted(ends, places, side="right"), experts - 1).astype(np.int64)
+    top_k, best = routing.top_k, routing.top_groups
+    if access is not None:  # which has been counted, groups and all
+        ends = np.cumsum(access) * (top_k / np.sum(access))
+        return np.minimum(np.searchsorted(ends, _places(rows, top_k), side="right"), experts - 1)
+    if routing.groups == 1:
+        return _spread(_places(rows, top_k), experts)
+    each = experts // routing.groups
+    groups = _spread(_places(rows, best, _SILVER), routing.groups)  # [R, best]
+    among = _spread(_places(rows, top_k), best * each)
+    return np.take_along_axis(groups, among // each, axis=1) * each + among % each
+
+
+def _places(rows: int, count: int, step: float = _GOLDEN) -> npt.NDArray[np.float64]:
+    """`[R, count]` numbers, one of each row in each of `count` unit intervals."""
+    found: npt.NDArray[np.float64] = ((np.arange(1, rows + 1) * step) % 1.0)[:, None] + np.arange(count)
+    return found
+
+
+def _spread(places: npt.NDArray[np.float64], over: int) -> npt.NDArray[np.int64]:
+    """Which of `over` equal parts of all unit intervals each place is in."""
+    return np.minimum(places * over / places.shape[1], over - 1).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -85,12 +101,14 @@ class ExpertLoad:
         if placement is None:
             placement = Placement.contiguous(experts.count, ranks, (layer,))
         likely = None if access is None else tuple(access[layer])
+        alike = all(len(held) == 1 for held in placement.ranks[layer])  # without replicas
         shares = np.array(
             [
-                _shares(tuple(placement.serving(layer, source)), ranks, experts.routing.top_k, likely)
-                for source in range(ranks)
+                _shares(tuple(placement.serving(layer, source)), ranks, experts.routing, likely)
+                for source in (range(1) if alike else range(ranks))
             ]
         )
+        shares = np.broadcast_to(shares, (ranks, *shares.shape[1:]))
         sent = shares[:, 0].sum(axis=1)
         received, pairs = shares.sum(axis=0)
         return [cls(*(tensor * load).tolist()) for load in np.stack((sent, received, pairs), axis=1)]
@@ -103,9 +121,9 @@ class ExpertLoad:
 
 @lru_cache(maxsize=4096)
 def _shares(
-    serving: tuple[int, ...], ranks: int, top_k: int, access: tuple[float, ...] | None
+    serving: tuple[int, ...], ranks: int, routing: Routing, access: tuple[float, ...] | None
 ) -> npt.NDArray[np.float64]:
     """`[2, ranks]` rows that go to each rank, and pairs, for each row; `serving` has the rank of each expert."""
-    served = np.array(serving)[assumed_experts(_SAMPLE, len(serving), top_k, access)]  # [R, K]
+    served = np.array(serving)[assumed_experts(_SAMPLE, len(serving), routing, access)]  # [R, K]
     here = served[:, :, None] == np.arange(ranks)
     return np.stack((here.any(axis=1).mean(axis=0), here.sum(axis=1).mean(axis=0)))
