@@ -200,7 +200,15 @@ class EngineMemory:
     def _weights(self, stage: Stage) -> int:
         if self.method.offload and self.device == "cuda":  # on a CPU, host memory is what is counted
             return 0
-        return self.size * (stage.divided(self.method) if self.method.zero == 3 else stage.values)
+        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
+        return self.size * values + self._wide_routers(stage)
+
+    def _wide_routers(self, stage: Stage) -> int:
+        """Bytes that routers take more than other weights, because some are kept in fp32."""
+        a = self.architecture
+        if a.moe is None or not a.moe.routing.fp32_product:
+            return 0
+        return sum(map(a.has_experts, stage.layers)) * a.moe.count * a.hidden * max(0, 4 - self.size)
 
     # -- what passes keep and take
 
