@@ -10,13 +10,14 @@ python benchmarks/memory_forms.py --family mixtral --family qwen3_moe --family d
 
 Models have four layers of width 512 (256 and 1,024 in the other sizes); a dry run executes the engine's own steps on a
 fake GPU. The comparison is of the bytes of tensors at the peak, on the first rank of each stage; of a placement, on the
-rank with most. Nothing is measured: the result is the same on every machine. The exit status is 1 if any error exceeds
-`--tolerance`.
+rank with most. Nothing is measured: the result is the same on every machine. `--merge` keeps what `--output` has of
+other families. The exit status is 1 if any error exceeds `--tolerance`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tolerance", type=float, default=0.04)
     add_output(parser)
+    parser.add_argument("--merge", action="store_true", help="keep other families' results in --output")
     return parser.parse_args(argv)
 
 
@@ -50,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_mux.backbone.registry import DENSE
     from tests.end_to_end.memory_cells import all_cells, compared
 
-    found: list[Compared] = []
-    for family in arguments.family or DENSE:  # family by family, to show progress
+    families = arguments.family or DENSE
+    found = _kept(arguments.output, families) if arguments.merge else []
+    for family in families:  # family by family, to show progress
         cells = all_cells([family], *([arguments.kind] if arguments.kind else []), dtype=arguments.dtype)
         own = list(compared(cells))
         found += own
@@ -64,6 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = max(found, key=lambda one: abs(one.off))
     publish(_result(found, worst), _markdown(found, worst), arguments.output)
     return int(abs(worst.off) > arguments.tolerance)
+
+
+def _kept(output: Path | None, families: Sequence[str]) -> list[Compared]:
+    """What a result has of other families than these."""
+    if output is None or not output.exists():
+        return []
+    from tests.end_to_end.memory_cells import Cell, Compared
+
+    cells = [cell for cell in json.loads(output.read_text())["cells"] if cell["family"] not in families]
+    return [
+        Compared(
+            Cell(*(cell[name] for name in ("family", "kind", "division", "dtype")), size=cell["size"]),
+            *(cell[name] for name in ("stage", "form_bytes", "dry_run_bytes", "at")),
+        )
+        for cell in cells
+    ]
 
 
 def _result(found: Sequence[Compared], worst: Compared) -> dict[str, Any]:
@@ -81,6 +100,7 @@ def _result(found: Sequence[Compared], worst: Compared) -> dict[str, Any]:
                 "form_bytes": one.form,
                 "dry_run_bytes": one.dry_run,
                 "off": one.off,
+                "at": one.moment,
             }
             for one in found
         ],
