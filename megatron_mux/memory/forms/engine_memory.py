@@ -25,7 +25,7 @@ from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
 from megatron_mux.memory.forms.engine_layer import EngineLayer
-from megatron_mux.memory.forms.layer_bytes import RowBytes
+from megatron_mux.memory.forms.layer_bytes import LayerBytes, RowBytes
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
@@ -226,33 +226,26 @@ class EngineMemory:
         of_tasks = rows.of_tasks * share[:, None]
         kept_of = [own.at(of_tasks, length) for own in self._row_bytes]
         tasks = self._tables.at(of_tasks, kept_of, self._brings_weights)
-        of_stage, most_of = self._tables.of_stage, self._tables.most
-        layer_input = self._layer.input
+        of_stage, layer_input = self._tables.of_stage, self._layer.input
         trained = tasks.trained @ of_stage
         trains = trained > 0
-        if self.method.recompute == "full":
-            kept = most * (tasks.trained * (layer_input + self._order_bytes)) @ of_stage
-        else:
-            kept = (most * (tasks.plain + tasks.inputs) + tasks.own) @ of_stage
-            if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
-                kept = kept - most * tasks.below_first
+        labels = np.minimum(rows.labels, rows.most)
+        of_layers = self._kept_of_layers(rows, labels, kept_of, tasks)
+        kept = of_layers @ of_stage
+        if self.method.recompute != "full" and not self._brings_weights:
+            kept = (
+                kept - most * tasks.below_first
+            )  # else even embedded tokens are tied to the weights' coming
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
-        kept = kept + (np.minimum(rows.labels, rows.most) * _LABEL_INPUTS)[:, None]
-        top = kept_of[self._kinds[-1]]
-        kept[:, -1] += self._behind_the_layers(
-            rows, trains[:, -1], top.above_attention + tasks.last_inputs, tasks.last_own
+        kept = kept + (labels * _LABEL_INPUTS)[:, None]
+        kept[:, -1] += self._at_the_end(rows.most, labels)
+        workspace, recomputed = self._most(
+            self._workspace(most, labels, tasks) - of_layers @ self._above,
+            self._recomputed(most, kept_of, tasks),
         )
-        workspace = most_of(self._workspace(most, np.minimum(rows.labels, rows.most), tasks))
         workspace = np.where(trains, workspace, most * layer_input * 2)
-        recomputed = np.zeros_like(workspace)
-        if self.method.recompute == "full":
-            # Layers that have a gradient are computed again with all their parts.
-            plain = np.stack([one.plain for one in kept_of])[self._kinds].T
-            recomputed = np.where(trains, most_of(most * (plain + tasks.inputs) + tasks.own), 0.0)
-        elif self._selective:
-            again = np.stack([one.whole - one.plain for one in kept_of])[self._kinds].T
-            recomputed = np.where(trains, most_of(most * np.maximum(0.0, again)), 0.0)
+        recomputed = np.where(trains, recomputed, 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
         return Passes(
@@ -264,6 +257,56 @@ class EngineMemory:
             most * layer_input * self._messages(in_step, trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
+
+    def _kept_of_layers(
+        self, rows: Rows, labels: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes
+    ) -> Array:
+        """`[B, L]` bytes that layers keep, in the last one less for rows that it leaves out.
+
+        Args:
+            rows: The micro-batches.
+            labels: `[B]` labelled rows.
+            kept_of: What layers that differ keep.
+            tasks: What adapters keep.
+        """
+        most = rows.most[:, None]
+        if self.method.recompute == "full":
+            found: Array = most * tasks.trained * (self._layer.input + self._order_bytes)
+            return found
+        found = most * (tasks.plain + tasks.inputs) + tasks.own
+        if not self.method.sequence_parallel:
+            # Above the last layer's attention only labelled rows are computed.
+            above = kept_of[self._kinds[-1]].above_attention + tasks.last_inputs
+            left_out = rows.most - labels
+            spared = left_out * above + tasks.last_own * left_out / np.maximum(rows.most, 1)
+            found[:, -1] -= spared * (tasks.trained @ self._tables.of_stage[:, -1] > 0)
+        return found
+
+    def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
+        """`[B, L]` bytes of what is computed again for a layer's backward pass."""
+        if self.method.recompute == "full":
+            plain = np.stack([one.plain for one in kept_of])[self._kinds].T
+            found: Array = most * (plain + tasks.inputs) + tasks.own
+            return found
+        more = np.stack([one.whole - one.plain for one in kept_of])[self._kinds].T
+        return most * np.maximum(0.0, more) * self._selective
+
+    def _most(self, workspace: Array, recomputed: Array) -> tuple[Array, Array]:
+        """`[B, S]` of both `[B, L]`, of the layer of each stage where they are most together."""
+        found = []
+        for own in self._tables.of_stage.T:
+            layers = np.flatnonzero(own)
+            at = layers[(workspace + recomputed)[:, layers].argmax(axis=1)][:, None]
+            found.append([np.take_along_axis(part, at, axis=1)[:, 0] for part in (workspace, recomputed)])
+        one, other = np.array(found).transpose(1, 2, 0)
+        return one, other
+
+    @cached_property
+    def _above(self) -> Array:
+        """`[L, L]` 1 where the first layer is above the second one, in the same stage."""
+        of_stage = self._tables.of_stage
+        found: Array = np.tril(of_stage @ of_stage.T, -1)
+        return found
 
     @cached_property
     def _layers(self) -> list[EngineLayer]:
@@ -386,27 +429,6 @@ class EngineMemory:
         own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
         found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
         return found
-
-    def _behind_the_layers(
-        self, rows: Rows, trains: npt.NDArray[np.bool_], inputs: Array, own: Array
-    ) -> Array:
-        """`[B]` bytes of the final norm and the loss's gradient, less what unlabelled rows do not need: above the last
-        layer's attention only labelled rows are computed (except with sequence parallelism).
-
-        Args:
-            rows: The micro-batches.
-            trains: `[B]` whether the last stage's layers have a gradient.
-            inputs: `[B]` bytes of a row that the last layer keeps above attention, inputs of adapters included.
-            own: `[B]` bytes that adapters keep of their own there.
-        """
-        labels = np.minimum(rows.labels, rows.most)
-        found = self._at_the_end(rows.most, labels)
-        if self.method.sequence_parallel or self.method.recompute == "full":
-            return found
-        left_out = rows.most - labels
-        spared = left_out * inputs + own * left_out / np.maximum(rows.most, 1)
-        less: Array = found - spared * trains
-        return less
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:
         """`[B]` bytes of hidden states and their gradient, and of a chunk of logits."""
