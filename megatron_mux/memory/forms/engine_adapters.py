@@ -19,8 +19,8 @@ from megatron_mux.adapters.costs import Kept, Row, Where
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, SHARED_OPS, BaseOpName
 from megatron_mux.kernels.terms import LATENT_MULTIPLE
 from megatron_mux.memory.forms.beginnings import FIRSTS
-from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.layer_bytes import OPS, LayerBytes
+from megatron_mux.memory.forms.layer_kinds import LayerKinds
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 Array = npt.NDArray[np.float64]
@@ -67,8 +67,7 @@ class AdapterTables:
     """Tables of what each task's adapter needs in every layer.
 
     Args:
-        kinds: Layers of the backbone that differ.
-        of_kind: `[L]` which of them each layer is like.
+        kinds: The layers of the backbone.
         tasks: The adapters.
         stages: The layers of each stage.
 
@@ -78,14 +77,13 @@ class AdapterTables:
 
     def __init__(
         self,
-        kinds: Sequence[EngineLayer],
-        of_kind: npt.NDArray[np.int64],
+        kinds: LayerKinds,
         tasks: Sequence[TaskAdapters],
         stages: Sequence[range],
     ) -> None:
-        self._layer, self._of_kind = kinds[-1], of_kind
-        self._pairs = [kinds[kind].pairs for kind in of_kind]
-        layers = len(of_kind)
+        self._kinds, self._layer = kinds, kinds.kinds[0]
+        self._pairs = kinds.each(lambda layer: layer.pairs)
+        layers = len(self._pairs)
         shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
         self._inputs = {op: np.zeros(shape) for op in OPS}
@@ -161,8 +159,8 @@ class AdapterTables:
         begins = lowest // count
         trained = (np.arange(layers) >= begins[:, None]).astype(float)
         first = np.arange(layers) == begins[:, None]
-        below = np.stack([one.below for one in kept])[self._of_kind]  # [L, B, FIRSTS]
-        widths = np.stack([one.inputs for one in kept])[self._of_kind]  # [L, B, ops]
+        below = np.stack([one.below for one in kept])[self._kinds.of_layer]  # [L, B, FIRSTS]
+        widths = np.stack([one.inputs for one in kept])[self._kinds.of_layer]  # [L, B, ops]
         inputs, last = np.zeros_like(trained), np.zeros(len(rows))
         for index, op in enumerate(OPS):
             needed = (present @ self._inputs[op] > 0) * widths[:, :, index].T
@@ -177,7 +175,7 @@ class AdapterTables:
         behind = behind - everything * self._replaced_inputs(present, "linear_fc2")
         return AdapterBytes(
             trained=trained,
-            plain=trained * np.stack([one.plain for one in kept])[self._of_kind].T,
+            plain=trained * self._kinds.spread([one.plain for one in kept]),
             below_first=(first * below[:, np.arange(len(rows)), lowest % count].T) @ self.of_stage,
             inputs=inputs,
             own=rows @ self._own + everything * self._shared(present),

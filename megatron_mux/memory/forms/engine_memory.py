@@ -10,7 +10,7 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.assumed_routes import ExpertLoad
 from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
+from megatron_mux.memory.forms.engine_bytes import Lasting, Passes
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.layer_bytes import LayerBytes, RowBytes
+from megatron_mux.memory.forms.layer_kinds import LayerKinds
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
@@ -57,66 +58,6 @@ class Rows(NamedTuple):
     most: Array
     labels: Array
     copied: Array
-
-
-class Lasting(NamedTuple):
-    """`[S]` bytes of each stage's ranks that last from step to step.
-
-    Attributes:
-        parameters: The backbone's weights between uses.
-        in_use: Weights gathered or loaded for use, if they are kept elsewhere: of two neighbouring units.
-        head_in_use: The same for the output layer, while the loss is computed.
-        adapters: Values of all tasks' adapters, and copies of them in the backbone's dtype.
-        gradients: Their gradients.
-        moments: Their optimizers' moments.
-        buffer: The buffer in which gradients are summed over ranks.
-    """
-
-    parameters: Array
-    in_use: Array
-    head_in_use: Array
-    adapters: Array
-    gradients: Array
-    moments: Array
-    buffer: Array
-
-    @property
-    def total(self) -> Array:
-        """`[S]` bytes of all of them; weights of the output layer are in use when others are not."""
-        return sum((part for part in self if part is not self.head_in_use), start=np.zeros(1))
-
-
-class Passes(NamedTuple):
-    """`[B, S]` bytes of micro-batches.
-
-    Attributes:
-        kept: From the forward to the backward pass.
-        loss: Hidden states, and their gradient, while the loss is computed; zero but on the last stage.
-        logits: A chunk of logits and its copies, likewise.
-        workspace: Temporary tensors of a layer's backward pass.
-        recomputed: The layer that is recomputed for its backward pass.
-        messages: Hidden states and gradients received before their use, or sent and not freed yet.
-        fragmentation: Share of all these that the allocator needs on top.
-    """
-
-    kept: Array
-    loss: Array
-    logits: Array
-    workspace: Array
-    recomputed: Array
-    messages: Array
-    fragmentation: float
-
-    @property
-    def lasting(self) -> Array:
-        """Bytes held while the micro-batch is in flight, fragmentation included."""
-        return self.kept * (1 + self.fragmentation)
-
-    @property
-    def working(self) -> Array:
-        """The most further bytes held while it is computed, fragmentation included."""
-        backward = self.workspace + self.recomputed
-        return (np.maximum(backward, self.loss + self.logits) + self.messages) * (1 + self.fragmentation)
 
 
 @dataclass(frozen=True)
@@ -276,7 +217,7 @@ class EngineMemory:
         found = most * (tasks.plain + tasks.inputs) + tasks.own
         if not self.method.sequence_parallel:
             # Above the last layer's attention only labelled rows are computed.
-            above = kept_of[self._kinds[-1]].above_attention + tasks.last_inputs
+            above = kept_of[self._kinds.of_layer[-1]].above_attention + tasks.last_inputs
             left_out = rows.most - labels
             spared = left_out * above + tasks.last_own * left_out / np.maximum(rows.most, 1)
             found[:, -1] -= spared * (tasks.trained @ self._tables.of_stage[:, -1] > 0)
@@ -285,10 +226,10 @@ class EngineMemory:
     def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
         """`[B, L]` bytes of what is computed again for a layer's backward pass."""
         if self.method.recompute == "full":
-            plain = np.stack([one.plain for one in kept_of])[self._kinds].T
+            plain = self._kinds.spread([one.plain for one in kept_of])
             found: Array = most * (plain + tasks.inputs) + tasks.own
             return found
-        more = np.stack([one.whole - one.plain for one in kept_of])[self._kinds].T
+        more = self._kinds.spread([one.whole - one.plain for one in kept_of])
         return most * np.maximum(0.0, more) * self._selective
 
     def _most(self, workspace: Array, recomputed: Array) -> tuple[Array, Array]:
@@ -309,63 +250,33 @@ class EngineMemory:
         return found
 
     @cached_property
-    def _layers(self) -> list[EngineLayer]:
-        """Layers that differ: without experts, with experts, and in the rank's load of these."""
+    def _layer(self) -> EngineLayer:
+        """A layer without experts."""
         lengths, method = [length for own in self.lengths for length in own], self.method
         length = max(1, round(sum(lengths) / max(1, len(lengths))))
-        return [
-            EngineLayer(
-                self.architecture,
-                self.size,
-                length,
-                self.device,
-                self.gpu,
-                method.tensor,
-                method.sequence_parallel,
-                load=load,
-                exchanges=method.expert * method.tensor > 1,
-            )
-            for load in dict.fromkeys(self._loads)
-        ]
+        return EngineLayer(
+            self.architecture,
+            self.size,
+            length,
+            self.device,
+            self.gpu,
+            method.tensor,
+            method.sequence_parallel,
+            exchanges=method.expert * method.tensor > 1,
+        )
 
     @cached_property
-    def _loads(self) -> list[ExpertLoad | None]:
-        """`[L]` what the rank does of each layer's experts; None where there are none."""
-        a, method = self.architecture, self.method
-        found: list[ExpertLoad | None] = []
-        for layer in range(len(a.layers)):
-            if a.moe is None or not a.has_experts(layer):
-                found.append(None)
-                continue
-            loads = ExpertLoad.of(a.moe, layer, method.expert, method.tensor, a.placement, a.access)
-            found.append(ExpertLoad.most(loads) if self.expert_rank is None else loads[self.expert_rank])
-        return found
-
-    @cached_property
-    def _kinds(self) -> npt.NDArray[np.int64]:
-        """`[L]` which of `_layers` each layer is like."""
-        kinds = list(dict.fromkeys(self._loads))
-        return np.array([kinds.index(load) for load in self._loads], dtype=np.int64)
-
-    @property
-    def _layer(self) -> EngineLayer:
-        """A layer, for what all have alike."""
-        return self._layers[-1]
-
-    def _each(self, of: Callable[[EngineLayer], float], experts: bool | None = None) -> Array:
-        """`[L]` a number of every layer; 0 of those with experts, or without, unless `experts` is None."""
-        asked = [experts is None or experts == (layer.load is not None) for layer in self._layers]
-        found = [of(layer) if own else 0.0 for layer, own in zip(self._layers, asked, strict=True)]
-        return np.array(found)[self._kinds]
+    def _kinds(self) -> LayerKinds:
+        return LayerKinds.of(self._layer, self.method, self.expert_rank)
 
     @cached_property
     def _tables(self) -> AdapterTables:
-        return AdapterTables(self._layers, self._kinds, self.tasks, self.layers)
+        return AdapterTables(self._kinds, self.tasks, self.layers)
 
     @cached_property
     def _row_bytes(self) -> list[RowBytes]:
         prefixed = [task.virtual_tokens > 0 for task in self.tasks]
-        return [RowBytes(layer, self._selective, self.lengths, prefixed) for layer in self._layers]
+        return [RowBytes(layer, self._selective, self.lengths, prefixed) for layer in self._kinds.kinds]
 
     @property
     def _selective(self) -> bool:
@@ -380,7 +291,7 @@ class EngineMemory:
     @cached_property
     def _order_bytes(self) -> Array:
         """`[L]` bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
-        return self._each(lambda layer: layer.bytes(expert_layer.order(layer)), experts=True)
+        return self._kinds.each(lambda layer: layer.bytes(expert_layer.order(layer)), experts=True)
 
     def _workspace(self, most: Array, labels: Array, tasks: AdapterBytes) -> Array:
         """`[B, L]` for a moment, while a layer goes backward: at the worst of several moments.
@@ -390,12 +301,15 @@ class EngineMemory:
             labels: `[B]` labelled rows.
             tasks: What adapters keep and take.
         """
-        mlp = self._each(lambda layer: layer.bytes(layer.mlp_backward()), experts=False) - tasks.fc2_inputs
-        fc2 = self._each(lambda layer: layer.bytes(layer.linear_fc2_backward()), experts=False)
+        mlp = (
+            self._kinds.each(lambda layer: layer.bytes(layer.mlp_backward()), experts=False)
+            - tasks.fc2_inputs
+        )
+        fc2 = self._kinds.each(lambda layer: layer.bytes(layer.linear_fc2_backward()), experts=False)
         mlp = np.maximum(mlp, fc2)
-        attention = self._each(lambda layer: layer.bytes(layer.attention_backward()))
+        attention = self._kinds.each(lambda layer: layer.bytes(layer.attention_backward()))
         hidden = most * self._layer.input
-        gone = most * self._each(lambda layer: layer.bytes(layer.mlp_gone()))
+        gone = most * self._kinds.each(lambda layer: layer.bytes(layer.mlp_gone()))
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
         if self.architecture.moe is not None:
@@ -406,8 +320,12 @@ class EngineMemory:
         """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but is
         not there yet, or gone."""
         again = self.method.recompute == "full"
-        forward = self._each(lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True)
-        backward = self._each(lambda layer: layer.bytes(expert_layer.backward(layer, again)), experts=True)
+        forward = self._kinds.each(
+            lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True
+        )
+        backward = self._kinds.each(
+            lambda layer: layer.bytes(expert_layer.backward(layer, again)), experts=True
+        )
         if not again:  # embedded tokens are there until the forward pass has ended
             forward = forward + self._tables.of_stage[:, 0] * self._layer.input
         one = np.maximum(forward, backward) - self._layer.input * again
