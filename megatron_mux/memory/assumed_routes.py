@@ -44,19 +44,21 @@ def assumed_experts(
     top_k, best = routing.top_k, routing.top_groups
     if access is not None:  # which has been counted, groups and all
         ends = np.cumsum(access) * (top_k / np.sum(access))
-        return np.minimum(np.searchsorted(ends, _places(rows, top_k), side="right"), experts - 1)
+        found = np.searchsorted(ends, _places(rows, top_k), side="right")
+        return np.minimum(found, experts - 1).astype(np.int64)
     if routing.groups == 1:
         return _spread(_places(rows, top_k), experts)
     each = experts // routing.groups
     groups = _spread(_places(rows, best, _SILVER), routing.groups)  # [R, best]
     among = _spread(_places(rows, top_k), best * each)
-    return np.take_along_axis(groups, among // each, axis=1) * each + among % each
+    of_groups: npt.NDArray[np.int64] = np.take_along_axis(groups, among // each, axis=1)
+    return of_groups * each + among % each
 
 
 def _places(rows: int, count: int, step: float = _GOLDEN) -> npt.NDArray[np.float64]:
     """`[R, count]` numbers, one of each row in each of `count` unit intervals."""
-    found: npt.NDArray[np.float64] = ((np.arange(1, rows + 1) * step) % 1.0)[:, None] + np.arange(count)
-    return found
+    fractions = np.arange(1, rows + 1) * step % 1.0
+    return np.add.outer(fractions, np.arange(count)).astype(np.float64)
 
 
 def _spread(places: npt.NDArray[np.float64], over: int) -> npt.NDArray[np.int64]:

@@ -20,7 +20,8 @@ from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
-from tests.end_to_end.memory_cells import KIND_NAMES, Cell, compared
+from tests.end_to_end.memory_cells import Cell, compared
+from tests.end_to_end.memory_configs import KIND_NAMES
 from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.configs import write
 from tests.unit.memory.stream.peak import peak_of

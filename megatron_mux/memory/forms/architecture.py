@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, LATENT_OPS, REPLICATED, BaseOpName
+from megatron_mux.base_ops import (
+    COLUMN_PARALLEL,
+    EXPERT_OPS,
+    LATENT_OPS,
+    MLP_OPS,
+    REPLICATED,
+    SHARED_OPS,
+    BaseOpName,
+)
 from megatron_mux.expert_shape import Experts, Placement
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.optimizers import Shapes
@@ -136,12 +144,10 @@ class Architecture:
             "linear_qkv": (self.hidden, self.queries + 2 * self.keys),
             "linear_proj": (self.attended, self.hidden),
         }
-        for first, second, inner in (
-            ("linear_fc1", "linear_fc2", self.ffn),
-            ("shared_fc1", "shared_fc2", self.shared_ffn),
-            ("experts_fc1", "experts_fc2", self.expert_ffn),
-        ):
-            found |= {first: (self.hidden, inner * (2 if self.gated else 1)), second: (inner, self.hidden)}
+        widths = (MLP_OPS, self.ffn), (SHARED_OPS, self.shared_ffn), (EXPERT_OPS, self.expert_ffn)
+        for (first, second), inner in widths:
+            found[first] = self.hidden, inner * (2 if self.gated else 1)
+            found[second] = inner, self.hidden
         return found | self._latent_widths
 
     @property
