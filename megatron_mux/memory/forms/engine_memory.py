@@ -174,9 +174,8 @@ class EngineMemory:
         of_layers = self._kept_of_layers(rows, labels, kept_of, tasks)
         kept = of_layers @ of_stage
         if self.method.recompute != "full" and not self._brings_weights:
-            kept = (
-                kept - most * tasks.below_first
-            )  # else even embedded tokens are tied to the weights' coming
+            # Else even embedded tokens are tied to the weights' coming.
+            kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
         kept = kept + (labels * _LABEL_INPUTS)[:, None]
