@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tests.end_to_end.memory_cells import all_cells, compared
 
     families = arguments.family or DENSE
-    found = _kept(arguments.output, families) if arguments.merge else []
+    found: list[Compared] = []
     for family in families:  # family by family, to show progress
         cells = all_cells([family], *([arguments.kind] if arguments.kind else []), dtype=arguments.dtype)
         own = list(compared(cells))
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(
             "memory_forms.py: no adapter kind that was asked for can be had on a family that was asked for"
         )
+    if arguments.merge:
+        found = [*_kept(arguments.output, families), *found]
     worst = max(found, key=lambda one: abs(one.off))
     publish(_result(found, worst), _markdown(found, worst), arguments.output)
     return int(abs(worst.off) > arguments.tolerance)
