@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from megatron_mux.dry_run.known_values import assumed_routes
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels import attention, short_attention
 from megatron_mux.memory.forms.method import Recompute
@@ -176,7 +178,7 @@ def test_ranks_with_experts_allocate_what_was_dry_run(
     joined: Callable[..., Parallel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With routers that select what dry runs assume."""
+    """With routers that select what dry runs assume: some experts more often, which lie unevenly, one on two ranks."""
     monkeypatch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
     path = once("dry-run-experts", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
     adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
@@ -186,13 +188,19 @@ def test_ranks_with_experts_allocate_what_was_dry_run(
     plan = replace(plan_for("spatial", {"a": 1}, 1, 2), data=4)
     config = json.loads((path / "config.json").read_text())
     records = TaskRecords(task, [12] * 16, [11] * 16)
+    layers, experts = config["num_hidden_layers"], config["num_local_experts"]
+    ranks = [(0,) if expert < experts // 2 else (1 + expert % 3,) for expert in range(experts - 1)]
+    placement = Placement(4, dict.fromkeys(range(layers), (*ranks, (1, 3))))
+    likely = np.linspace(1.5, 0.5, experts) * config["num_experts_per_tok"] / experts
+    access = dict.fromkeys(range(layers), likely.tolist())
     run = RunSpec(config, [records], plan, dtype="float32", device="cpu", steps=STEPS, expert=4)
+    run = replace(run, placement=placement, access=access)
     shared: list[list[list[tuple[str, int]]]] = [[]]
     if dist.get_rank() == 0:
         shared = [[_told(one) for one in dry_runs([(run, rank) for rank in range(4)])]]
     dist.broadcast_object_list(shared, src=0)
     parallel = joined(1, 1, expert=4)
-    with assumed_routes(parallel.experts):
+    with assumed_routes(parallel.experts, placement, access):
         found = _told(_really(run, path, parallel))
     said: list[str | None] = [None] * dist.get_world_size()
     predicted = shared[0][dist.get_rank()]
