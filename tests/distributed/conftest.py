@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_mux import layout, runtime
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from tests import gloo
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -57,6 +58,7 @@ def joined() -> Iterator[Callable[..., Parallel]]:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
+    gloo.share_connections()
     nothing = _state(parallel_state)
     made: dict[Any, tuple[Parallel, dict[str, Any]]] = {}
     leave = False
