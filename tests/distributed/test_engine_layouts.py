@@ -152,7 +152,7 @@ def planning_of(
         hybrids = [HybridTask(tuple(group)) for group in groups]
         seconds = {"forward": (1.0,) * mesh.stages, "backward": (1.0,) * mesh.stages}
         buckets = (
-            Bucket(tuple(hybrids[:2]), 3, chunk=5, **seconds),  # type: ignore[arg-type]
+            Bucket(tuple(hybrids[:2]), 3, chunk=8, **seconds),  # type: ignore[arg-type]
             Bucket((hybrids[2],), 2, **seconds),  # type: ignore[arg-type]
         )
         plan = Plan("auto", mesh.stages, buckets, mesh.virtual, split, data=mesh.data)
@@ -160,7 +160,7 @@ def planning_of(
         return Planning("auto", mesh.stages, planner, given=given)
     stages = {"stages": mesh.stages, "virtual": mesh.virtual, "split": split}
     if policy == "chunks":
-        return Planning("spatial", chunk=4, **stages)  # type: ignore[arg-type]
+        return Planning("spatial", chunk=8, **stages)  # type: ignore[arg-type]
     if policy in ("gpipe", "interleaved"):
         return Planning("spatial", micro_batches=4, schedule=policy, **stages)  # type: ignore[arg-type]
     return Planning(policy, **stages)  # type: ignore[arg-type]

@@ -53,7 +53,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return once("tied", lambda directory: tiny_models.make(directory, "llama-tied")) / "llama-tied"
+    def make(directory: Path) -> None:
+        tiny_models.make(directory, "llama-tied", num_hidden_layers=2)
+
+    return once("tied-2", make) / "llama-tied"
 
 
 class Run:
