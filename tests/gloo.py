@@ -25,9 +25,7 @@ def share_connections() -> None:
     if made.__module__ == __name__:
         return
 
-    def init(
-        self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout = [_device()], timeout
         made(self, store, rank, size, options)

@@ -53,7 +53,7 @@ def _state(parallel_state: Any) -> dict[str, Any]:
 def joined() -> Iterator[Callable[..., Parallel]]:
     """Divide the world: `joined(tp, pp, sequence_parallel=False, expert=1, expert_tensor=1, managers=0)`.
 
-    A division's groups are kept for the next test that asks for it: connecting them takes a third of a second.
+    A division's groups are kept for the next test that asks for it.
     """
     from megatron.core import parallel_state
 
@@ -79,7 +79,7 @@ def joined() -> Iterator[Callable[..., Parallel]]:
             "expert_managers": managers,
         }
         if leave:
-            # Divisions of experts are many: kept, the threads of their groups would slow everything down.
+            # Divisions of experts are many, each with groups of its own beside Megatron-Core's: they are not kept.
             runtime._leave_groups(parallel_state)
             leave = False
         if key in made:
