@@ -173,8 +173,6 @@ def run(arguments: argparse.Namespace) -> None:
         )
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
-    if arguments.interleave in ("kahn", "halves"):
-        info.shape.refuse_latent(f"--interleave {arguments.interleave}")
     tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:

@@ -81,9 +81,7 @@ class PlanningContext:
     @property
     def hides_messages(self) -> bool:
         """Whether hybrid tasks may hide each other's messages."""
-        shape, mesh = self.info.shape, self.mesh
-        can = shape.latent is None and (mesh.tensor > 1 or mesh.exchanges)
-        return can and self.interleave != "off"
+        return (self.mesh.tensor > 1 or self.mesh.exchanges) and self.interleave != "off"
 
     @property
     def in_step(self) -> bool:

@@ -58,11 +58,8 @@ def make_planning(
         say: Told where predictions come from, and the plan.
 
     Raises:
-        UserError: The plan file is not for this run, a task does not fit into memory, or this backbone cannot be
-            interleaved as asked.
+        UserError: The plan file is not for this run, or a task does not fit into memory.
     """
-    if arguments.mux_interleave in ("kahn", "halves"):
-        info.shape.refuse_latent(f"--mux-interleave {arguments.mux_interleave}")
     known = _known_plan(arguments, manifest, say)
     share = partial(from_first, parallel=parallel)
     profile = _profile(arguments, info, parallel, say)
