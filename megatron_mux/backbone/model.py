@@ -174,11 +174,7 @@ class Backbone:
             batch: As for `forward`.
             needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
             labelled_only: As for `forward`.
-
-        Raises:
-            UserError: The backbone has latent attention.
         """
-        self.shape.refuse_latent("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self._selects_labelled(batch)
         trained_from = self._trained_from

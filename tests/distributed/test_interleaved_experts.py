@@ -22,7 +22,7 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged
 from tests.distributed.rendezvous import run_under_the_rules
-from tests.distributed.test_expert_layouts import Layout, cases_of
+from tests.distributed.test_expert_layouts import Layout, cases_of, of_latent_attention
 from tests.distributed.test_expert_managers import uneven
 from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import Case
@@ -106,11 +106,11 @@ def train(
     ("family", "layout", "dtype"),
     [
         ("mixtral", Layout(1, 1, 2), torch.float32),
-        ("mixtral", Layout(1, 1, 4, scattered=True, recompute="full"), torch.float64),
+        ("deepseek_v3", Layout(1, 1, 4, scattered=True, recompute="full"), torch.float64),
         ("qwen3_moe", Layout(1, 2, 2, split=(1, 1, 1, 1), scattered=True), torch.float32),
-        ("qwen3_moe", Layout(2, 1, 2, scattered=True), torch.float64),
+        ("deepseek_v3", Layout(2, 1, 2, scattered=True), torch.float64),
         ("qwen3_moe", Layout(2, 2, 2, recompute="full"), torch.float32),
-        ("mixtral", Layout(1, 1, 1, managers=3), torch.float64),
+        ("deepseek_v3", Layout(1, 1, 1, managers=3), torch.float64),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
 )
@@ -123,6 +123,8 @@ def test_in_turns_as_one_after_another(
 ) -> None:
     path = once(f"turns-{family}", lambda directory: tiny_models.make(directory, family)) / family
     cases = some_cases(balanced=family == "qwen3_moe")
+    if family == "deepseek_v3":
+        cases = [of_latent_attention(case) for case in cases]
     sizes = layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, 1, layout.managers
     parallel = joined(*sizes)
     losses, adapters = train(path, parallel, layout, cases, dtype, in_turns=False)

@@ -112,7 +112,7 @@ class MoELayer(nn.Module):
             routes = no_routes(self.routing, x)
         else:
             routes = self.router(x, self._balance(len(x), again))
-        slots = self._slots(len(x))
+        slots = self.slots(len(x))
         if self.observe is not None and not again:
             self.observe(routes, slots)
         return routes, slots
@@ -140,7 +140,7 @@ class MoELayer(nn.Module):
         """Which row of the micro-batch this rank's begin with, if it has so many."""
         return self.tp_rank * rows if self.sequence_parallel else 0
 
-    def _slots(self, rows: int) -> Tensor:
+    def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
         first = self._first(rows)
         table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
