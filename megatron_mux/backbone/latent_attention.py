@@ -57,8 +57,12 @@ class LatentAttention(nn.Module):
         norms: Of the latents, by name.
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.
+
+    Attributes:
+        explicit_expert_comm: Whether the caller spreads the input over tensor ranks: see `pieces.without_collectives`.
     """
 
+    explicit_expert_comm = False
     linear_q: nn.Module
     linear_q_down: nn.Module
     linear_q_up: nn.Module
@@ -131,12 +135,10 @@ class LatentAttention(nn.Module):
         return rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
 
     def _spread(self, hidden: Tensor) -> Tensor:
-        """All rows, on every tensor rank; the backward sums their gradients over tensor ranks.
-
-        Nothing where the caller does both, as it also does what `linear_proj` would send.
-        """
-        if self.parallel.tp_size == 1 or self.linear_proj.explicit_expert_comm:
-            return hidden
+        """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""
+        if self.parallel.tp_size == 1 or self.explicit_expert_comm:
+            # A view, cut into pieces or not: its strides decide which product a matrix library computes, to the bit.
+            return hidden.view_as(hidden)
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(

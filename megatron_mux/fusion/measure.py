@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import without_collectives
 from megatron_mux.base_ops import EXPERT_OPS
@@ -61,8 +62,10 @@ def measure(
     """
     bench = _Bench(backbone, most_tokens, rounds)
     # The cost model adds messages by itself, so that it can tell which of them other hybrid tasks hide.
-    linear = [info.module for info in backbone.base_ops() if info.name not in EXPERT_OPS]
-    with without_collectives(*linear):
+    silent = [info.module for info in backbone.base_ops() if info.name not in EXPERT_OPS]
+    attentions = [layer.self_attention for layer in backbone.model.decoder.layers]
+    silent += [one for one in attentions if isinstance(one, LatentAttention)]
+    with without_collectives(*silent):
         bench.choose_kernels()
         probes = bench.probes.all()
         bench.take_turns(probes, progress)

@@ -20,7 +20,7 @@ from megatron_mux.fusion.layer_operators import base_ops, layer_operators
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
 from megatron_mux.shape import BackboneShape
 
-_MESSAGE_SHARE = {"cpu": 0.2, "cuda": 0.06}
+MESSAGE_SHARE = {"cpu": 0.2, "cuda": 0.06}
 """`Profile.message_share`: on a CPU about what gloo's thread was seen to take; on a GPU 8 CTAs of an H100's 132
 multiprocessors."""
 
@@ -73,7 +73,7 @@ def roofline(
         source="roofline",
         about={**about, "device": device.name},
         curves=curves,
-        message_share=_MESSAGE_SHARE[about["kind"]] if sends else 0.0,
+        message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
         attention_in_one_call=about["kind"] == "cuda",
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
