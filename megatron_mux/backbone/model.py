@@ -150,7 +150,8 @@ class Backbone:
                 and backward.
             hidden: Output of the previous stage; None on the first stage.
             labelled_only: On the last stage, compute the last layer's MLP and the final norm on labelled rows only.
-                Ignored with sequence parallelism, which divides the rows.
+                Ignored with sequence parallelism, which divides the rows, and where a router needs all of them for a
+                balancing loss.
 
         Returns:
             Hidden states of `hidden_shape(batch)`, after the final norm on the last stage; `[N, 1, H]` with
@@ -160,7 +161,7 @@ class Backbone:
         if hidden is None:
             hidden = self.embed(batch)
         angles = self.angles(batch)
-        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        labelled_only = labelled_only and self._selects_labelled(batch)
         layers = self.residence.layers(hidden, self._trained_from)
         for i in range(len(self.layers)):
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
@@ -175,7 +176,7 @@ class Backbone:
             labelled_only: As for `forward`.
         """
         decoder, last = self.model.decoder, len(self.layers) - 1
-        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        labelled_only = labelled_only and self._selects_labelled(batch)
         trained_from = self._trained_from
         angles = self.angles(batch) if batch.rows else []
         layers = [
@@ -348,6 +349,10 @@ class Backbone:
             if any("forward" in vars(module) for module in layer.modules()):
                 return i
         return len(self.layers)
+
+    def _selects_labelled(self, batch: MicroBatch) -> bool:
+        """Whether the last layer of this stage may compute its MLP on labelled rows only."""
+        return self.last and not self.parallel.sequence_parallel and batch.balanced is None
 
     def _computes(self, i: int, batch: MicroBatch) -> bool:
         """Whether this rank computes the stage's layer `i`: without rows its experts may have those of others."""

@@ -59,6 +59,8 @@ class StepResult:
         status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
         reason: Why it failed, else empty.
         diverged: Whether it failed for its loss or gradient, not for data that could not be read.
+        router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`megatron_mux.balancing`);
+            None: the task does not ask for it.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepResult:
     status: Status
     reason: str = ""
     diverged: bool = False
+    router_aux_loss: float | None = None
 
 
 @dataclass

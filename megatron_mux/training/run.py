@@ -62,7 +62,6 @@ def run(arguments: MuxArguments) -> None:
         arguments.pipeline_model_parallel_size,
         *arguments.expert_sizes(info.shape),
     )
-    arguments, of_policy = arguments.without_planner(info.shape)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
         save,
@@ -72,8 +71,6 @@ def run(arguments: MuxArguments) -> None:
         silent=not leader,
     )
     try:
-        if of_policy:
-            reporter.say(of_policy)
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")

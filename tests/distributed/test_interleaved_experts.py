@@ -32,7 +32,7 @@ BUCKETS = (
     Bucket((HybridTask(("bottle", "experts")), HybridTask(("few_experts", "high")), HybridTask(("one",))), 1),
     Bucket((HybridTask(("lora",)), HybridTask(("linear", "prefix"))), 2),
 )
-Trained = tuple[list[dict[str, tuple[float, float]]], dict[str, Tensor]]
+Trained = tuple[list[dict[str, tuple[float, ...]]], dict[str, Tensor]]
 
 
 def placement_of(path: Path, layout: Layout) -> Placement | None:
@@ -41,11 +41,12 @@ def placement_of(path: Path, layout: Layout) -> Placement | None:
     return scattered(read_shape(path), layout.expert) if layout.scattered else None
 
 
-def some_cases() -> list[Case]:
-    """Tasks of many kinds, and one with a sequence in a step."""
-    one = next(case for case in cases_of(96) if case.name == "experts")
+def some_cases(balanced: bool = False) -> list[Case]:
+    """Tasks of many kinds, and one with a sequence in a step; some with a balancing loss, if wanted."""
+    several = cases_of(96, balanced)
+    one = next(case for case in several if case.name == "experts")
     training = {**one.training, "per_device_train_batch_size": 1}
-    return [*cases_of(96), Case("one", one.adapter, training, one.records)]
+    return [*several, Case("one", one.adapter, training, one.records)]
 
 
 def taking_turns(plan: Plan, stages: Sequence[Backbone]) -> Plan:
@@ -89,7 +90,13 @@ def train(
     logs = [own] * parallel.experts.group.size()
     dist.all_gather_object(logs, own, group=parallel.experts.group)
     assert all(other == own for other in logs) and bool(own) is in_turns, "one order on all expert ranks"
-    losses = [{name: (result.loss, result.grad_norm) for name, result in step.items()} for step in steps]
+    losses = [
+        {
+            name: (result.loss, result.grad_norm, result.router_aux_loss or 0.0)
+            for name, result in step.items()
+        }
+        for step in steps
+    ]
     assert all(len(step) == len(cases) for step in losses)
     engine.close()
     return losses, {case.name: engine._tasks[case.name].adapter.arena.values.clone() for case in cases}
@@ -115,7 +122,7 @@ def test_in_turns_as_one_after_another(
     joined: Callable[..., Parallel],
 ) -> None:
     path = once(f"turns-{family}", lambda directory: tiny_models.make(directory, family)) / family
-    cases = some_cases()
+    cases = some_cases(balanced=family == "qwen3_moe")
     if family == "deepseek_v3":
         cases = [of_latent_attention(case) for case in cases]
     sizes = layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, 1, layout.managers

@@ -200,7 +200,7 @@ def _drop(plan: dict[str, Any]) -> None:
         (_set(backbone="f" * 64), "backbone: the plan is for another backbone (ffffffffffff, not "),
         (_set(stages=2), "stages: the plan is for 2, this run has 1"),
         (_set(data=3), "data: the plan is for 3, this run has 1"),
-        (_set(format=4), "format: must be 5, got 4: plan anew"),
+        (_set(format=4), "format: must be 6, got 4: plan anew"),
         (_set(colour="red"), "colour: unexpected keyword argument"),
         (_drop, "'lora'"),
     ],
