@@ -137,13 +137,14 @@ class BalancedRows:
     tally: Tally
 
     @classmethod
-    def of(cls, numbers: Tensor, weights: Tensor, tasks: Tensor, tally: Tally | None) -> BalancedRows | None:
-        """Rows by what `BalancedSequences.arrays` returned, as int64; None if that was nothing.
+    def of(cls, arrays: Sequence[Tensor], tally: Tally | None) -> BalancedRows | None:
+        """Rows by the arrays of a chunk; None if they are empty.
 
         Args:
-            numbers, weights, tasks: The arrays; the bits of `weights` are those of fp64.
+            arrays: Those of `BalancedSequences.arrays`, as int64: of the weights, the bits.
             tally: That of the micro-batch, if an earlier chunk has made it.
         """
+        numbers, weights, tasks = arrays
         if not len(tasks):
             return None
         return cls(numbers, tally or Tally(weights.view(torch.float64), tasks))

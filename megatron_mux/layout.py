@@ -211,7 +211,7 @@ class HostBatch:
             label_rows=label_rows,
             carry=carry,
             few=few,
-            balanced=BalancedRows.of(*balancing, tally),
+            balanced=BalancedRows.of(balancing, tally),
             **common,
         )
 

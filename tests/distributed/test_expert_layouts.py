@@ -160,7 +160,7 @@ def train(
         taken.append(engine.step())
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
-    results = [
+    results: list[dict[str, tuple[float, ...]]] = [
         {n: (r.loss, r.grad_norm, r.tokens, r.router_aux_loss or 0.0) for n, r in step.items()}
         for step in taken
     ]

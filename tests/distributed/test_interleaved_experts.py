@@ -120,7 +120,7 @@ def train(
     logs = [own] * parallel.experts.group.size()
     dist.all_gather_object(logs, own, group=parallel.experts.group)
     assert all(other == own for other in logs) and bool(own) is in_turns, "one order on all expert ranks"
-    losses = [
+    losses: list[dict[str, tuple[float, ...]]] = [
         {
             name: (result.loss, result.grad_norm, result.router_aux_loss or 0.0)
             for name, result in step.items()

@@ -23,8 +23,9 @@ from tests.reference.loop import Recipe
 from tests.reference.loop import train as train_reference
 
 STEPS = 6
+CLOSE = 1e-5  # fp32
 ALONE = 1e-9  # fp64
-SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 
 
 def case_of(
@@ -68,11 +69,13 @@ def test_as_megatrons_formula_on_the_routers_of_transformers(
             penalty,
         )
         found = together.results[case.name]
-        assert [result.loss for result in found] == pytest.approx(wanted.losses, rel=1e-4), case.name
-        assert [result.grad_norm for result in found] == pytest.approx(wanted.grad_norms, rel=2e-3), case.name
+        assert [result.loss for result in found] == pytest.approx(wanted.losses, rel=CLOSE), case.name
+        assert [result.grad_norm for result in found] == pytest.approx(wanted.grad_norms, rel=CLOSE), (
+            case.name
+        )
         balancing = [result.router_aux_loss for result in found]
-        assert balancing == (pytest.approx(penalty.losses, rel=1e-5) if penalty else [None] * STEPS)
-        assert_close(together.tensors[case.name], wanted.tensors, 2e-3, case.name)
+        assert balancing == (pytest.approx(penalty.losses, rel=CLOSE) if penalty else [None] * STEPS)
+        assert_close(together.tensors[case.name], wanted.tensors, CLOSE, case.name)
 
 
 def together_and_alone() -> list[Case]:
