@@ -29,13 +29,13 @@ class _Part(NamedTuple):
     Attributes:
         key: Of the adapter's tensor.
         kind: `value`, or the name of an optimizer moment.
-        index: Global positions, along the dimension that has all experts' ranks, of what is held here.
+        held: Global positions, along the dimension that has all experts' ranks, of what is held here.
         value: The tensor.
     """
 
     key: str
     kind: str
-    index: Array | Tensor | None
+    held: Array | Tensor | None
     value: Tensor
 
 
@@ -145,8 +145,8 @@ def _parts_of(task: TaskState) -> Iterator[_Part]:
 
 def _here(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
     """Where this rank's part of a tensor has global places."""
-    assert part.index is not None and tensor.expert_dim is not None
-    index = torch.as_tensor(np.asarray(part.index))
+    assert part.held is not None and tensor.expert_dim is not None
+    index = torch.as_tensor(np.asarray(part.held))
     found = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
     found[index] = torch.arange(len(index))
     return found[places].to(part.value.device)

@@ -123,10 +123,10 @@ def test_experts_move_when_that_pays(checkpoint: Path, joined: Joined) -> None:
     decision = placer.decide(skewed, 1000, 1000)
     assert decision is not None and decision.after < decision.before / 5
     # Solved anew, too, moves have to pay: they are compared with where experts are.
-    assert dear.decide(skewed, 1000, 1, anew=True) is None
+    assert dear.decide(skewed, 10, 1, anew=True) is None
     solved = placer.decide(skewed, 1000, 1000, anew=True)
     assert solved is not None and solved.before == decision.before and solved.cost > 0
-    assert solved.after + solved.cost / 1000 <= decision.after + decision.cost / 1000
+    assert solved.after + solved.cost / 1000 <= (decision.after + decision.cost / 1000) * (1 + 1e-9)
     moves = moved(before, decision.rows, placer.layers)
     assert sorted({move[0] for move in moves}) == [0, 1, 2, 3]
     assert len(moves) == 4, moves  # the expert alone: there is room where it goes

@@ -14,10 +14,10 @@ from megatron_mux import layout
 from megatron_mux.backbone.experts.exchange import dispatch
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.fusion import measure as module
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.expert_probes import ExpertProbes
 from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.probed_stage import ProbedStage
 from megatron_mux.fusion.probes import Probes
 from megatron_mux.fusion.profile_store import about_run
@@ -80,6 +80,7 @@ def test_halves_are_timed_without_messages(
     parallel = joined(2, 1, True, expert=2, expert_tensor=1)
     backbone = Backbone.load(path, parallel, torch.float32)
     about = about_run(backbone.shape, "cpu", torch.float32, 2, expert_parallel=2, expert_tensor=1)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 1e-9)  # each probe once
     sent = 0
 
     def counted(original: Any) -> Any:
@@ -96,9 +97,9 @@ def test_halves_are_timed_without_messages(
         for probes in ("_messages", "_ends"):  # the embedding and the loss head include their messages
             without.setattr(Probes, probes, lambda probes: [])
         without.setattr("megatron_mux.fusion.measure._Bench._message_share", lambda bench: 0.0)
-        measure(backbone, about, 32, rounds=1)
+        module.measure(backbone, about, 32, rounds=1)
         assert sent == 0, "layers are timed without their messages"
-    found = measure(backbone, about, 32, rounds=1)
+    found = module.measure(backbone, about, 32, rounds=1)
     assert sent > 0
     estimated = roofline(backbone.shape, about, 4, 2, most_tokens=32)
     assert set(layer_operators(backbone.shape)) | {"exchange", "exchange_sizes"} <= set(found.curves)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,14 @@ from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.expert_shape import Placement
+from megatron_mux.fusion.expert_managers import with_managers
+from megatron_mux.fusion.frozen import Frozen
 from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
+from megatron_mux.fusion.layer_operators import ORDER
+from megatron_mux.fusion.messages import Layout as Ways
+from megatron_mux.fusion.messages import Messages
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged
@@ -49,12 +57,13 @@ def some_cases(balanced: bool = False) -> list[Case]:
     return [*several, Case("one", one.adapter, training, one.records)]
 
 
-def taking_turns(plan: Plan, stages: Sequence[Backbone]) -> Plan:
+def taking_turns(plan: Plan, stages: Sequence[Backbone], path: Path, layout: Layout) -> Plan:
     """The plan with Algorithm 1's launch orders; stages with and without experts have other pieces."""
     everyones: list[dict[int, tuple[int, int]]] = [{}] * dist.get_world_size()
     own = {stage.layers.start: (stage.pieces.forward, stage.pieces.backward) for stage in stages}
     dist.all_gather_object(everyones, own)
     merged = {start: counts for one in everyones for start, counts in one.items()}
+    assert [merged[start] for start in sorted(merged)] == planned_pieces(path, layout, sorted(merged))
 
     def order(count: int, batches: int) -> str:
         return encode(kahn([[PieceCost(1.0, 1.0)] * count] * batches))
@@ -64,6 +73,27 @@ def taking_turns(plan: Plan, stages: Sequence[Backbone]) -> Plan:
         return tuple(LaunchOrder(*own) for own in both)
 
     return replace(plan, buckets=tuple(replace(b, launch=launch(b.batches)) for b in plan.buckets))
+
+
+def planned_pieces(path: Path, layout: Layout, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """For each stage, the pieces that the planner counts, forward and backward."""
+    shape = read_shape(path)
+    about = {"device": "made-up", "kind": "cpu", "threads": 1, "expert_parallel": layout.expert}
+    profile = roofline(shape, {**about, "expert_tensor": 1}, 4, layout.tensor, most_tokens=64)
+    stages = [range(*ends) for ends in pairwise([*starts, shape.layers])]
+    frozen = Frozen(profile, shape, stages)
+    if layout.managers:
+        frozen = Frozen(with_managers(profile, shape, layout.managers), shape, stages)
+    exchanges = layout.expert > 1 or layout.managers > 0
+    ways = Ways(layout.tensor > 1, layout.tensor > 1, exchanges, layout.recompute == "full")
+    nothing = np.zeros((1, 2, len(ORDER)))
+    (kinds,) = Messages(frozen, shape, ways).layers(np.array([8.0]), np.zeros((1, 2)), nothing)
+    forward, backward = ([len(own.pieces) for own in way] for way in kinds)
+    of_layers = [(forward[kind], backward[kind]) for kind in frozen.kinds]
+    return [
+        tuple(1 + sum(own) for own in zip(*of_layers[layers.start : layers.stop], strict=True))
+        for layers in stages
+    ]
 
 
 def train(
@@ -80,7 +110,7 @@ def train(
         placement=placement_of(path, layout),
     )
     plan = Plan("auto", sum(s.parallel.pp_size for s in stages), BUCKETS, len(stages), layout.split)
-    given = taking_turns(plan, stages) if in_turns else plan
+    given = taking_turns(plan, stages, path, layout) if in_turns else plan
     engine = Engine(stages, parallel, Planning("auto", plan.stages, given=given))
     engine.register_tasks([case.task for case in cases])
     with logged() as log:

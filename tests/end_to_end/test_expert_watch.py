@@ -73,8 +73,8 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
     Tasks come to a directory that is watched: there are none before the first step.
     """
     kept, _ = run(place, server, "kept")
-    asked = ("--mux-expert-placement", "auto", "--mux-expert-topology", place.root / "topology.json")
-    asked += ("--mux-watch", place.root / "watched")
+    asked: tuple[str | Path, ...] = ("--mux-expert-placement", "auto", "--mux-watch", place.root / "watched")
+    asked += ("--mux-expert-topology", place.root / "topology.json")
     fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 18, "kill before")
     save, said = run(place, server, "moved", *asked, faults={1: fault})
     assert "experts are placed: transfers of a step are predicted to take" in said

@@ -145,7 +145,7 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--gpus", "4", "--stages", "2"], "--gpus: chooses --stages"),
+        (["--gpus", "4", "--stages", "2"], "--gpus: chooses how ranks are divided: leave out --stages"),
         (["--stages", "9"], "its 4 layers cannot fill 9 pipeline stages"),
         (["--device", "abacus"], "--device abacus: is not known"),
         (["--memory-limit", "100KiB"], "the memory limit of 100 KiB is less than the"),
