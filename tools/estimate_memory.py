@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)",
     )
     _add_recipe(parser)
+    _add_experts(parser)
     _add_dry_run(parser)
     add(
         "--plot",
@@ -135,6 +136,20 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the GPU, such as H100, whose speed and kernels to assume (A100)",
     )
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of backbones with experts, for a task file."""
+    add = parser.add_argument_group("experts, with --tasks").add_argument
+    add(
+        "--mux-expert-placement", type=path, metavar="FILE",
+        help="which expert ranks hold which experts, as tools/place_experts.py writes it: only methods with as many "
+        "expert ranks (default: neighbouring experts share one)",
+    )  # fmt: skip
+    add(
+        "--expert-profile", type=path, metavar="FILE",
+        help="how often rows select each expert, as tools/profile_experts.py writes it (default: all equally often)",
+    )  # fmt: skip
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -273,9 +288,10 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
 
 def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
     """Read the task file, and check its tasks against the model and --sequence-length."""
+    from megatron_mux.choice.expert_files import ExpertFiles
     from megatron_mux.choice.task_file import TaskFile
 
-    file = TaskFile.read(skeleton.path, arguments.tasks)
+    file = TaskFile.read(skeleton.path, arguments.tasks, ExpertFiles.of(arguments))
     file.check(skeleton.tensors.positions, arguments.sequence_length)
     return file
 
@@ -284,9 +300,11 @@ def _command(arguments: argparse.Namespace, question: Question) -> str:
     """Return the start of the command that trains the task file; DIR where the backbone's directory is unknown."""
     config = question.skeleton.path
     backbone = quote(str(config.parent)) if config.name == "config.json" else "DIR"
+    placement = arguments.mux_expert_placement
+    placed = f" --mux-expert-placement {quote(str(placement))}" if placement is not None else ""
     return (
         f"torchrun --nproc-per-node {question.gpus} pretrain_mux.py --backbone {backbone} "
-        f"--mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR"
+        f"--mux-tasks {quote(str(arguments.tasks))} --save SAVE_DIR{placed}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_mux.choice.fit import Fit, Fitting
 from megatron_mux.choice.task_file import TaskFile
+from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.gpus import known
 from megatron_mux.memory.forms.architecture import Architecture
@@ -74,7 +75,7 @@ def answer(question: Question, how: Namespace, file: TaskFile | None = None) -> 
         file: The tasks that train a frozen backbone; None: every parameter is trained.
 
     Raises:
-        UserError: A name is unknown, or the model is not understood.
+        UserError: A name is unknown, the model is not understood, or its experts are placed on other numbers of ranks.
     """
     known(how.device)
     adapters = file.adapters if file is not None else ()
@@ -115,7 +116,11 @@ def rank(
         profiles: Profiles of full fine-tuning.
     """
     fit = Fitting(architecture, recipe, memory, device, kind, profiles)
-    found = [fit(method, batch) for method in methods(gpus, architecture, recipe)]
+    asked = methods(gpus, architecture, recipe)
+    if not asked and architecture.placement is not None:
+        ranks = architecture.placement.size
+        raise UserError(f"--mux-expert-placement: is for {ranks} expert ranks, which {gpus} GPU(s) cannot be")
+    found = [fit(method, batch) for method in asked]
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
     others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)

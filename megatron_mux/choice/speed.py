@@ -86,7 +86,7 @@ class _Passes:
         backward = self._compute(times * products + 2.5 * scores, 2 * traffic) + self._adapters()
         exchange = self._exchange()
         again = {"none": 0.0, "selective": core, "full": forward + exchange}[method.recompute]
-        own = on_rank(unit, method, a)
+        own = on_rank(unit, method, 1 / method.expert)
         brought = self._brought(own)
         return max(forward + exchange, brought), max(
             backward + exchange + again, brought + self._reduced(own)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
@@ -106,8 +107,13 @@ class TaskFile:
     adapters: tuple[TaskAdapters, ...]
 
     @classmethod
-    def read(cls, config: Path, tasks: Path) -> TaskFile:
+    def read(cls, config: Path, tasks: Path, experts: ExpertFiles = ExpertFiles()) -> TaskFile:  # noqa: B008  (frozen)
         """A task file for the backbone of a config.json, whatever that file is called. No data is read.
+
+        Args:
+            config: The backbone's config.json, or its directory.
+            tasks: The file.
+            experts: Where experts are, and how often they are selected.
 
         Raises:
             UserError: The file or the backbone is invalid, or a task targets modules that the backbone does not have.
@@ -122,7 +128,7 @@ class TaskFile:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
-        return cls(tasks, architecture_of(shape), tuple(found))
+        return cls(tasks, architecture_of(shape, *experts.read(shape)), tuple(found))
 
     def check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user allows.

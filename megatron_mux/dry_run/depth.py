@@ -31,9 +31,10 @@ _FETCHED = Grouping(first=2, further=1)
 def shallow(run: RunSpec) -> list[RunSpec]:
     """The same run with two and with three groups of layers for each stage; empty if these do not represent it.
 
-    That is so if layers differ (in their windows or adapters, or only some have experts), if an adapter is one tensor
-    for all layers (a prefix) or processes all layers between steps (diff pruning), if stages are hardly deeper, if a
-    rank has several stages, if hybrid tasks are computed in turns, and on a CPU.
+    That is so if layers differ (in their windows or adapters, in where experts are and how often they are selected, or
+    only some have experts), if an adapter is one tensor for all layers (a prefix) or processes all layers between steps
+    (diff pruning), if stages are hardly deeper, if a rank has several stages, if hybrid tasks are computed in turns,
+    and on a CPU.
     """
     info = read_info(run.config)
     grouping = _grouping(run)
@@ -41,7 +42,7 @@ def shallow(run: RunSpec) -> list[RunSpec]:
         return []
     if min(_split(run, info)) <= grouping.layers(3) + 1:
         return []
-    if info.shape.experts is not None and info.shape.experts.dense:
+    if info.shape.experts is not None and (info.shape.experts.dense or run.placement or run.access):
         return []
     if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in run.tasks):
         return []

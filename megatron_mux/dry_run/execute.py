@@ -73,7 +73,7 @@ def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcon
             expert_parallel=run.expert,
             expert_tensor_parallel=run.expert_tensor,
         )
-        stack.enter_context(assumed_routes(parallel.experts))
+        stack.enter_context(assumed_routes(parallel.experts, run.placement, run.access))
         host = stack.enter_context(RealHostMode())
         parallel = UniformParallel(**vars(parallel))
         recording = record_steps(run, directory, parallel, read_fake_value, around)

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_mux.backbone.experts import layer as moe_layer
+from megatron_mux.backbone.experts.all_to_all import AllToAll
+from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Received, Sent, dispatch
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Router, Routes
 from megatron_mux.expert_ranks import ExpertRanks
-from megatron_mux.memory.assumed_routes import assumed_experts
+from megatron_mux.expert_shape import Placement, Routing
+from megatron_mux.memory.assumed_routes import Access, assumed_experts
 from megatron_mux.memory.fake_gpu.device import replaced
 
 _KNOWN = "_known_values"
@@ -108,49 +111,92 @@ def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return dtype in (torch.int64, torch.int32, torch.bool)
 
 
+class _Assumed:
+    """What is assumed of routes in a dry run; see `assumed_routes`."""
+
+    def __init__(self, ranks: ExpertRanks, placement: Placement | None, access: Access | None) -> None:
+        self._ranks, self._placement, self._access = ranks, placement, access
+        self._layer = 0
+        self._serving = torch.empty(0, dtype=torch.int64)
+
+    def enter(self, layer: MoELayer) -> None:
+        """Note which layer routes its rows."""
+        self._layer = layer.layer
+        if layer.exchange is not None:
+            serving = known(layer.exchange.serving)
+            assert serving is not None
+            self._serving = serving
+
+    def selected(self, rows: int, experts: int, routing: Routing) -> Tensor:
+        """`[rows, K]` int64: the experts of rows, in host memory."""
+        access = None if self._access is None else self._access[self._layer]
+        return torch.from_numpy(assumed_experts(rows, experts, routing, access))
+
+    def arriving(self, experts: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """From each process, its rows that come here, and their experts; -1 for those of other ranks.
+
+        Args:
+            experts: `[R, K]` int64, those of rows; each process has rows like this one's.
+        """
+        ranks, serving, found = self._ranks, self._serving, []
+        for source in range(ranks.size):
+            if self._placement is not None:  # of replicas, sources use different ones
+                serving = torch.tensor(self._placement.serving(self._layer, source))
+            here = serving[experts] == ranks.rank
+            rows = here.any(dim=1).nonzero().squeeze(1)
+            found += [(rows, experts.masked_fill(~here, -1)[rows])] * ranks.tensor_size
+        return found
+
+
 @contextlib.contextmanager
-def assumed_routes(ranks: ExpertRanks) -> Iterator[None]:
+def assumed_routes(
+    ranks: ExpertRanks, placement: Placement | None = None, access: Access | None = None
+) -> Iterator[None]:
     """Inside, routers select what `memory.assumed_routes` says, and the rows of other expert ranks are as this one's.
 
     Args:
         ranks: The expert ranks.
+        placement: Which of them hold which experts; None: neighbouring ones share a rank.
+        access: How likely experts are selected; None: all equally.
     """
-    choose, send = Router.forward, dispatch
+    assumed = _Assumed(ranks, placement, access)
+    route, choose, begin, send = MoELayer.route, Router.forward, AllToAll.begin, dispatch
 
-    def chosen(router: Router, x: Tensor) -> Routes:
-        routes = choose(router, x)
-        experts = assumed_experts(len(x), router.weight.shape[0], router.routing.top_k)
+    def routed(layer: MoELayer, *arguments: Any, **named: Any) -> Any:
+        assumed.enter(layer)
+        return route(layer, *arguments, **named)
+
+    def chosen(router: Router, x: Tensor, balance: Balance | None = None) -> Routes:
+        routes = choose(router, x, balance)
         with _disable_current_modes():  # what stands for it is not recorded
-            values = torch.from_numpy(experts)
+            values = assumed.selected(len(x), router.weight.shape[0], router.routing)
         set_known(routes.experts, values)
         return routes
 
+    def begun(exchange: AllToAll, routes: Routes) -> Any:
+        choice, sizes = begin(exchange, routes)
+        experts = known(routes.experts)
+        if experts is not None:
+            with _disable_current_modes():
+                counts = torch.tensor([len(rows) for rows, _ in assumed.arriving(experts)])
+            set_known(sizes.wait(), counts)
+        return choice, sizes
+
     def dispatched(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tensor) -> Received:
         received = send(x, routes, slots, sent, anchor)
-        first = sum(sent.outgoing[: ranks.group.rank()])
-        own = slice(first, first + sent.outgoing[ranks.group.rank()])
-        experts, rows, of_rows = (known(tensor) for tensor in (sent.experts, sent.rows, slots))
-        if experts is not None and rows is not None and of_rows is not None:
-            times = len(sent.outgoing)
+        experts, of_rows = known(routes.experts), known(slots)
+        if experts is not None and of_rows is not None:
             with _disable_current_modes():
-                both = experts[own].repeat(times, 1), of_rows[rows[own]].repeat(times)
+                rows, own = zip(*assumed.arriving(experts), strict=True)
+                both = torch.cat(own), of_rows[torch.cat(rows)]
             for tensor, values in zip((received.experts, received.slots), both, strict=True):
                 set_known(tensor, values)
         return received
 
-    with replaced(Router, "forward", chosen), replaced(moe_layer, "dispatch", dispatched):
+    with (
+        replaced(MoELayer, "route", routed),
+        replaced(Router, "forward", chosen),
+        replaced(AllToAll, "begin", begun),
+        replaced(moe_layer, "dispatch", dispatched),
+    ):
         yield
-
-
-def exchanged_sizes(args: Sequence[Any]) -> None:
-    """Put values beside what an all-to-all of numbers made: every rank sends this one what it sends itself.
-
-    Args:
-        args: Of `c10d.alltoall_base_`: the result, what was sent, the group.
-    """
-    made, given, group = args[:3]
-    values = known(given)
-    if values is not None and not args[3] and made.dim() == 1:
-        with unset_fake_temporarily():
-            rank = dist.ProcessGroup.unbox(group).rank()
-            set_known(made, values[rank].repeat(len(values)))

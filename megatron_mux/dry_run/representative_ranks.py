@@ -1,7 +1,7 @@
 """Chooses the ranks of a run whose peak memory the closed forms predict to be highest.
 
-Ranks of one stage differ in their sequences (data parallelism), in their rows where tensor ranks divide rows, and in
-their parts of adapters where there are more tensor ranks than heads of keys.
+Ranks of one stage differ in their sequences (data parallelism), in their rows where tensor ranks divide rows, in their
+parts of adapters where there are more tensor ranks than heads of keys, and in their experts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.alignment import Slice, padded_lengths
-from megatron_mux.fusion.load import TaskLoad, engine_memory
+from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.shape import BackboneShape
@@ -59,7 +60,7 @@ class _Work:
     """The work of each pipeline in a step.
 
     Attributes:
-        bytes: `[P, S]` bytes of the heaviest micro-batch of each pipeline on the ranks of each stage.
+        bytes: `[P, S]` bytes that last, and of the heaviest micro-batch of each pipeline, on the ranks of each stage.
     """
 
     def __init__(self, run: RunSpec) -> None:
@@ -79,15 +80,25 @@ class _Work:
         self._adapters = _adapter_values(run, info.shape)
         plan = run.plan
         layers = stage_layers(plan.split or even_split(info.shape.layers, plan.stages))
-        memory = engine_memory(
-            info.shape,
-            self._loads,
-            layers,
-            _method(run),
-            _ITEMSIZE[run.dtype],
-            "cuda",
+        differ = run.placement is not None or run.access is not None
+        memories = [
+            EngineMemory(
+                architecture_of(info.shape, run.placement, run.access),
+                [load.adapter for load in self._loads],
+                layers,
+                _method(run),
+                self._size,
+                [load.tokens for load in self._loads],
+                expert_rank=rank,
+            )
+            for rank in (range(run.expert) if differ else (None,))
+        ]
+        of_stages = np.stack(
+            [
+                self._most(memories[pipeline * run.tensor // run.expert_tensor % len(memories)], units)
+                for pipeline, units in enumerate(self._units)
+            ]
         )
-        of_stages = np.stack([self._most(memory, units) for units in self._units])
         # A rank has every so many-th stage.
         self.bytes: Array = of_stages.reshape(plan.data, plan.virtual, plan.ranks).sum(axis=1)
 
@@ -111,9 +122,9 @@ class _Work:
         return int((most * self._size + self._adapters * _OF_A_VALUE).argmax())
 
     def _most(self, memory: EngineMemory, units: Sequence[Sequence[Slice]]) -> Array:
-        """`[S]` bytes of the heaviest micro-batch."""
+        """`[S]` bytes that last, and of the heaviest micro-batch."""
         if not units:
-            return np.zeros(len(memory.stages))
+            return memory.lasting.total
         rows = np.zeros((len(units), len(self._names)))
         labels, copied = np.zeros(len(units)), np.zeros(len(units))
         for i, unit in enumerate(units):
@@ -125,7 +136,7 @@ class _Work:
                 labels[i] += max(0, min(one.stop, whole) - max(one.start, first))
                 copied[i] += self._loads[task].virtual_tokens + one.start
         found = memory.passes(Rows(rows, rows.sum(axis=1), labels, copied))
-        most: Array = (found.lasting + found.working).max(axis=0)
+        most: Array = memory.lasting.total + (found.lasting + found.working).max(axis=0)
         return most
 
 

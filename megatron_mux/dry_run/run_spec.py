@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Precision
 
@@ -81,6 +82,7 @@ class RunSpec:
         expert: Expert ranks.
         expert_tensor: Ranks that divide the matrices of an expert.
         placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
+        access: How likely rows select each expert; None: all equally.
     """
 
     config: Mapping[str, Any]
@@ -98,6 +100,7 @@ class RunSpec:
     expert: int = 1
     expert_tensor: int = 1
     placement: Placement | None = None
+    access: Access | None = None
 
     @property
     def world(self) -> int:

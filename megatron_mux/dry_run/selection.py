@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.choice.fit import Fit
 from megatron_mux.choice.ranking import Ranking, answer
 from megatron_mux.choice.task_file import TaskFile
@@ -129,11 +130,21 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
             f"--model {question.skeleton.path}: a dry run reads data with the tokenizer beside config.json: "
             "give a backbone's directory, or --method ours"
         )
-    file = TaskFile.read(question.skeleton.path, arguments.tasks)
+    experts = ExpertFiles.of(arguments)
+    file = TaskFile.read(question.skeleton.path, arguments.tasks, experts)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
     batches, unread = heaviest_batches(specs, directory)
     device = known(arguments.device).gpu
-    work = Workload(question.skeleton.raw, directory, arguments.tasks, specs, batches, device)
+    work = Workload(
+        question.skeleton.raw,
+        directory,
+        arguments.tasks,
+        specs,
+        batches,
+        device,
+        file.architecture.placement,
+        file.architecture.access,
+    )
     try:
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
@@ -147,6 +158,8 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
 def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) -> MethodEstimate:
     plan = read_plan(arguments.plan)
     flags = _flags(arguments, plan)
+    if work.placement is not None:
+        flags += ["--expert-model-parallel-size", str(work.placement.size)]
     run = work.run(flags, question.gpus, plan)
     if run.world != question.gpus:
         raise UserError(f"--plan {arguments.plan}: is for {run.world} GPU(s), --gpus says {question.gpus}")

@@ -13,8 +13,10 @@ from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.heaviest_batch import Batch, steps_of, task_records
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan, plan_for
 from megatron_mux.gpus import Gpu
+from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.tasks import TaskSpec
 
 
@@ -29,6 +31,7 @@ class Workload:
         specs: Its tasks.
         batches: Heaviest batch of each task, and its evaluation pass if it is evaluated.
         gpu: The GPU whose kernels are assumed.
+        placement, access: See `RunSpec`.
     """
 
     config: Mapping[str, Any]
@@ -37,6 +40,8 @@ class Workload:
     specs: Sequence[TaskSpec]
     batches: Sequence[tuple[Batch, Batch | None]]
     gpu: Gpu
+    placement: Placement | None = None
+    access: Access | None = None
 
     def run(self, flags: Sequence[str], gpus: int, plan: Plan | None = None) -> RunSpec:
         """The run that `pretrain_mux.py` starts with these flags.
@@ -70,6 +75,8 @@ class Workload:
             rolling=arguments.mux_rolling,
             expert=expert,
             expert_tensor=expert_tensor,
+            placement=self.placement,
+            access=self.access,
         )
 
     def _plan(self, arguments: MuxArguments, gpus: int) -> Plan:

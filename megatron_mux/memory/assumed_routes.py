@@ -1,83 +1,133 @@
 """Which experts rows select where no router has run: in dry runs and closed forms, before a run.
 
-Every expert is selected equally often. The experts of a row are as far apart in the order of their numbers as can be:
-where neighbouring experts share a rank, as many ranks as possible get the row. A real router sends rows to fewer.
+Every expert is selected equally often, or as an access profile says. The experts of a row are as far apart in the order
+of their numbers as can be, within the groups that a router may choose from: where neighbouring experts share a rank, as
+many ranks as possible get the row. A real router sends rows to fewer.
 
 Shapes: R rows, E experts, K of them for a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.expert_shape import Experts, Placement
+from megatron_mux.expert_shape import Experts, Placement, Routing
 
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, are spread evenly however many of them there are."""
+Access = Mapping[int, Sequence[float]]
+"""Of each layer with experts, `[E]` the probability that a row selects each of them."""
+
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1
+"""Their multiples, modulo 1, are spread evenly however many of them there are, also in pairs."""
 _SAMPLE = 4096
 """Rows from which shares are taken."""
 
 
-def assumed_experts(rows: int, experts: int, top_k: int) -> npt.NDArray[np.int64]:
+def assumed_experts(
+    rows: int, experts: int, routing: Routing, access: Sequence[float] | None = None
+) -> npt.NDArray[np.int64]:
     """Experts of rows, by systematic sampling: K distinct ones for each row.
 
     Args:
         rows: R.
         experts: E.
-        top_k: K.
+        routing: How many experts a row has, and from which groups.
+        access: `[E]` how likely a row selects each expert, at most 1; None: all are equally likely.
 
     Returns:
         `[R, K]`.
     """
-    places = ((np.arange(1, rows + 1) * _GOLDEN) % 1.0)[:, None] + np.arange(top_k)
-    return np.minimum(places * experts / top_k, experts - 1).astype(np.int64)
+    top_k, best = routing.top_k, routing.top_groups
+    if access is not None:  # which has been counted, groups and all
+        ends = np.cumsum(access) * (top_k / np.sum(access))
+        found = np.searchsorted(ends, _places(rows, top_k), side="right")
+        return np.minimum(found, experts - 1).astype(np.int64)
+    if routing.groups == 1:
+        return _spread(_places(rows, top_k), experts)
+    each = experts // routing.groups
+    groups = _spread(_places(rows, best, _SILVER), routing.groups)  # [R, best]
+    among = _spread(_places(rows, top_k), best * each)
+    of_groups: npt.NDArray[np.int64] = np.take_along_axis(groups, among // each, axis=1)
+    return of_groups * each + among % each
+
+
+def _places(rows: int, count: int, step: float = _GOLDEN) -> npt.NDArray[np.float64]:
+    """`[R, count]` numbers, one of each row in each of `count` unit intervals."""
+    fractions = np.arange(1, rows + 1) * step % 1.0
+    places: npt.NDArray[np.float64] = fractions[:, None] + np.arange(count, dtype=np.float64)
+    return places
+
+
+def _spread(places: npt.NDArray[np.float64], over: int) -> npt.NDArray[np.int64]:
+    """Which of `over` equal parts of all unit intervals each place is in."""
+    parts: npt.NDArray[np.int64] = np.minimum(places * over / places.shape[1], over - 1).astype(np.int64)
+    return parts
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What a rank computes of a layer's experts, for each row that a rank has, averaged over layers.
+    """What a rank computes of a layer's experts, for each row that a rank has.
 
     Attributes:
         sent: Rows that the rank sends, to itself too; one for each rank with a share of the row's experts.
         received: Rows that it receives.
         pairs: Pairs of a row and an expert that it computes.
-        held: Experts that it holds.
     """
 
     sent: float = 1.0
     received: float = 1.0
     pairs: float = 1.0
-    held: float = 1.0
 
     @classmethod
     def of(
-        cls, experts: Experts, ranks: int = 1, tensor: int = 1, placement: Placement | None = None
+        cls,
+        experts: Experts,
+        layer: int,
+        ranks: int = 1,
+        tensor: int = 1,
+        placement: Placement | None = None,
+        access: Access | None = None,
     ) -> list[ExpertLoad]:
-        """The load of each expert rank.
+        """The load of each expert rank in a layer.
 
         Args:
             experts: The backbone's.
+            layer: The layer.
             ranks: Expert ranks.
             tensor: Ranks that divide the matrices of an expert.
             placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
+            access: How likely experts are selected; None: all equally.
         """
         if placement is None:
-            placement = Placement.contiguous(experts.count, ranks, (0,))
-        selected = assumed_experts(_SAMPLE, experts.count, experts.routing.top_k)
-        sent, received, pairs, held = np.zeros((4, ranks))
-        for layer in placement.ranks:
-            for source in range(ranks):
-                served = np.asarray(placement.serving(layer, source))[selected]  # [R, K]
-                for rank in range(ranks):
-                    here = served == rank
-                    sent[source] += here.any(axis=1).mean()
-                    received[rank] += here.any(axis=1).mean()
-                    pairs[rank] += here.sum(axis=1).mean()
-                    held[rank] += len(placement.held(layer, rank)) / ranks
-        table = np.stack((sent * tensor, received * tensor, pairs * tensor, held), axis=1) / len(
-            placement.ranks
+            placement = Placement.contiguous(experts.count, ranks, (layer,))
+        likely = None if access is None else tuple(access[layer])
+        alike = all(len(held) == 1 for held in placement.ranks[layer])  # without replicas
+        shares = np.array(
+            [
+                _shares(tuple(placement.serving(layer, source)), ranks, experts.routing, likely)
+                for source in (range(1) if alike else range(ranks))
+            ]
         )
-        return [cls(*row) for row in table.tolist()]
+        shares = np.broadcast_to(shares, (ranks, *shares.shape[1:]))
+        sent = shares[:, 0].sum(axis=1)
+        received, pairs = shares.sum(axis=0)
+        return [cls(*(tensor * load).tolist()) for load in np.stack((sent, received, pairs), axis=1)]
+
+    @classmethod
+    def most(cls, loads: Sequence[ExpertLoad]) -> ExpertLoad:
+        """The most of any of these in everything."""
+        return cls(*(max(getattr(load, name) for load in loads) for name in ("sent", "received", "pairs")))
+
+
+@lru_cache(maxsize=4096)
+def _shares(
+    serving: tuple[int, ...], ranks: int, routing: Routing, access: tuple[float, ...] | None
+) -> npt.NDArray[np.float64]:
+    """`[2, ranks]` rows that go to each rank, and pairs, for each row; `serving` has the rank of each expert."""
+    served = np.array(serving)[assumed_experts(_SAMPLE, len(serving), routing, access)]  # [R, K]
+    here = served[:, :, None] == np.arange(ranks)
+    return np.stack((here.any(axis=1).mean(axis=0), here.sum(axis=1).mean(axis=0)))

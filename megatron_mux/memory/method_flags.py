@@ -36,6 +36,8 @@ FLAGS: Mapping[str, Flag] = {
     "--attention": Flag("flash", ("ours", "trace"), ("ours", "trace")),
     "--recompute": Flag("none", ("trace",), ("trace", _FOLLOWS_PLAN)),
     "--plan": Flag(None, tasks=(_FOLLOWS_PLAN,)),
+    "--mux-expert-placement": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
+    "--expert-profile": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
     "--backbone-weights": Flag("resident", tasks=(_FOLLOWS_PLAN,)),
 }
 

@@ -10,12 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.registry import DENSE, WITH_EXPERTS, read_shape
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.errors import UserError
+from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import plan_for
+from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Recipe
@@ -23,67 +24,25 @@ from megatron_mux.memory.forms.step_memory import EngineStepMemory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
+from tests.end_to_end.memory_configs import (
+    ADAPTERS,
+    CONFIGS,
+    EVERYWHERE,
+    EXPERT_KINDS,
+    EXPERT_METHODS,
+    KIND_NAMES,
+    LLAMA,
+    METHODS,
+    ON_EXPERTS,
+    SIZES,
+)
 from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.stream.peak import peak_of
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
-}  # fmt: skip
-CONFIGS: Mapping[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 4096, "n_positions": 2048, "n_embd": 512, "n_layer": 4, "n_head": 8},
-    "gpt_neo": {
-        "vocab_size": 4096, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "max_position_embeddings": 2048,
-        "attention_types": [[["global", "local"], 2]], "window_size": 64,
-    },
-    "opt": {
-        "vocab_size": 4096, "hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "max_position_embeddings": 2048,
-    },
-    "qwen3": {**_LLAMA, "head_dim": 64},
-    "gemma3_text": {**_LLAMA, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64},
-    "phi3": {**_LLAMA, "pad_token_id": 0},
-    "mixtral": {
-        **_LLAMA, "vocab_size": 512, "intermediate_size": 704, "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
-    "qwen3_moe": {
-        **_LLAMA, "vocab_size": 512, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 256, "norm_topk_prob": True,
-    },
-}  # fmt: skip
-"""Configs of families that are not as Llama is."""
-ON_EXPERTS = "LORA on experts"
-ADAPTERS: Mapping[str, dict[str, Any]] = {
-    "LORA": {"r": 8, "target_modules": "all-linear"},
-    "LORA with dropout": {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
-    "BOTTLENECK": {"bottleneck_size": 32},
-    "PREFIX_TUNING": {"num_virtual_tokens": 16},
-    "DIFF_PRUNING": {"sparsity": 0.9, "target_modules": "all-linear"},
-    ON_EXPERTS: {
-        "r": 8,
-        "target_modules": ["q_proj", "v_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    },
-}
-"""Fields of sections that do not have defaults for all, and of those whose defaults adapt little."""
-KIND_NAMES = (*KINDS, "LORA with dropout")
-METHODS = {
-    "1x1": Method(parts=2),
-    "TP2": Method(tensor=2, parts=2),
-    "PP2": Method(pipeline=2, parts=8),
-}
-EXPERT_METHODS = {
-    "1x1": Method(parts=2),
-    "all computed again": Method(parts=2, recompute="full"),
-    "PP2": Method(pipeline=2, parts=8),
-    "TP2": Method(tensor=2, sequence_parallel=True, parts=2),
-    "EP2": Method(data=2, expert=2, parts=2),
-    "EP4": Method(data=4, expert=4, parts=2),
-    "EP2+PP2": Method(data=2, expert=2, pipeline=2, parts=8),
-}
-"""Divisions of backbones with experts."""
 LENGTH, SEQUENCES = 128, 16
 """Tokens of a sequence; sequences of a micro-batch, a quarter of them in a pipeline."""
+_TOGETHER = 16
+"""Cells whose dry runs are made by one process."""
 _SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 
 
@@ -97,6 +56,7 @@ class Cell:
         division: A name of `METHODS`.
         dtype: Of the backbone.
         layers: Of the backbone.
+        size: A name of `SIZES` of the family; empty: that of `CONFIGS`.
     """
 
     family: str
@@ -104,6 +64,7 @@ class Cell:
     division: str
     dtype: Dtype = "bfloat16"
     layers: int = 4
+    size: str = ""
 
     @property
     def method(self) -> Method:
@@ -122,7 +83,8 @@ class Cell:
             "model_type": self.family,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            **CONFIGS.get(self.family, _LLAMA),
+            **CONFIGS.get(self.family, LLAMA),
+            **(SIZES[self.family][self.size].config if self.size else {}),
         }
         depth: dict[str, Any] = dict.fromkeys(
             {"num_hidden_layers", "n_layer", "num_layers"} & config.keys(), self.layers
@@ -163,23 +125,52 @@ class Cell:
     @property
     def sequences(self) -> int:
         """Of a micro-batch."""
-        return SEQUENCES // (4 if self.method.pipeline > 1 else 1)
+        whole = SIZES[self.family][self.size].sequences if self.size else SEQUENCES
+        return whole // (4 if self.method.pipeline > 1 else 1)
 
-    def forms(self) -> list[int]:
-        """Bytes of each stage's tensors at its peak, by closed forms."""
+    @cached_property
+    def placement(self) -> Placement | None:
+        """Rank 0 has half of the experts, the last expert is everywhere; odd layers the other way round."""
+        ranks, experts = self.method.expert, self.shape.experts
+        if "placed" not in self.division or experts is None:
+            return None
+        count = experts.count
+        of = [(0,) if e < count // 2 else (1 + e % (ranks - 1),) for e in range(count - 1)]
+        rows = [(*of, tuple(range(ranks))), (tuple(range(ranks)), *of[::-1])]
+        return Placement(ranks, {layer: rows[layer % 2] for layer in experts.layers(self.layers)})
+
+    @cached_property
+    def access(self) -> Access | None:
+        """The first experts are selected most often."""
+        experts = self.shape.experts
+        if "placed" not in self.division or experts is None:
+            return None
+        count, top_k = experts.count, experts.routing.top_k
+        weights = [1.5 - e / (count - 1) for e in range(count)]
+        row = [min(1.0, top_k * weight / sum(weights)) for weight in weights]
+        return dict.fromkeys(experts.layers(self.layers), row)
+
+    def memory(self) -> EngineStepMemory:
+        """Its memory by closed forms."""
         shape = self.shape
         recipe = Recipe(
             LENGTH,
             "bf16" if _SIZES[self.dtype] == 2 else "fp32",
             adapters=(TaskAdapters.of(self.task, shape),),
         )
-        memory = EngineStepMemory(architecture_of(shape), recipe, self.method, bare=True)
+        return EngineStepMemory(
+            architecture_of(shape, self.placement, self.access), recipe, self.method, bare=True
+        )
+
+    def forms(self) -> list[int]:
+        """Bytes of each stage's tensors at its peak, by closed forms."""
+        memory = self.memory()
         rows, stages = self.sequences * LENGTH, range(self.method.pipeline)
         found = [at_stage(memory, stage, rows) for stage in stages]
         return [sum(parts.values()) - parts["fragmentation"] for parts in found]
 
     def runs(self) -> list[tuple[RunSpec, int]]:
-        """The dry run of the first rank of each stage."""
+        """Dry runs of the first rank of each stage, or where these differ of all expert ranks; stage by stage."""
         method, spec = self.method, self.task
         plan = plan_for("spatial", {spec.name: 1}, method.pipeline, method.micro_batches)
         count = 2 * spec.training.per_device_train_batch_size
@@ -194,8 +185,20 @@ class Cell:
             recompute=method.recompute,
             expert=method.expert,
             expert_tensor=method.tensor if self.has_experts else 1,
+            placement=self.placement,
+            access=self.access,
         )
-        return [(run, stage * method.tensor * method.data) for stage in range(method.pipeline)]
+        ranks = range(self.ranks)
+        return [
+            (run, stage * method.tensor * method.data + rank)
+            for stage in range(method.pipeline)
+            for rank in ranks
+        ]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage that differ."""
+        return 1 if self.placement is None else self.method.expert
 
 
 @dataclass(frozen=True)
@@ -223,38 +226,56 @@ class Compared:
 
     def __str__(self) -> str:
         c = self.cell
-        name = f"{c.family}, {c.kind}, {c.division}, stage {self.stage}, {c.dtype}"
+        family = f"{c.family} ({c.size})" if c.size else c.family
+        name = f"{family}, {c.kind}, {c.division}, stage {self.stage}, {c.dtype}"
         return f"{self.off:+.1%} {name}: {self.form} by closed forms, {self.dry_run} in a dry run ({self.moment})"
 
 
 def compared(cells: Sequence[Cell]) -> Iterator[Compared]:
-    """Every stage of these cells."""
+    """Every stage of these cells; a few at a time, since dry runs have a time limit."""
+    for first in range(0, len(cells), _TOGETHER):
+        yield from _compared(cells[first : first + _TOGETHER])
+
+
+def _compared(cells: Sequence[Cell]) -> Iterator[Compared]:
     runs = [cell.runs() for cell in cells]
     made = iter(dry_runs([one for own in runs for one in own], whole=True))
     for cell in cells:
         for stage, form in enumerate(cell.forms()):
-            peak = peak_of(next(made).stream)
+            peak = max((peak_of(next(made).stream) for _ in range(cell.ranks)), key=lambda one: one.size)
             yield Compared(cell, stage, form, peak.size, str(peak.moment))
 
 
-FAMILIES = (*DENSE, *(family for family in WITH_EXPERTS if family in CONFIGS))
-"""Of the whole matrix: those whose memory closed forms know."""
+FAMILIES = (*DENSE, *WITH_EXPERTS)
 
 
 def all_cells(
     families: Sequence[str] = FAMILIES,
-    kinds: Sequence[str] = (*KIND_NAMES, ON_EXPERTS),
+    kinds: Sequence[str] = (*KIND_NAMES, *EXPERT_KINDS[1:]),
     dtype: Dtype = "bfloat16",
 ) -> list[Cell]:
-    """The whole matrix, or a part of it, without adapters that a family cannot have.
-
-    Of families with experts, LoRA without and with adapters on these.
-    """
-    every = [
-        Cell(family, kind, division, dtype)
-        for family in families
-        for kind in kinds
-        for division in (EXPERT_METHODS if family in WITH_EXPERTS else METHODS)
-        if family in DENSE or (kind in ("LORA", ON_EXPERTS) and (kind, division) != (ON_EXPERTS, "TP2"))
-    ]
+    """The whole matrix, or a part of it, without adapters that a family cannot have."""
+    every = []
+    for family in families:
+        if family in WITH_EXPERTS:
+            every += [cell for cell in expert_cells(family, dtype) if cell.kind in kinds]
+        else:
+            names = [kind for kind in kinds if kind in KIND_NAMES]
+            every += [Cell(family, kind, division, dtype) for kind in names for division in METHODS]
     return [cell for cell in every if cell.exists]
+
+
+def expert_cells(family: str, dtype: Dtype = "bfloat16") -> Iterator[Cell]:
+    """Of a family with experts: everywhere adapters may be, divisions with two of them, two more sizes."""
+    for kind in EXPERT_KINDS:
+        for division in EXPERT_METHODS:
+            on_experts = kind in (ON_EXPERTS, EVERYWHERE)
+            if on_experts and "TP2" in division:
+                continue  # tensor ranks divide no expert that has an adapter
+            if kind in ("LORA", EVERYWHERE) or division in ("1x1", "all computed again"):
+                yield Cell(family, kind, division, dtype)
+    for size in SIZES[family]:
+        for division in ("1x1", "all computed again", "TP2+EP2", "EP2+PP2", "EP3, placed"):
+            yield Cell(family, "LORA", division, dtype, size=size)
+            if "TP2" not in division:
+                yield Cell(family, ON_EXPERTS, division, dtype, size=size)

@@ -178,6 +178,39 @@ def test_experts_are_divided_by_this_engine(estimate: Call, tmp_path: Path) -> N
     assert all("adapters on routed experts" in m["not_by_this_engine"] for m in tensor)
 
 
+def test_experts_lie_where_a_file_has_them_and_are_used_as_a_profile_says(
+    estimate: Call, tmp_path: Path
+) -> None:
+    file, placed, used = (tmp_path / name for name in ("tasks.yaml", "placement.json", "profile.json"))
+    file.write_text(ONE_TASK)
+    model = {"family": "mixtral", "layers": 4, "experts": 8, "top_k": 2, "hidden_size": 256}
+    row = [[0]] * 5 + [[1], [2], [3]]
+    placed.write_text(json.dumps({"model": model, "workers": 4, "placement": [row] * 4}))
+    used.write_text(
+        json.dumps({"model": model, "top_k": 2, "tokens": 9, "access": [[0.1] * 5 + [0.1, 0.7, 0.7]] * 4})
+    )
+
+    def predicted(*flags: str) -> dict[str, Any]:
+        status, output, errors = estimate(MIXTRAL, "--tasks", str(file), "--json", *flags)
+        assert status == 0 and not errors, errors
+        methods = {(m["name"], m["details"]): m for m in json.loads(output)["methods"]}
+        found = methods["4DP+4EP", ""]["breakdown"]
+        return {**found, "names": {name for name, _ in methods}}
+
+    even, uneven = predicted(), predicted("--mux-expert-placement", str(placed))
+    both = predicted("--mux-expert-placement", str(placed), "--expert-profile", str(used))
+    assert uneven["names"] == {"4DP+4EP"}, "as many expert ranks as the file has workers"
+    one = 2 * 4 * 3 * 256 * 704
+    assert uneven["parameters"] - even["parameters"] == 3 * one, "one rank holds five of eight"
+    assert uneven["activations"] > 1.5 * even["activations"], "and computes five eighths of the pairs"
+    assert both["activations"] < uneven["activations"], "of rows that mostly go elsewhere"
+    placed.write_text(placed.read_text().replace('"experts": 8', '"experts": 9'))
+    status, _, errors = estimate(MIXTRAL, "--tasks", str(file), "--mux-expert-placement", str(placed))
+    assert status == 2 and "is for another model: experts 9 instead of 8" in errors
+    status, _, errors = estimate(OURS, "--tasks", str(file), "--expert-profile", str(used))
+    assert status == 2 and "a llama has no experts" in errors
+
+
 def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> None:
     file = Path(tasks)
     file.write_text(TASKS.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))

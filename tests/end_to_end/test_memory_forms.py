@@ -20,7 +20,8 @@ from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.tasks import TaskSpec
-from tests.end_to_end.memory_cells import KIND_NAMES, Cell, compared
+from tests.end_to_end.memory_cells import Cell, compared
+from tests.end_to_end.memory_configs import KIND_NAMES
 from tests.unit.memory.architectures import at_stage
 from tests.unit.memory.configs import write
 from tests.unit.memory.stream.peak import peak_of
@@ -140,8 +141,11 @@ CELLS = (
     *(Cell("gemma3_text", kind, "TP2", layers=2) for kind in KIND_NAMES if kind != "LORA"),
     Cell("mixtral", "LORA", "EP2", layers=2),
     Cell("mixtral", "LORA on experts", "all computed again", layers=2),
-    Cell("qwen3_moe", "LORA", "TP2", layers=2),
+    Cell("mixtral", "LORA on experts", "EP3, placed", layers=2),
+    Cell("qwen3_moe", "LORA", "TP2+EP2", layers=2),
     Cell("qwen3_moe", "LORA on experts", "1x1", layers=2),
+    Cell("deepseek_v2", "LORA on shared experts", "all computed again", layers=2),
+    Cell("deepseek_v3", "LORA everywhere", "EP2", layers=2),
 )
 
 

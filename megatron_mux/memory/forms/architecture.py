@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_mux.base_ops import ATTENTION_OPS, BASE_OPS, COLUMN_PARALLEL, EXPERT_OPS, BaseOpName
-from megatron_mux.errors import UserError
+from megatron_mux.base_ops import (
+    COLUMN_PARALLEL,
+    EXPERT_OPS,
+    LATENT_OPS,
+    MLP_OPS,
+    REPLICATED,
+    SHARED_OPS,
+    BaseOpName,
+)
 from megatron_mux.expert_shape import Experts, Placement
+from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.optimizers import Shapes
-from megatron_mux.shape import BackboneShape
+from megatron_mux.shape import BackboneShape, Latent
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,9 @@ class Architecture:
         output_norms: Whether the outputs of attention and of the MLP are normalised before they are added.
         rotations: How many different rotary embeddings its layers have.
         moe: Its experts, if any.
+        latent: Sizes of multi-head latent attention, if it has that.
         placement: Which expert ranks hold which of them; None: neighbouring ones share a rank.
+        access: How likely rows select each of them; None: all equally.
     """
 
     model_type: str
@@ -93,7 +103,9 @@ class Architecture:
     output_norms: bool = False
     rotations: int = 1
     moe: Experts | None = None
+    latent: Latent | None = None
     placement: Placement | None = field(default=None, compare=False)
+    access: Access | None = field(default=None, compare=False)
 
     @property
     def total(self) -> int:
@@ -102,8 +114,18 @@ class Architecture:
 
     @property
     def queries(self) -> int:
-        """Width of all queries, and of attention's output."""
+        """Width of all queries, and of attention's output within core attention."""
         return self.heads * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Input width of linear_proj."""
+        return self.queries if self.latent is None else self.heads * self.latent.value
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def keys(self) -> int:
@@ -117,14 +139,29 @@ class Architecture:
 
     @property
     def widths(self) -> Mapping[BaseOpName, tuple[int, int]]:
-        """Input and output width of every BaseOp."""
-        return {
+        """Input and output width of every BaseOp; 0 of those that it has nowhere."""
+        found: dict[BaseOpName, tuple[int, int]] = {
             "linear_qkv": (self.hidden, self.queries + 2 * self.keys),
-            "linear_proj": (self.queries, self.hidden),
-            "linear_fc1": (self.hidden, self.inner),
-            "linear_fc2": (self.ffn, self.hidden),
-            "experts_fc1": (self.hidden, self.expert_ffn * (2 if self.gated else 1)),
-            "experts_fc2": (self.expert_ffn, self.hidden),
+            "linear_proj": (self.attended, self.hidden),
+        }
+        widths = (MLP_OPS, self.ffn), (SHARED_OPS, self.shared_ffn), (EXPERT_OPS, self.expert_ffn)
+        for (first, second), inner in widths:
+            found[first] = self.hidden, inner * (2 if self.gated else 1)
+            found[second] = inner, self.hidden
+        return found | self._latent_widths
+
+    @property
+    def _latent_widths(self) -> dict[BaseOpName, tuple[int, int]]:
+        latent = self.latent
+        if latent is None:
+            return dict.fromkeys(LATENT_OPS, (0, 0))
+        query = latent.query_rank or 0
+        return {
+            "linear_q": (self.hidden, self.queries),
+            "linear_q_down": (self.hidden, query),
+            "linear_q_up": (query, self.queries),
+            "linear_kv_down": (self.hidden, latent.rank + latent.rotated),
+            "linear_kv_up": (latent.rank, self.heads * (latent.plain + latent.value)),
         }
 
     @property
@@ -133,37 +170,41 @@ class Architecture:
         return 0 if self.moe is None else self.moe.ffn
 
     @property
-    def moe_share(self) -> float:
-        """The share of layers that have experts instead of an MLP."""
-        return 0.0 if self.moe is None else 1 - len(self.moe.dense) / len(self.layers)
+    def shared_ffn(self) -> int:
+        """Inner width of the shared experts; 0 without."""
+        return 0 if self.moe is None else self.moe.shared_ffn
 
-    def most_held(self, ranks: int) -> int:
-        """The most experts that one of so many expert ranks holds, of all layers."""
-        if self.placement is None:
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense
+
+    def held(self, layer: int, ranks: int, rank: int | None = None) -> int:
+        """The experts of a layer that one of so many expert ranks holds.
+
+        Args:
+            layer: The layer.
+            ranks: Expert ranks.
+            rank: Which of them; None: the one that holds most there.
+        """
+        if self.placement is None or not self.has_experts(layer):
             return -(-self.experts // ranks)
-        held = self.placement.held
-        return max(len(held(layer, rank)) for layer in self.placement.ranks for rank in range(ranks))
+        each = range(ranks) if rank is None else (rank,)
+        return max(len(self.placement.held(layer, one)) for one in each)
 
 
-def architecture_of(shape: BackboneShape, placement: Placement | None = None) -> Architecture:
+def architecture_of(
+    shape: BackboneShape, placement: Placement | None = None, access: Access | None = None
+) -> Architecture:
     """The architecture of a backbone, without a model of `transformers`; its own dropout is off.
 
     Args:
         shape: The backbone's.
         placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
-
-    Raises:
-        UserError: The backbone has shared experts or latent attention.
+        access: How likely rows select each expert; None: all equally.
     """
-    shape.refuse_latent("The closed form of the engine's memory")
     moe = shape.experts
-    if moe is not None and moe.shared_ffn:
-        raise UserError(
-            f"The closed form of the engine's memory does not know shared experts, which a {shape.family} has."
-        )
     vocabulary = shape.vocab * shape.hidden
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset
-    units = {has: _layer(shape, has) for has in (False, True)}
     return Architecture(
         model_type=shape.family,
         hidden=shape.hidden,
@@ -179,7 +220,7 @@ def architecture_of(shape: BackboneShape, placement: Placement | None = None) ->
         experts_per_token=1 if moe is None else moe.routing.top_k,
         vocabulary=shape.vocab,
         tied=shape.tied,
-        layers=tuple(units[shape.has_experts(layer)] for layer in range(shape.layers)),
+        layers=tuple(_layer(shape, layer) for layer in range(shape.layers)),
         embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=shape.hidden * len(shape.norm_leaves)),
@@ -187,22 +228,29 @@ def architecture_of(shape: BackboneShape, placement: Placement | None = None) ->
         output_norms=shape.output_norms,
         rotations=len({rope for rope in shape.ropes if rope is not None}),
         moe=moe,
+        latent=shape.latent,
         placement=placement,
+        access=access,
     )
 
 
-def _layer(shape: BackboneShape, has_experts: bool) -> Unit:
-    """A layer with experts, or with an MLP."""
+def _layer(shape: BackboneShape, layer: int) -> Unit:
     names = shape.names
     divided, copied = 0, len(names.layer_norms) * shape.hidden * len(shape.norm_leaves)
-    copied += len(names.head_norms) * shape.head_dim
-    for op in ATTENTION_OPS if has_experts else BASE_OPS:
-        divided += shape.in_features(op) * shape.out_features(op)
-        if shape.biases[op]:
-            bias = shape.out_features(op)
-            divided, copied = (divided + bias, copied) if op in COLUMN_PARALLEL else (divided, copied + bias)
-    if not has_experts or shape.experts is None:
+    copied += sum(width for _, width in shape.inner_norms.values())
+    for op in (op for op in shape.ops(layer) if op not in EXPERT_OPS):
+        weight, bias = (
+            shape.in_features(op) * shape.out_features(op),
+            shape.out_features(op) * shape.biases[op],
+        )
+        if op in REPLICATED:
+            copied += weight + bias
+        else:
+            divided += weight + bias * (op in COLUMN_PARALLEL)
+            copied += bias * (op not in COLUMN_PARALLEL)
+    if not shape.has_experts(layer):
         return Unit(divided, copied)
+    assert shape.experts is not None
     router = shape.experts.count * (shape.hidden + shape.experts.routing.bias)
     one = sum(shape.in_features(op) * shape.out_features(op) for op in EXPERT_OPS)
     return Unit(divided, copied + router, experts=shape.experts.count * one)

@@ -8,7 +8,7 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,44 +16,49 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters.costs import Kept, Row, Where
-from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, BaseOpName
+from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, SHARED_OPS, BaseOpName
 from megatron_mux.kernels.terms import LATENT_MULTIPLE
-from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
+from megatron_mux.memory.forms.beginnings import FIRSTS
 from megatron_mux.memory.forms.layer_bytes import OPS, LayerBytes
+from megatron_mux.memory.forms.layer_kinds import LayerKinds
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 
 Array = npt.NDArray[np.float64]
 
-_BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2", *EXPERT_OPS)
+_BEHIND_ATTENTION: tuple[BaseOpName, ...] = ("linear_fc1", "linear_fc2", *SHARED_OPS, *EXPERT_OPS)
+_SAME_INPUT: Mapping[BaseOpName, BaseOpName] = {
+    "linear_q": "linear_kv_down",
+    "linear_q_down": "linear_kv_down",
+}
+"""BaseOps whose input is that of another one."""
 
 
 class AdapterBytes(NamedTuple):
     """Bytes of micro-batches that depend on which tasks are in them.
 
     Attributes:
-        trained: `[B, S]` layers with a gradient.
+        trained: `[B, L]` 1 where a layer has a gradient.
+        plain: `[B, L]` bytes of a row that a layer with a gradient keeps, whatever the adapters.
         below_first: `[B, S]` bytes of a row that the first of them does not keep, below its first adapter.
-        inputs, all_inputs: `[B, S]` bytes of a row for inputs that adapters need: of the layer that keeps most, of all.
-        own, all_own: `[B, S]` bytes of adapters' own.
-        scratch: `[B, S]` bytes that an adapter's backward pass takes for a moment.
-        multiplied, multiplied_behind: `[B, S]` bytes of tensors that an adapter's backward pass multiplies, up to
+        inputs: `[B, L]` bytes of a row for inputs that adapters need.
+        own: `[B, L]` bytes of adapters' own.
+        scratch: `[B, L]` bytes that an adapter's backward pass takes for a moment.
+        multiplied, multiplied_behind: `[B, L]` bytes of tensors that an adapter's backward pass multiplies, up to
             attention's end and behind it.
-        least_fc2_inputs: `[B, S]` bytes of a row of `inputs` for linear_fc2, of those that were replaced, too: of the
-            layer that keeps least.
+        fc2_inputs: `[B, L]` bytes of a row of `inputs` for linear_fc2, of those that were replaced, too.
         last_inputs: `[B]` bytes of a row of `inputs` behind the last layer's attention.
         last_own: `[B]` bytes of `own` there.
     """
 
     trained: Array
+    plain: Array
     below_first: Array
     inputs: Array
-    all_inputs: Array
     own: Array
-    all_own: Array
     scratch: Array
     multiplied: Array
     multiplied_behind: Array
-    least_fc2_inputs: Array
+    fc2_inputs: Array
     last_inputs: Array
     last_own: Array
 
@@ -62,7 +67,7 @@ class AdapterTables:
     """Tables of what each task's adapter needs in every layer.
 
     Args:
-        layer: A layer of the backbone.
+        kinds: The layers of the backbone.
         tasks: The adapters.
         stages: The layers of each stage.
 
@@ -70,9 +75,15 @@ class AdapterTables:
         of_stage: `[L, S]` 1 where a layer is a stage's.
     """
 
-    def __init__(self, layer: EngineLayer, tasks: Sequence[TaskAdapters], stages: Sequence[range]) -> None:
-        self._layer = layer
-        layers = len(layer.architecture.layers)
+    def __init__(
+        self,
+        kinds: LayerKinds,
+        tasks: Sequence[TaskAdapters],
+        stages: Sequence[range],
+    ) -> None:
+        self._kinds, self._layer = kinds, kinds.kinds[0]
+        self._pairs = kinds.each(lambda layer: layer.pairs)
+        layers = len(self._pairs)
         shape = (len(tasks), layers)
         self.of_stage: Array = np.array([[float(i in own) for own in stages] for i in range(layers)])
         self._inputs = {op: np.zeros(shape) for op in OPS}
@@ -95,11 +106,12 @@ class AdapterTables:
         if key not in known:
             known[key] = self._priced(key)
         found, own = known[key]
-        self._inputs[op][place] = max(self._inputs[op][place], found.input)
+        needed = self._inputs[_SAME_INPUT.get(op, op)]
+        needed[place] = max(needed[place], found.input)
         self._outputs[op][place] = max(self._outputs[op][place], found.output)
         self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
         latent = self._latent[op, found.output]
-        rows = self._layer.load.pairs if op in EXPERT_OPS else 1.0
+        rows = self._pairs[adapted.layer] if op in EXPERT_OPS else 1.0
         latent[place] = max(latent[place], rows * _whole(found.latent) * self._layer.size)
         self._own[place] += own
         self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
@@ -121,22 +133,22 @@ class AdapterTables:
         """Bytes of a row of tensors that an adapter's backward pass multiplies: three in the parameters' precision,
         and the product rounded to the backbone's."""
         size = self._layer.size
-        where: Where = "rows" if kept.output and op not in COLUMN_PARALLEL else "columns"
+        where: Where = "rows" if kept.output and op not in COLUMN_PARALLEL else _columns(op)
         width = kept.multiplied * (3 * max(4, size) + size * (size < 4))
         return self._layer.bytes([Row("multiplied", where, width, 1)])
 
     @property
     def step_scratch(self) -> Array:
         """`[S]` bytes that the optimizer step of one adapter takes for a moment."""
-        found: Array = self._most(self._scratch.max(axis=0, initial=0.0)[None, :])[0]
+        found: Array = self.most(self._scratch.max(axis=0, initial=0.0)[None, :])[0]
         return found
 
-    def at(self, rows: Array, plain: LayerBytes, together: bool) -> AdapterBytes:
+    def at(self, rows: Array, kept: Sequence[LayerBytes], together: bool) -> AdapterBytes:
         """Bytes that the adapters of micro-batches of `[B, K]` rows keep and take.
 
         Args:
             rows: Rows of each task.
-            plain: What a layer keeps of a row.
+            kept: What a layer of each kind keeps of a row.
             together: Whether gradients begin where those of any task do, whichever tasks are in the micro-batch.
         """
         layers, count = len(self.of_stage), len(FIRSTS)
@@ -147,32 +159,30 @@ class AdapterTables:
         begins = lowest // count
         trained = (np.arange(layers) >= begins[:, None]).astype(float)
         first = np.arange(layers) == begins[:, None]
+        below = np.stack([one.below for one in kept])[self._kinds.of_layer]  # [L, B, FIRSTS]
+        widths = np.stack([one.inputs for one in kept])[self._kinds.of_layer]  # [L, B, ops]
         inputs, last = np.zeros_like(trained), np.zeros(len(rows))
-        for width, op in zip(plain.inputs.T, OPS, strict=True):
-            needed = (present @ self._inputs[op] > 0) * width[:, None]
+        for index, op in enumerate(OPS):
+            needed = (present @ self._inputs[op] > 0) * widths[:, :, index].T
             inputs += needed
             if op in _BEHIND_ATTENTION:
                 last += needed[:, -1]
             if op == "linear_fc2":
-                gone = needed + self._replaced_inputs(present, op)
-                least = np.stack([gone[:, own > 0].min(axis=1) for own in self.of_stage.T], axis=1)
+                fc2_inputs = needed + self._replaced_inputs(present, op)
         everything = rows.sum(axis=1, keepdims=True)
-        own = rows @ self._own + everything * self._shared(present)
-        scratch = _largest(present, self._scratch)
         # An input that one adapter replaces for others goes backward once these are done with theirs.
         behind = _largest(rows, self._multiplied_behind)
         behind = behind - everything * self._replaced_inputs(present, "linear_fc2")
         return AdapterBytes(
-            trained=trained @ self.of_stage,
-            below_first=(first * plain.below[np.arange(len(rows)), lowest % count][:, None]) @ self.of_stage,
-            inputs=self._most(inputs),
-            all_inputs=inputs @ self.of_stage,
-            own=self._most(own),
-            all_own=own @ self.of_stage,
-            scratch=self._most(scratch),
-            multiplied=self._most(_largest(rows, self._multiplied)),
-            multiplied_behind=self._most(np.maximum(behind, 0.0)),
-            least_fc2_inputs=least,
+            trained=trained,
+            plain=trained * self._kinds.spread([one.plain for one in kept]),
+            below_first=(first * below[:, np.arange(len(rows)), lowest % count].T) @ self.of_stage,
+            inputs=inputs,
+            own=rows @ self._own + everything * self._shared(present),
+            scratch=_largest(present, self._scratch),
+            multiplied=_largest(rows, self._multiplied),
+            multiplied_behind=np.maximum(behind, 0.0),
+            fc2_inputs=fc2_inputs,
             last_inputs=last,
             last_own=rows @ self._own_behind,
         )
@@ -183,7 +193,7 @@ class AdapterTables:
         for op in OPS:
             _, out = self._layer.architecture.widths[op]
             column = op in COLUMN_PARALLEL
-            output = Row("output before adapters", "columns" if column else "rows", out)
+            output = Row("output before adapters", _columns(op) if column else "rows", out)
             found += (present @ self._outputs[op] > 0) * self._layer.bytes([output])
             found += _largest(present, self._latent[op, False]) + _largest(present, self._latent[op, True])
             if not column:
@@ -198,10 +208,15 @@ class AdapterTables:
         found: Array = both.astype(float) * self._layer.bytes([after])
         return found
 
-    def _most(self, of_layers: Array) -> Array:
+    def most(self, of_layers: Array) -> Array:
         """`[B, S]` the most of any layer of a stage."""
         columns = [of_layers[:, own > 0].max(axis=1, initial=0.0) for own in self.of_stage.T]
         return np.stack(columns, axis=1)
+
+
+def _columns(op: BaseOpName) -> Where:
+    """The part that a tensor rank has of a column-parallel BaseOp's output."""
+    return "all" if op in REPLICATED else "columns"
 
 
 def _whole(columns: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_mux.adapters.costs import Row
 from megatron_mux.base_ops import BaseOpName
@@ -18,14 +17,11 @@ from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.kernels.short_attention import LONGEST, blocks_of, padded_length
 from megatron_mux.memory.assumed_routes import ExpertLoad
-from megatron_mux.memory.forms import expert_layer
+from megatron_mux.memory.forms import expert_layer, latent_layer
 from megatron_mux.memory.forms.architecture import Architecture
+from megatron_mux.memory.forms.beginnings import BEGINS, First
 from megatron_mux.memory.kernel_scratch import flash
 from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
-
-First = BaseOpName | Literal["core_attention"]
-"""The first part of a layer that has an adapter."""
-FIRSTS: tuple[First, ...] = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class EngineLayer:
         tensor: Ranks that share it.
         sequence_parallel: Whether they divide the rows outside the products.
         prefixed: Whether a sequence has virtual tokens: a CPU computes its attention as that of a long one.
-        load: What a rank computes of a layer's experts, if there are any.
+        load: What a rank computes of its experts; None: it has an MLP instead.
         exchanges: Whether rows go to other ranks for their experts.
     """
 
@@ -53,7 +49,7 @@ class EngineLayer:
     tensor: int = 1
     sequence_parallel: bool = False
     prefixed: bool = False
-    load: ExpertLoad = ExpertLoad()  # noqa: RUF009  (frozen)
+    load: ExpertLoad | None = None
     exchanges: bool = False
 
     def bytes(self, tensors: Iterable[Row]) -> float:
@@ -89,31 +85,48 @@ class EngineLayer:
                 the layer. Above attention (`linear_proj`), the last layer has labelled rows only.
         """
         a = self.architecture
-        begins = 0 if first is None else 1 + FIRSTS.index(first)
+        begins = 0 if first is None else BEGINS[first]
         saved: list[Row] = []
         if begins == 0:
             saved += self._norm("the first norm")
-        if begins <= 2:
-            saved += self._attention(selective, with_norms=begins <= 1)
-        if begins <= 3:
+        if begins <= BEGINS["core_attention"]:
+            saved += self._attention(selective, begins)
+        if begins <= BEGINS["linear_proj"]:
             saved += self._norm("the second norm")
             saved += self._norm("the norm behind attention") if a.output_norms else []
         saved += self._mlp(begins)
         saved += self._norm("the norm behind the MLP") if a.output_norms else []
-        if "linear_qkv" in inputs:
+        return saved + self._inputs(inputs, selective, begins)
+
+    def _inputs(self, inputs: frozenset[BaseOpName], selective: bool, begins: int) -> list[Row]:
+        """Inputs of BaseOps that are kept for adapters only; see `kept`."""
+        a, saved = self.architecture, list[Row]()
+        if not inputs.isdisjoint(("linear_qkv", "linear_kv_down")):
             saved.append(Row("output of the first norm", "all", a.hidden))
-        if "linear_proj" in inputs and (selective or self._short or begins > 2):
-            saved.append(Row("output of attention", "columns", a.queries))
-        if "linear_fc1" in inputs:
+        if "linear_q_up" in inputs:
+            saved.append(Row("normalised latent of queries", "all", a.widths["linear_q_up"][0]))
+        if "linear_kv_up" in inputs:
+            saved.append(Row("normalised latent of keys and values", "all", a.widths["linear_kv_up"][0]))
+        kept_anyway = not (selective or self.short or begins > BEGINS["core_attention"])
+        if "linear_proj" in inputs and (not kept_anyway or a.attended != a.queries):
+            saved.append(Row("output of attention", "columns", a.attended))
+        if not inputs.isdisjoint(("linear_fc1", "shared_fc1")):
             saved.append(Row("output of the second norm", "all", a.hidden))
         # ReLU goes backward by its output: an adapter behind it has that already.
-        if "linear_fc2" in inputs and (a.gated or a.activation != "relu" or begins > 4):
+        if "linear_fc2" in inputs and (a.gated or a.activation != "relu" or begins > BEGINS["linear_fc1"]):
             saved.append(Row("output of the activation", "columns", a.ffn))
+        if "shared_fc2" in inputs:
+            saved.append(Row("output of shared experts' activation", "columns", a.shared_ffn))
         if "experts_fc1" in inputs:
-            saved.append(Row("rows of pairs", "rows", self.load.pairs * a.hidden))
+            saved.append(Row("rows of pairs", "rows", self.pairs * a.hidden))
         if "experts_fc2" in inputs:
-            saved.append(Row("output of experts' activation", "rows", self.load.pairs * self.expert_ffn))
+            saved.append(Row("output of experts' activation", "rows", self.pairs * self.expert_ffn))
         return saved
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a row and an expert that a rank computes for each row that a rank has."""
+        return 0.0 if self.load is None else self.load.pairs
 
     @property
     def expert_ffn(self) -> float:
@@ -121,23 +134,25 @@ class EngineLayer:
         return self.architecture.expert_ffn / self.tensor
 
     def _mlp(self, begins: int) -> Iterator[Row]:
-        """What an MLP keeps, or experts, averaged over layers that have the one or the other.
+        """What an MLP keeps, or experts.
 
         Args:
-            begins: Where gradients begin; see `kept`.
+            begins: Where gradients begin; see `beginnings`.
         """
-        share = self.architecture.moe_share
-        if begins <= 4 and share < 1:
-            yield from (one._replace(width=one.width * (1 - share)) for one in self._activation())
-        if share:
-            yield from (one._replace(width=one.width * share) for one in expert_layer.kept(self, begins))
+        inside = begins <= BEGINS["linear_fc1"]
+        if self.load is not None:
+            yield from expert_layer.kept(self, begins)
+            if inside and self.architecture.shared_ffn:
+                yield from self._activation(self.architecture.shared_ffn)
+        elif inside:
+            yield from self._activation(self.architecture.ffn)
 
     def _norm(self, what: str) -> Iterator[Row]:
         yield Row(f"input of {what}", "rows", self.architecture.hidden)
-        yield Row(f"statistics of {what}", "rows", self._statistics, 4)
+        yield Row(f"statistics of {what}", "rows", self.statistics, 4)
 
     @property
-    def _statistics(self) -> int:
+    def statistics(self) -> int:
         """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
         if not self.architecture.rms_norm:
             return 2
@@ -147,9 +162,9 @@ class EngineLayer:
         """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
         a = self.architecture
         changed = a.rotary or a.qk_norm
-        return [Row("copied keys", "columns", a.keys)] if self._one_kernel and not changed else []
+        return [Row("copied keys", "columns", a.keys)] if self.one_kernel and not changed else []
 
-    def _attention(self, selective: bool, with_norms: bool) -> Iterator[Row]:
+    def _attention(self, selective: bool, begins: int) -> Iterator[Row]:
         """Queries, keys and values as core attention takes them, and what it keeps itself.
 
         The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something
@@ -158,31 +173,34 @@ class EngineLayer:
         once.
         """
         a = self.architecture
+        if a.latent is not None:
+            yield from latent_layer.kept(self, selective, begins)
+            return
         grouped = a.heads != a.kv_heads
         changed = a.rotary or a.qk_norm
-        short = self._short and not selective
-        values_copied = (self._one_kernel or short) and not selective
+        short = self.short and not selective
+        values_copied = (self.one_kernel or short) and not selective
         if short:
-            yield from self._short_attention()
+            yield from self.short_attention()
         elif changed or grouped:
             yield Row("queries", "columns", a.queries)
         if changed and not short:
             yield Row("keys", "columns", a.keys)
         if values_copied and not short:
             yield Row("values", "columns", a.keys)
-        normed = a.qk_norm and with_norms  # else nothing trained lies below them
+        normed = a.qk_norm and begins <= BEGINS["linear_qkv"]  # else nothing trained lies below them
         if normed or not ((changed or short) and values_copied):
             yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
         if normed:
             if grouped:
                 yield Row("queries before their norm", "columns", a.queries)
-            statistics = self._statistics * (a.heads + a.kv_heads)
+            statistics = self.statistics * (a.heads + a.kv_heads)
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
         if not selective and not short:
             yield Row("output of attention", "columns", a.queries)
             yield Row("log-sum-exp", "columns", a.heads, 4)
 
-    def _short_attention(self) -> Iterator[Row]:
+    def short_attention(self) -> Iterator[Row]:
         """What `kernels.short_attention` keeps: queries, keys and values, padded, and weights of pairs of tokens."""
         a, padded = self.architecture, padded_length(self.length)
         pairs = sum((stop - first) * stop for first, stop in blocks_of(padded))
@@ -192,23 +210,23 @@ class EngineLayer:
         yield Row("attention's weights", "columns", a.heads * pairs / self.length)
 
     @property
-    def _short(self) -> bool:
+    def short(self) -> bool:
         """Whether attention is computed by products of short segments."""
         return self.device == "cpu" and self.length <= LONGEST and not self.prefixed
 
     @property
-    def _one_kernel(self) -> bool:
+    def one_kernel(self) -> bool:
         """Whether one kernel computes attention of all packed sequences."""
         return self.device == "cuda" and self.size == 2
 
-    def _activation(self) -> Iterator[Row]:
-        """Inside the MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
+    def _activation(self, ffn: int) -> Iterator[Row]:
+        """Inside an MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
         a = self.architecture
-        yield Row("input of the activation, or its output", "columns", a.inner)
+        yield Row("input of the activation, or its output", "columns", ffn * (2 if a.gated else 1))
         if a.gated and not self._is_fused:
-            yield Row("activated half", "columns", a.ffn)
+            yield Row("activated half", "columns", ffn)
         if a.activation == "quick_gelu":
-            yield Row("sigmoid", "columns", a.ffn)
+            yield Row("sigmoid", "columns", ffn)
 
     @property
     def _is_fused(self) -> bool:
@@ -247,9 +265,10 @@ class EngineLayer:
         An upper bound: gradients come and go one after the other.
         """
         a = self.architecture
+        width = 3 * a.queries + 2 * a.keys if a.latent is None else latent_layer.backward(a)
         found = [
             Row("gradients of hidden states", "rows", 2 * a.hidden),
-            Row("gradients of attention", "columns", 3 * a.queries + 2 * a.keys),
+            Row("gradients of attention", "columns", width),
         ]
         if self.device == "cuda":
             found.append(Row("attention's scratch", "columns", self._scratch(), 1))
@@ -262,7 +281,7 @@ class EngineLayer:
     def _scratch(self) -> float:
         """Bytes of a row that attention's backward kernel takes for itself."""
         a, length = self.architecture, self.length
-        if self._one_kernel:
+        if self.one_kernel:
             sizes = flash(length + 128, length, a.heads, a.kv_heads, a.head_dim, self.size)
         else:
             asked = AttentionCall("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)

@@ -11,7 +11,7 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.assumed_routes import ExpertLoad
 from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
+from megatron_mux.memory.forms.engine_bytes import Lasting, Passes
 from megatron_mux.memory.forms.engine_layer import EngineLayer
-from megatron_mux.memory.forms.layer_bytes import RowBytes
+from megatron_mux.memory.forms.layer_bytes import LayerBytes, RowBytes
+from megatron_mux.memory.forms.layer_kinds import LayerKinds
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
@@ -59,66 +60,6 @@ class Rows(NamedTuple):
     copied: Array
 
 
-class Lasting(NamedTuple):
-    """`[S]` bytes of each stage's ranks that last from step to step.
-
-    Attributes:
-        parameters: The backbone's weights between uses.
-        in_use: Weights gathered or loaded for use, if they are kept elsewhere: of two neighbouring units.
-        head_in_use: The same for the output layer, while the loss is computed.
-        adapters: Values of all tasks' adapters, and copies of them in the backbone's dtype.
-        gradients: Their gradients.
-        moments: Their optimizers' moments.
-        buffer: The buffer in which gradients are summed over ranks.
-    """
-
-    parameters: Array
-    in_use: Array
-    head_in_use: Array
-    adapters: Array
-    gradients: Array
-    moments: Array
-    buffer: Array
-
-    @property
-    def total(self) -> Array:
-        """`[S]` bytes of all of them; weights of the output layer are in use when others are not."""
-        return sum((part for part in self if part is not self.head_in_use), start=np.zeros(1))
-
-
-class Passes(NamedTuple):
-    """`[B, S]` bytes of micro-batches.
-
-    Attributes:
-        kept: From the forward to the backward pass.
-        loss: Hidden states, and their gradient, while the loss is computed; zero but on the last stage.
-        logits: A chunk of logits and its copies, likewise.
-        workspace: Temporary tensors of a layer's backward pass.
-        recomputed: The layer that is recomputed for its backward pass.
-        messages: Hidden states and gradients received before their use, or sent and not freed yet.
-        fragmentation: Share of all these that the allocator needs on top.
-    """
-
-    kept: Array
-    loss: Array
-    logits: Array
-    workspace: Array
-    recomputed: Array
-    messages: Array
-    fragmentation: float
-
-    @property
-    def lasting(self) -> Array:
-        """Bytes held while the micro-batch is in flight, fragmentation included."""
-        return self.kept * (1 + self.fragmentation)
-
-    @property
-    def working(self) -> Array:
-        """The most further bytes held while it is computed, fragmentation included."""
-        backward = self.workspace + self.recomputed
-        return (np.maximum(backward, self.loss + self.logits) + self.messages) * (1 + self.fragmentation)
-
-
 @dataclass(frozen=True)
 class EngineMemory:
     """The memory of tasks on a backbone divided into stages.
@@ -133,6 +74,7 @@ class EngineMemory:
         device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, on `cuda`.
         fragmentation: Whether the allocator's fragmentation is counted.
+        expert_rank: Which expert rank it is of; None: of one that in each layer holds and computes as much as any.
     """
 
     architecture: Architecture
@@ -144,13 +86,14 @@ class EngineMemory:
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
     fragmentation: bool = True
+    expert_rank: int | None = None
 
     # -- what lasts
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The backbone's stages."""
-        return stages(self.architecture, self.method, self.layers)
+        return stages(self.architecture, self.method, self.layers, self.expert_rank)
 
     @cached_property
     def lasting(self) -> Lasting:
@@ -198,7 +141,15 @@ class EngineMemory:
     def _weights(self, stage: Stage) -> int:
         if self.method.offload and self.device == "cuda":  # on a CPU, host memory is what is counted
             return 0
-        return self.size * (stage.divided(self.method) if self.method.zero == 3 else stage.values)
+        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
+        return self.size * values + self._wide_routers(stage)
+
+    def _wide_routers(self, stage: Stage) -> int:
+        """Bytes that routers take more than other weights, because some are kept in fp32."""
+        a = self.architecture
+        if a.moe is None or not a.moe.routing.fp32_product:
+            return 0
+        return sum(map(a.has_experts, stage.layers)) * a.moe.count * a.hidden * max(0, 4 - self.size)
 
     # -- what passes keep and take
 
@@ -214,31 +165,27 @@ class EngineMemory:
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
         share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
         of_tasks = rows.of_tasks * share[:, None]
-        layer = self._row_bytes.at(of_tasks, length)
-        tasks = self._tables.at(of_tasks, layer, self._brings_weights)
-        plain = layer.plain[:, None]
-        layer_input = self._layer.input
-        trains = tasks.trained > 0
-        one_layer = most * (plain + tasks.inputs) + tasks.own
-        if self.method.recompute == "full":
-            kept = most * (layer_input + self._order_bytes) * tasks.trained
-        else:
-            kept = most * (plain * tasks.trained + tasks.all_inputs) + tasks.all_own
-            if not self._brings_weights:  # else even embedded tokens are tied to the weights' coming
-                kept = kept - most * tasks.below_first
+        kept_of = [own.at(of_tasks, length) for own in self._row_bytes]
+        tasks = self._tables.at(of_tasks, kept_of, self._brings_weights)
+        of_stage, layer_input = self._tables.of_stage, self._layer.input
+        trained = tasks.trained @ of_stage
+        trains = trained > 0
+        labels = np.minimum(rows.labels, rows.most)
+        of_layers = self._kept_of_layers(rows, labels, kept_of, tasks)
+        kept = of_layers @ of_stage
+        if self.method.recompute != "full" and not self._brings_weights:
+            # Else even embedded tokens are tied to the weights' coming.
+            kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
-        kept = kept + (np.minimum(rows.labels, rows.most) * _LABEL_INPUTS)[:, None]
-        kept[:, -1] += self._behind_the_layers(
-            rows, tasks.trained[:, -1] > 0, layer.above_attention + tasks.last_inputs, tasks.last_own
+        kept = kept + (labels * _LABEL_INPUTS)[:, None]
+        kept[:, -1] += self._at_the_end(rows.most, labels)
+        workspace, recomputed = self._most(
+            self._workspace(most, labels, tasks) - of_layers @ self._above,
+            self._recomputed(most, kept_of, tasks),
         )
-        workspace = self._workspace(most, np.minimum(rows.labels, rows.most), tasks)
         workspace = np.where(trains, workspace, most * layer_input * 2)
-        recomputed = np.zeros_like(workspace)
-        if self.method.recompute == "full":
-            recomputed = np.where(trains, one_layer, 0.0)
-        elif self._selective:
-            recomputed = np.where(trains, most * np.maximum(0.0, layer.whole[:, None] - plain), 0.0)
+        recomputed = np.where(trains, recomputed, 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
         return Passes(
@@ -247,12 +194,63 @@ class EngineMemory:
             logits,
             workspace,
             recomputed,
-            most * layer_input * self._messages(in_step, tasks.trained),
+            most * layer_input * self._messages(in_step, trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
 
+    def _kept_of_layers(
+        self, rows: Rows, labels: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes
+    ) -> Array:
+        """`[B, L]` bytes that layers keep, in the last one less for rows that it leaves out.
+
+        Args:
+            rows: The micro-batches.
+            labels: `[B]` labelled rows.
+            kept_of: What layers that differ keep.
+            tasks: What adapters keep.
+        """
+        most = rows.most[:, None]
+        if self.method.recompute == "full":
+            found: Array = most * tasks.trained * (self._layer.input + self._order_bytes)
+            return found
+        found = most * (tasks.plain + tasks.inputs) + tasks.own
+        if not self.method.sequence_parallel:
+            # Above the last layer's attention only labelled rows are computed.
+            above = kept_of[self._kinds.of_layer[-1]].above_attention + tasks.last_inputs
+            left_out = rows.most - labels
+            spared = left_out * above + tasks.last_own * left_out / np.maximum(rows.most, 1)
+            found[:, -1] -= spared * (tasks.trained @ self._tables.of_stage[:, -1] > 0)
+        return found
+
+    def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
+        """`[B, L]` bytes of what is computed again for a layer's backward pass."""
+        if self.method.recompute == "full":
+            plain = self._kinds.spread([one.plain for one in kept_of])
+            found: Array = most * (plain + tasks.inputs) + tasks.own
+            return found
+        more = self._kinds.spread([one.whole - one.plain for one in kept_of])
+        return most * np.maximum(0.0, more) * self._selective
+
+    def _most(self, workspace: Array, recomputed: Array) -> tuple[Array, Array]:
+        """`[B, S]` of both `[B, L]`, of the layer of each stage where they are most together."""
+        found = []
+        for own in self._tables.of_stage.T:
+            layers = np.flatnonzero(own)
+            at = layers[(workspace + recomputed)[:, layers].argmax(axis=1)][:, None]
+            found.append([np.take_along_axis(part, at, axis=1)[:, 0] for part in (workspace, recomputed)])
+        one, other = np.array(found).transpose(1, 2, 0)
+        return one, other
+
+    @cached_property
+    def _above(self) -> Array:
+        """`[L, L]` 1 where the first layer is above the second one, in the same stage."""
+        of_stage = self._tables.of_stage
+        found: Array = np.tril(of_stage @ of_stage.T, -1)
+        return found
+
     @cached_property
     def _layer(self) -> EngineLayer:
+        """A layer without experts."""
         lengths, method = [length for own in self.lengths for length in own], self.method
         length = max(1, round(sum(lengths) / max(1, len(lengths))))
         return EngineLayer(
@@ -263,27 +261,21 @@ class EngineMemory:
             self.gpu,
             method.tensor,
             method.sequence_parallel,
-            load=self.load,
             exchanges=method.expert * method.tensor > 1,
         )
 
     @cached_property
-    def load(self) -> ExpertLoad:
-        """What the rank that computes most of a layer's experts does."""
-        a, method = self.architecture, self.method
-        if a.moe is None:
-            return ExpertLoad()
-        loads = ExpertLoad.of(a.moe, method.expert, method.tensor, a.placement)
-        return ExpertLoad(*map(max, zip(*map(astuple, loads), strict=True)))
+    def _kinds(self) -> LayerKinds:
+        return LayerKinds.of(self._layer, self.method, self.expert_rank)
 
     @cached_property
     def _tables(self) -> AdapterTables:
-        return AdapterTables(self._layer, self.tasks, self.layers)
+        return AdapterTables(self._kinds, self.tasks, self.layers)
 
     @cached_property
-    def _row_bytes(self) -> RowBytes:
+    def _row_bytes(self) -> list[RowBytes]:
         prefixed = [task.virtual_tokens > 0 for task in self.tasks]
-        return RowBytes(self._layer, self._selective, self.lengths, prefixed)
+        return [RowBytes(layer, self._selective, self.lengths, prefixed) for layer in self._kinds.kinds]
 
     @property
     def _selective(self) -> bool:
@@ -292,44 +284,52 @@ class EngineMemory:
     @property
     def _row_inputs(self) -> int:
         a = self.architecture
-        angles = a.rotations * a.head_dim * self.size if a.rotary else 0
+        angles = a.rotations * a.rotary_width * self.size if a.rotary else 0
         return _ROW_INPUTS + angles
 
-    @property
-    def _order_bytes(self) -> float:
-        """Bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
-        if not self.architecture.moe_share:
-            return 0.0
-        return self.architecture.moe_share * self._layer.bytes(expert_layer.order(self._layer))
+    @cached_property
+    def _order_bytes(self) -> Array:
+        """`[L]` bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
+        return self._kinds.each(lambda layer: layer.bytes(expert_layer.order(layer)), experts=True)
 
     def _workspace(self, most: Array, labels: Array, tasks: AdapterBytes) -> Array:
-        """`[B, S]` for a moment, while a layer goes backward: at the worst of several moments.
+        """`[B, L]` for a moment, while a layer goes backward: at the worst of several moments.
 
         Args:
             most: `[B, 1]` rows.
             labels: `[B]` labelled rows.
             tasks: What adapters keep and take.
         """
-        layer = self._layer
-        mlp = layer.bytes(layer.mlp_backward()) - tasks.least_fc2_inputs
-        mlp = np.maximum(mlp, layer.bytes(layer.linear_fc2_backward()))
-        mlp = mlp * (self.architecture.moe_share < 1)
-        attention = layer.bytes(layer.attention_backward())
-        hidden = most * layer.input
-        gone = most * layer.bytes(layer.mlp_gone())
+        mlp = (
+            self._kinds.each(lambda layer: layer.bytes(layer.mlp_backward()), experts=False)
+            - tasks.fc2_inputs
+        )
+        fc2 = self._kinds.each(lambda layer: layer.bytes(layer.linear_fc2_backward()), experts=False)
+        mlp = np.maximum(mlp, fc2)
+        attention = self._kinds.each(lambda layer: layer.bytes(layer.attention_backward()))
+        hidden = most * self._layer.input
+        gone = most * self._kinds.each(lambda layer: layer.bytes(layer.mlp_gone()))
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
-        if self.architecture.moe_share:
+        if self.architecture.moe is not None:
             found = np.maximum(found, self._experts_workspace(most, labels))
         return found + tasks.scratch
 
     def _experts_workspace(self, most: Array, labels: Array) -> Array:
-        """`[B, S]` the same while experts' outputs go backward; less what is counted elsewhere, but gone by then."""
-        layer, recomputes = self._layer, self.method.recompute == "full"
-        one = layer.bytes(expert_layer.backward(layer, recomputes))
-        found = most * (one - layer.input * recomputes) * np.ones(len(self.stages))
-        found[:, -1] -= self._at_the_end(most[:, 0], labels)
-        return found
+        """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but is
+        not there yet, or gone."""
+        again = self.method.recompute == "full"
+        forward = self._kinds.each(
+            lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True
+        )
+        backward = self._kinds.each(
+            lambda layer: layer.bytes(expert_layer.backward(layer, again)), experts=True
+        )
+        if not again:  # embedded tokens are there until the forward pass has ended
+            forward = forward + self._tables.of_stage[:, 0] * self._layer.input
+        one = np.maximum(forward, backward) - self._layer.input * again
+        last = self._tables.of_stage[:, -1]
+        return most * one - last * self._at_the_end(most[:, 0], labels)[:, None]
 
     def _at_the_end(self, most: Array, labels: Array) -> Array:
         """`[B]` bytes of the final norm's input and of the loss's gradient."""
@@ -346,27 +346,6 @@ class EngineMemory:
         own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
         found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
         return found
-
-    def _behind_the_layers(
-        self, rows: Rows, trains: npt.NDArray[np.bool_], inputs: Array, own: Array
-    ) -> Array:
-        """`[B]` bytes of the final norm and the loss's gradient, less what unlabelled rows do not need: above the last
-        layer's attention only labelled rows are computed (except with sequence parallelism).
-
-        Args:
-            rows: The micro-batches.
-            trains: `[B]` whether the last stage's layers have a gradient.
-            inputs: `[B]` bytes of a row that the last layer keeps above attention, inputs of adapters included.
-            own: `[B]` bytes that adapters keep of their own there.
-        """
-        labels = np.minimum(rows.labels, rows.most)
-        found = self._at_the_end(rows.most, labels)
-        if self.method.sequence_parallel or self.method.recompute == "full":
-            return found
-        left_out = rows.most - labels
-        spared = left_out * inputs + own * left_out / np.maximum(rows.most, 1)
-        less: Array = found - spared * trains
-        return less
 
     def _loss(self, rows: Rows) -> tuple[Array, Array]:
         """`[B]` bytes of hidden states and their gradient, and of a chunk of logits."""

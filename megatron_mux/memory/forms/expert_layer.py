@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_mux.adapters.costs import Row
 from megatron_mux.kernels.pointwise import gated
+from megatron_mux.memory.forms.beginnings import BEGINS
 
 if TYPE_CHECKING:
     from megatron_mux.memory.forms.engine_layer import EngineLayer
@@ -24,14 +25,13 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
 
     Args:
         layer: The layer.
-        begins: Where gradients begin: 3 or less at the hidden states before the experts, 4 at an adapter on
-            `experts_fc1`, 5 on `experts_fc2`.
+        begins: Where gradients begin; see `beginnings`.
     """
     a, load = layer.architecture, layer.load
     moe = a.moe
-    assert moe is not None
+    assert moe is not None and load is not None
     routing, wide = moe.routing, max(4, layer.size)
-    if begins <= 3:
+    if begins <= BEGINS["linear_proj"]:
         yield Row("scores", "rows", moe.count, wide)
         yield Row("experts of rows", "rows", routing.top_k, _INDEX)
         if routing.normalised:
@@ -39,7 +39,7 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
         yield Row("outputs of pairs", "rows", load.pairs * a.hidden)
     yield from order(layer)
     yield Row("weights of pairs", "rows", load.pairs, layer.size if routing.cast else wide)
-    if begins <= 4:
+    if begins <= BEGINS["linear_fc1"]:
         inner = layer.expert_ffn * (2 if a.gated else 1)
         yield Row("input of experts' activation, or its output", "rows", load.pairs * inner)
         if a.gated and gated(a.activation) is None:
@@ -49,10 +49,35 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
 def order(layer: EngineLayer) -> Iterator[Row]:
     """Where rows went and the order of their pairs, which are not saved tensors: recomputation keeps them."""
     load, moe = layer.load, layer.architecture.moe
-    assert moe is not None
+    assert moe is not None and load is not None
     if layer.exchanges:
         yield Row("rows sent and their experts", "rows", load.sent * (2 + moe.routing.top_k), _INDEX)
     yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
+
+
+def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:
+    """Temporary tensors when outputs have been weighted and are being summed for each row.
+
+    What arrived and what experts' second product was given are held until their layer is done.
+
+    Args:
+        layer: The layer.
+        recomputes: Whether it is being recomputed: then the gradient of its output is there.
+    """
+    a, load = layer.architecture, layer.load
+    assert a.moe is not None and load is not None
+    weighted, summed = layer.pairs * a.hidden, load.received * a.hidden
+    wide = layer.size if a.moe.routing.cast else max(4, layer.size)
+    # Wider products are rounded before they are summed.
+    rounded, last = (weighted * wide, 0.0) if wide > layer.size else (0.0, summed)
+    return [
+        Row("hidden states, and their gradient", "rows", a.hidden * (2 if recomputes else 1)),
+        Row("received rows", "rows", summed * layer.exchanges),
+        Row("output of experts' activation", "rows", layer.pairs * layer.expert_ffn),
+        Row("weighted outputs", "rows", weighted),
+        Row("before they are rounded", "rows", rounded, 1),
+        Row("sums", "rows", last),
+    ]
 
 
 def backward(layer: EngineLayer, recomputes: bool) -> list[Row]:
@@ -70,6 +95,6 @@ def backward(layer: EngineLayer, recomputes: bool) -> list[Row]:
     rounded = wide > layer.size and not recomputes
     return [
         Row("gradient of hidden states", "rows", a.hidden),
-        Row("gradients of outputs and weights", "rows", layer.load.pairs * a.hidden * 3, wide),
-        Row("rounded gradient of outputs", "rows", layer.load.pairs * a.hidden * rounded),
+        Row("gradients of outputs and weights", "rows", layer.pairs * a.hidden * 3, wide),
+        Row("rounded gradient of outputs", "rows", layer.pairs * a.hidden * rounded),
     ]

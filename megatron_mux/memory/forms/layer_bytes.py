@@ -13,20 +13,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.base_ops import BASE_OPS, EXPERT_OPS, BaseOpName
+from megatron_mux.base_ops import BASE_OPS, EXPERT_OPS, LATENT_OPS, SHARED_OPS, BaseOpName
 from megatron_mux.kernels.short_attention import LONGEST
-from megatron_mux.memory.forms.engine_layer import FIRSTS, EngineLayer
+from megatron_mux.memory.forms.beginnings import FIRSTS
+from megatron_mux.memory.forms.engine_layer import EngineLayer
 
 Array = npt.NDArray[np.float64]
 
-OPS: tuple[BaseOpName, ...] = (*BASE_OPS, *EXPERT_OPS)
-"""The BaseOps whose adapters' memory is known."""
+OPS: tuple[BaseOpName, ...] = (*BASE_OPS, *LATENT_OPS, *SHARED_OPS, *EXPERT_OPS)
+"""All BaseOps."""
 _PARTS = (1, 2, 3, 3 + len(OPS))
 """Where the fields of a `LayerBytes` begin, but for the first."""
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a row, on average over a micro-batch's rows.
+    """Bytes of a row of one of a backbone's kinds of layers, on average over a micro-batch's rows.
 
     Attributes:
         plain: `[B]` kept whatever the adapters.

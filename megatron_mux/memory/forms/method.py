@@ -125,8 +125,9 @@ def _problem(architecture: Architecture, tensor: int, pipeline: int) -> str | No
         return f"{a.heads} attention heads cannot be divided among {tensor} GPUs"
     if a.kv_heads % tensor and tensor % a.kv_heads:
         return f"{a.kv_heads} key-value heads cannot be shared by {tensor} GPUs"
-    if a.ffn % tensor:
-        return f"an MLP of width {a.ffn} cannot be divided among {tensor} GPUs"
+    for width in filter(None, (a.ffn, a.shared_ffn, a.expert_ffn)):
+        if width % tensor:
+            return f"an MLP of width {width} cannot be divided among {tensor} GPUs"
     return None
 
 
@@ -141,6 +142,9 @@ def _degrees(gpus: int) -> Iterator[tuple[int, int, int]]:
 
 def _experts(architecture: Architecture, data: int) -> list[int]:
     """Degrees of expert parallelism among `data` data-parallel ranks."""
+    if architecture.placement is not None:
+        size = architecture.placement.size
+        return [] if data % size else [size]
     most = min(data, architecture.experts)
     return [size for size in range(1, most + 1) if data % size == 0 and architecture.experts % size == 0]
 

@@ -66,36 +66,50 @@ class Stage:
         return dense + sum(-(-unit.experts * method.expert // method.data) for unit in self.units)
 
 
-def stages(architecture: Architecture, method: Method, split: Sequence[range] | None = None) -> list[Stage]:
+def stages(
+    architecture: Architecture,
+    method: Method,
+    split: Sequence[range] | None = None,
+    expert_rank: int | None = None,
+) -> list[Stage]:
     """The stages of a method.
 
     Args:
         architecture: The model.
         method: How ranks divide it.
         split: The layers of each stage, instead of the method's number of stages; None: as even as possible.
+        expert_rank: Which expert rank's share it is; None: in each layer that of the one that holds most there.
     """
     if split is None:
         split = stage_layers(even_split(len(architecture.layers), method.pipeline))
     found, last = [], len(split) - 1
     for index, layers in enumerate(split):
-        units = [architecture.embedding] if not index else []
-        units += [architecture.layers[i] for i in layers]
+        units = [on_rank(architecture.embedding, method)] if not index else []
+        units += [
+            on_rank(
+                architecture.layers[i],
+                method,
+                architecture.held(i, method.expert, expert_rank) / architecture.experts,
+            )
+            for i in layers
+        ]
         if index == last:
             head = architecture.head + architecture.final
             if architecture.tied and index:  # a copy of its own
                 head += Unit(divided=architecture.embedding.divided)
-            units.append(head)
-        found.append(
-            Stage(index, len(split), layers, tuple(on_rank(unit, method, architecture) for unit in units))
-        )
+            units.append(on_rank(head, method))
+        found.append(Stage(index, len(split), layers, tuple(units)))
     return found
 
 
-def on_rank(unit: Unit, method: Method, architecture: Architecture) -> Unit:
+def on_rank(unit: Unit, method: Method, held: float = 1.0) -> Unit:
     """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
 
-    Where expert ranks hold more or fewer experts, it is the share of the one that holds most.
+    Args:
+        unit: The unit.
+        method: How ranks divide it.
+        held: The share of the experts that the rank holds, or divides with other tensor ranks.
     """
     dense = -(-unit.divided // method.tensor) + unit.copied
-    held = unit.experts * architecture.most_held(method.expert) // architecture.experts
-    return Unit(copied=dense, experts=-(-held // method.tensor), shapes=unit.shapes)
+    experts = -(-round(unit.experts * held) // method.tensor)
+    return Unit(copied=dense, experts=experts, shapes=unit.shapes)

@@ -40,19 +40,27 @@ class EngineStepMemory(StepMemory):
     """See `StepMemory`; the recipe has adapters. All micro-batches are equal."""
 
     @cached_property
-    def memory(self) -> EngineMemory:
-        """Lasting memory and memory of micro-batches, without fragmentation, which is a part of its own here."""
-        return EngineMemory(
-            self.architecture,
-            self.recipe.adapters,
-            [stage.layers for stage in self.stages],
-            self.method,
-            self.recipe.size,
-            [(task.length,) for task in self.recipe.adapters],
-            self.device,
-            self.gpu,
-            fragmentation=False,
-        )
+    def memories(self) -> list[EngineMemory]:
+        """Lasting memory and memory of micro-batches, without fragmentation, which is a part of its own here.
+
+        One for each expert rank, if these may differ.
+        """
+        differ = self.architecture.placement is not None or self.architecture.access is not None
+        return [
+            EngineMemory(
+                self.architecture,
+                self.recipe.adapters,
+                [stage.layers for stage in self.stages],
+                self.method,
+                self.recipe.size,
+                [(task.length,) for task in self.recipe.adapters],
+                self.device,
+                self.gpu,
+                fragmentation=False,
+                expert_rank=rank,
+            )
+            for rank in (range(self.method.expert) if differ else (None,))
+        ]
 
     def hosted(self, stage: Stage) -> float:
         """See `StepMemory.hosted`: the backbone's weights."""
@@ -62,12 +70,17 @@ class EngineStepMemory(StepMemory):
     @property
     def buffers(self) -> Array:
         """See `StepMemory.buffers`."""
-        return self.memory.lasting.buffer
+        return self.memories[0].lasting.buffer
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`; gradients exist from the second micro-batch on, and in trials."""
-        stages, lasting = self.method.pipeline, self.memory.lasting
-        found = self.memory.passes(self._rows(rows), self.method.micro_batches)
+        names, stages, sizes = zip(*(self._tensors(memory, rows) for memory in self.memories), strict=True)
+        return Phases([name for own in names for name in own], np.concatenate(stages), np.concatenate(sizes))
+
+    def _tensors(self, memory: EngineMemory, rows: int) -> Phases:
+        """The same of one expert rank in each stage."""
+        stages, lasting = self.method.pipeline, memory.lasting
+        found = memory.passes(self._rows(rows), self.method.micro_batches)
         kept = np.array(in_flight(stages, self.method.micro_batches)) * found.kept[0]
         phases: dict[str, dict[str, Array]] = {
             "the loss": {
@@ -80,7 +93,7 @@ class EngineStepMemory(StepMemory):
                 "workspace": found.workspace[0],
                 "communication": found.messages[0] + lasting.in_use,
             },
-            "the optimizer's step": {"workspace": self.memory.step_scratch},
+            "the optimizer's step": {"workspace": memory.step_scratch},
         }
         lasts = {
             "parameters": lasting.parameters,

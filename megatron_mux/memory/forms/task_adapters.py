@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS, BaseOpName
-from megatron_mux.memory.forms.engine_layer import FIRSTS, First
+from megatron_mux.memory.forms.beginnings import FIRSTS, First
 from megatron_mux.shape import BackboneShape, Module
 from megatron_mux.tasks import TaskSpec
 
@@ -35,7 +35,7 @@ class AdaptedOp:
         if self.op == "linear_qkv" and self.curve is None:
             return "core_attention"
         if self.op in LATENT_OPS:
-            return "linear_qkv"
+            return "linear_kv_up" if self.op in ("linear_q_up", "linear_kv_up") else "linear_qkv"
         # Experts are where other layers have their MLP.
         return MLP_OPS[self.op not in COLUMN_PARALLEL] if self.op in (*SHARED_OPS, *EXPERT_OPS) else self.op
 

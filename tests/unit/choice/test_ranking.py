@@ -135,7 +135,7 @@ def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     assert plain.gradients(stage) == pytest.approx(wanted)
     assert plain.transfer() == 4096 * 2
     three, stage = passes(zero=3)
-    own = on_rank(unit, Method(data=8, expert=4), model)
+    own = on_rank(unit, Method(data=8, expert=4), 1 / 4)
     brought = 2 * (1024 * 7 / 8 + 4000 / 2)
     assert three._brought(own) == pytest.approx(brought) and three._reduced(own) == pytest.approx(2 * brought)
     assert three.gradients(stage) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,3 +97,18 @@ def test_a_backbone_s_is_the_one_that_is_read_from_the_model_of_transformers(
         behind = replace(wanted.embedding, copied=wanted.embedding.copied - norm)
         wanted = replace(wanted, embedding=behind, final=wanted.final + Unit(copied=norm))
     assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-some", "deepseek_v2-groups", "deepseek_v3"])
+def test_parameters_of_backbones_with_experts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, name)
+    shape = read_shape(tmp_path / name)
+    experts, found = shape.experts, architecture_of(shape)
+    assert experts is not None
+    layers = len(experts.layers(shape.layers))
+    biases = layers * experts.count * experts.routing.bias  # a buffer there
+    tensors = Skeleton(tmp_path / name).tensors.tensors
+    assert found.total - biases == sum(math.prod(tensor.shape) for tensor in tensors)
+    assert [layer.experts > 0 for layer in found.layers] == [
+        shape.has_experts(i) for i in range(shape.layers)
+    ]
