@@ -135,7 +135,8 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
 
     All ranks use the profile of rank 0, so that they make the same plans.
     """
-    about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1)
+    experts = backbone.parallel.experts
+    about = about_run(backbone.shape, backbone.device.type, backbone.dtype, 1, expert_parallel=experts.size)
     profile = None if remeasure else load_profile(about, profile_directory())
     if profile is None:
         if backbone.parallel.rank == 0:

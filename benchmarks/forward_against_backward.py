@@ -154,9 +154,10 @@ def _pair(batches: Sequence[HybridCost], stage: int) -> tuple[float, float]:
 
     overlap = batches[0].overlap
     assert overlap is not None
-    layers, chains = overlap.layers[stage], []
+    chains = []
     for is_backward, batch in product((False, True), batches):
         cost = batch.pass_cost(stage, is_backward)
+        layers = overlap.stages[stage][:: -1 if is_backward else 1]
         inside, outside = cost.chain(layers, layers), PieceCost(cost.outside)
         chains.append([outside, *inside] if is_backward else [*inside, outside])
     timeline = simulate(chains, best_order(chains, "auto", overlap.share), overlap.share)

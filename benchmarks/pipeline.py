@@ -35,7 +35,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="shape of the random backbone (mid; tiny to try the script out)",
     )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="run only the first N cases")
+    every = range(1, 1 + len(CASES))
+    parser.add_argument(
+        "--cases", type=int, nargs="+", choices=every, default=[*every], help="run only these (default: all)"
+    )
     parser.add_argument("--steps", type=int, help="steps in a turn (default: those of each case)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_worker_flag(parser)

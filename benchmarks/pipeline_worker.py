@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
     context = PlanningContext(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
     cases: list[dict[str, Any]] = []
-    for chosen in CASES[: arguments.cases]:
+    for chosen in (CASES[number - 1] for number in arguments.cases):
         chosen = {**chosen, "steps": arguments.steps or chosen["steps"]}
         specs, records = _tasks(chosen, info.shape.vocab)
         loads = loads_of(specs, records, info)

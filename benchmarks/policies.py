@@ -3,6 +3,7 @@
 python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: ten minutes
 python benchmarks/policies.py --stages 2            # a random Llama on a pipeline, a process and a core to a stage
 python benchmarks/policies.py --link 1000           # as root: two tensor ranks, over a link of so many Mbit/s
+python benchmarks/policies.py --link 500 --experts  # as root: two pipelines that share experts, over such a link
 python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
 
 The task sets are made of random sequences and adapters of mixed kinds; none of them is what the profile was measured
@@ -71,13 +72,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--link", type=float, metavar="MBIT", help="two tensor ranks, joined by a link of so many Mbit/s"
     )
+    parser.add_argument(
+        "--experts", action="store_true", help="over the link: a random Mixtral on two expert ranks"
+    )
     parser.add_argument("--rounds", type=int, help="default: 5; on two ranks 3")
     parser.add_argument("--sets", type=int, default=len(SETS), help="only the first so many")
     add_worker_flag(parser)
     add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.link is not None and arguments.stages > 1:
-        parser.error("--link: joins two tensor ranks of one stage: leave --stages out")
+        parser.error("--link: joins two ranks of one stage: leave --stages out")
+    if arguments.experts and arguments.link is None:
+        parser.error("--experts: exchanges rows over a link: add --link MBIT")
     return arguments
 
 
@@ -85,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
     set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
-    flags = ("--stages", "--link", "--rounds", "--sets", "--device", "--backbone")
+    flags = ("--stages", "--link", "--experts", "--rounds", "--sets", "--device", "--backbone")
     result: dict[str, Any] | None
     if arguments.link is not None and arguments.worker is None:
         try:
@@ -112,19 +118,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
-    tensor = 1 if arguments.link is None else 2
-    pipeline, two = arguments.stages > 1, arguments.stages * tensor > 1
+    pipeline, two = arguments.stages > 1, arguments.stages > 1 or arguments.link is not None
+    mesh = Mesh(pipeline=arguments.stages)
+    if arguments.link is not None:
+        mesh = Mesh(data=2, expert=2, expert_tensor=1) if arguments.experts else Mesh(tensor=2)
     if two:
         pin_to_core()
     else:
         torch.set_num_threads(arguments.threads)
     rounds = arguments.rounds or (3 if two else 5)
     threads = torch.get_num_threads()
-    parallel = initialize(tensor_parallel=tensor, device=arguments.device)
+    parallel = initialize(mesh.tensor, expert_parallel=mesh.expert, device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = arguments.backbone
     if path is None:
-        shape = "mid" if pipeline else "wide"
+        shape = "mid" if pipeline else "moe" if arguments.experts else "wide"
         path = random_backbone(shape, dtype, parallel.rank) if two else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
     if arguments.link is not None:
@@ -134,17 +142,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     profile = load_or_measure_profile(backbone, remeasure=True)
     reference += [speed.seconds() for _ in range(3)]
     result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
-    result |= {"costs": profile.description, "stages": arguments.stages, "link": arguments.link, "sets": []}
+    result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
+    result |= {"link": arguments.link, "experts": arguments.experts}
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
         profile,
         backbone.info,
-        Mesh(tensor=tensor, pipeline=arguments.stages),
+        mesh,
         dtype.itemsize,
         rolling=rolling,
-        interleave="auto" if tensor > 1 else "off",
+        interleave="auto" if arguments.link is not None else "off",
     )
-    parallel = initialize(tensor, arguments.stages, device=arguments.device)
+    parallel = initialize(mesh.tensor, arguments.stages, expert_parallel=mesh.expert, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
         found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
         found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
@@ -217,7 +226,7 @@ def _plans(bench: Any) -> tuple[dict[str, list[Any]], dict[str, float | None]]:
         "spatial": [planner.fixed("spatial", loads)],
         "temporal": [planner.fixed("temporal", loads)],
     }
-    for hiding in HIDING if planner.context.mesh.tensor > 1 else ():
+    for hiding in HIDING if planner.context.hides_messages else ():
         plans[hiding] = [type(planner)(replace(planner.context, interleave=hiding)).plan(loads)]
     plans["auto"] = [planner.plan(loads)]
     by_the_planner = {name: plans[name][0].predicted_latency_s for name in (*HIDING, "auto") if name in plans}
@@ -250,7 +259,8 @@ def markdown(result: dict[str, Any]) -> str:
     """The tables."""
     where = "one stage" if result["stages"] == 1 else f"{result['stages']} stages, a process and a core each"
     if result["link"] is not None:
-        where = f"two tensor ranks, a core each, over a link of {result['link']:.0f} Mbit/s"
+        ranks = "pipelines that share experts" if result.get("experts") else "tensor ranks"
+        where = f"two {ranks}, a core each, over a link of {result['link']:.0f} Mbit/s"
     policies = [name for name in result["sets"][0]["measured"] if name != "auto"]
     rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
     lines = [

@@ -131,6 +131,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 512,
     },
+    # For two expert ranks: a Mixtral.
+    "moe": {
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+    },
     "llama3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -147,6 +159,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype, layers: int | None = None) -> None:
     """Write a Hugging Face Llama directory with random weights, layer by layer, so that host memory holds one layer.
 
+    A shape with experts is that of a Mixtral, which is written at once.
+
     Args:
         shape: A name in `SHAPES`.
         directory: Directory to write; unchanged if it is complete already.
@@ -154,8 +168,13 @@ def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype, layer
         layers: Number of layers; None: that of the shape.
     """
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+    if "num_local_experts" in SHAPES[shape]:
+        if not (directory / "config.json").exists():
+            torch.manual_seed(0)
+            MixtralForCausalLM(MixtralConfig(**SHAPES[shape])).to(dtype).save_pretrained(directory)
+        return
     index_path = directory / "model.safetensors.index.json"
     if index_path.exists():
         return

@@ -128,6 +128,10 @@ class Placement:
         """The experts of a layer that a rank holds, in ascending order."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
 
+    def held_by(self, rank: int) -> int:
+        """Experts that a rank holds over all layers."""
+        return sum(len(self.held(layer, rank)) for layer in self.ranks)
+
     def moves(self, after: Placement, layer: int) -> list[Move]:
         """What has to be sent to make another placement of this one: each expert from the nearest rank that has it."""
         nodes = after.nodes or ("",) * self.size

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
+from megatron_mux.balancing import NOT_BALANCED, BalancedRows, BalancedSequences, Tally
 from megatron_mux.kernels.attention import Bounds, Segment, bounds_of
 from megatron_mux.kernels.carry import Carry
 from megatron_mux.kernels.groups import RowGroups
@@ -61,6 +62,7 @@ class MicroBatch:
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
         carry: Keys and values that chunks of the same packs keep for each other; None: no sequence is cut.
         few: The labelled rows alone; None where this is them.
+        balanced: Rows that count for a balancing loss; None: there are none.
     """
 
     segments: tuple[Segment, ...]
@@ -78,6 +80,7 @@ class MicroBatch:
     prefix: PrefixKV = field(default_factory=dict)
     carry: Carry | None = None
     few: MicroBatch | None = None
+    balanced: BalancedRows | None = None
 
     @property
     def rows(self) -> int:
@@ -156,7 +159,11 @@ class HostBatch:
         return self.wide[2]
 
     def to(
-        self, device: torch.device | str = "cpu", carry: Carry | None = None, staging: Tensor | None = None
+        self,
+        device: torch.device | str = "cpu",
+        carry: Carry | None = None,
+        staging: Tensor | None = None,
+        tally: Tally | None = None,
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.
 
@@ -165,6 +172,7 @@ class HostBatch:
             carry: See `MicroBatch.carry`; needed if spans leave tokens out.
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
+            tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
         whole = torch.from_numpy(self.buffer)
         if torch.device(device).type == "cuda":
@@ -172,7 +180,8 @@ class HostBatch:
         words = 8 * sum(padded(self.wide, 8))
         wide = whole[:words].view(torch.int64).split(padded(self.wide, 8))[::2]
         narrow = whole[words:].view(torch.int32).split(padded(self.narrow, 4))[::2]
-        tokens, positions, label_rows, labels, label_tasks, few_tokens, few_positions, few_rows, gather = wide
+        tokens, positions, label_rows, labels, label_tasks, few_tokens, few_positions, few_rows = wide[:8]
+        gather, *balancing = wide[8:]
         weights, *rest = narrow
         queries, keys = rest[8:]
         common: dict[str, Any] = {
@@ -202,6 +211,7 @@ class HostBatch:
             label_rows=label_rows,
             carry=carry,
             few=few,
+            balanced=BalancedRows.of(balancing, tally),
             **common,
         )
 
@@ -229,6 +239,7 @@ def pack(
     training: bool = True,
     spans: Sequence[Span] | None = None,
     slots: Mapping[str, int] | None = None,
+    balanced: BalancedSequences | None = None,
 ) -> HostBatch:
     """Pack sequences, or the parts of them that a chunk holds, end to end in host memory.
 
@@ -242,6 +253,7 @@ def pack(
         training: See `MicroBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
         slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`.
+        balanced: Sequences of the micro-batch that count for a balancing loss; None: there are none.
     """
     order = {name: i for i, name in enumerate(task_names)}
     slots = order if slots is None else slots
@@ -257,6 +269,8 @@ def pack(
     label_task_rows = ranges_of(names, np.bincount(labels.part, minlength=len(parts)).tolist())
     queries, keys, gather = bounds_of(segments, prefixes)
     wide = [*rows[:2], labels.rows, labels.tokens, of_task, *few[:2], np.arange(len(labels.rows)), gather]
+    balancing = NOT_BALANCED if balanced is None else balanced.arrays(segments, len(rows[0]), order)
+    wide += [array.view(np.int64) for array in balancing]
     narrow = [weights.view(np.int32), *rows[2:], *tables_of(task_rows, task_steps, slots)]
     narrow += [*few[2:], *tables_of(label_task_rows, task_steps, slots), queries, keys]
     return HostBatch(

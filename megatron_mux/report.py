@@ -108,7 +108,7 @@ class Reporter:
         task.seconds += seconds
         due = result.step % self.log_interval == 0 or result.status != "running"
         if result.status != "failed":
-            line = {
+            line: dict[str, float | int] = {
                 "step": result.step,
                 "loss": result.loss,
                 "learning_rate": result.learning_rate,
@@ -116,10 +116,14 @@ class Reporter:
                 "tokens": result.tokens,
                 "wall_s": round(time.monotonic() - self._started, 3),
             }
+            balance = ""
+            if result.router_aux_loss is not None:
+                line["router_aux_loss"] = result.router_aux_loss
+                balance = f" router aux loss {result.router_aux_loss:.4f}"
             self._metrics(name, line)
             if due and self._live is None:
                 self.say(
-                    f"{name}: step {result.step}/{result.total_steps} loss {result.loss:.4f} "
+                    f"{name}: step {result.step}/{result.total_steps} loss {result.loss:.4f}{balance} "
                     f"lr {result.learning_rate:.2e} |g| {result.grad_norm:.3f} {result.tokens / seconds:.0f} tokens/s"
                 )
         if result.reason:

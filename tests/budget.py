@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.layout import MicroBatch
 
-RELEASE_SECONDS = 1.0
-"""How long an allocation waits for memory that another thread is about to release."""
-
 
 class Budget(TorchDispatchMode):
     """While it is entered, what operators allocate is counted; beyond `limit` they fail as on a full GPU.
+
+    With several ranks it belongs on top of `tests.distributed.exchanges.OnCopies`: a budget would count what gloo's
+    threads still hold.
 
     Args:
         limit: See below.
@@ -74,19 +73,11 @@ class Budget(TorchDispatchMode):
         weakref.finalize(storage, self._free, key)
 
     def _take(self, size: int) -> None:
-        if self.limit is not None and size > 0 and not self._fits(size):
+        if self.limit is not None and size > 0 and self.held + size > self.limit:
             self.failures += 1
             raise self._error(f"tried to allocate {size} bytes. {self.held} are held")
         self.held += size
         self.peak = max(self.peak, self.held)
-
-    def _fits(self, size: int) -> bool:
-        """Whether so much is free. gloo's threads let go of a tensor a moment after its collective is done, so wait."""
-        assert self.limit is not None
-        deadline = time.monotonic() + RELEASE_SECONDS
-        while (lacking := self.held + size > self.limit) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return not lacking
 
     def _free(self, key: int) -> None:
         self.held -= self._sizes.pop(key, None) or 0

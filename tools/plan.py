@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -33,9 +33,19 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.plan import Plan
-    from megatron_mux.fusion.planner import Comparison, Planner
+    from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.planning_context import PlanningContext
     from megatron_mux.fusion.profile import Profile
+
+
+_DEGREES = (
+    "stages",
+    "tensor_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "expert_managers",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,8 +58,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="pipeline stages per rank (1)")
     add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")
     add("--data-parallel", type=at_least(1), metavar="N", help="data-parallel pipelines (1)")
+    add("--expert-parallel", type=at_least(1), metavar="N", help="ranks that experts are divided among (1)")
     add(
-        "--gpus", type=at_least(1), metavar="N", help="choose stages, tensor and data parallelism for N ranks"
+        "--expert-tensor-parallel",
+        type=at_least(1),
+        metavar="N",
+        help="ranks that share each expert (default: as many as share each layer)",
+    )
+    add(
+        "--expert-managers",
+        type=at_least(1),
+        metavar="N",
+        help="processes that hold the experts and nothing else, as --mux-expert-managers (none)",
+    )
+    add(
+        "--gpus",
+        type=at_least(1),
+        metavar="N",
+        help="choose stages, tensor, data and expert parallelism for N ranks",
     )
     _add_run_flags(parser)
     add(
@@ -130,13 +156,15 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.mesh import Mesh
+    from megatron_mux.fusion.meshes import possible_meshes
+    from megatron_mux.fusion.plan_tables import print_meshes, print_plan
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.task_setup import open_tasks
 
-    given = (arguments.tensor_parallel, arguments.stages, arguments.data_parallel)
+    given = [getattr(arguments, name) for name in _DEGREES]
     if arguments.gpus is not None and any(value is not None for value in given):
-        raise UserError("--gpus: chooses --stages, --tensor-parallel and --data-parallel: leave them out")
+        flags_of_mesh = ", ".join(f"--{name.replace('_', '-')}" for name in _DEGREES)
+        raise UserError(f"--gpus: chooses how ranks are divided: leave out {flags_of_mesh}")
     if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
         raise UserError("--virtual-stages: needs --stages of at least 2")
     if arguments.subgraphs and arguments.gpus is None and (arguments.tensor_parallel or 1) == 1:
@@ -145,17 +173,12 @@ def run(arguments: argparse.Namespace) -> None:
         )
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
-    info.shape.refuse_latent("The planner")
-    info.shape.refuse_experts("The planner")
     tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
-        tensor, stages, data = (value or 1 for value in given)
-        mesh = Mesh(tensor, stages, data)
-        info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages)
-        meshes = [mesh]
+        meshes = [_mesh(arguments, info)]
     else:
-        meshes = _meshes(info, arguments.gpus, arguments.virtual_stages)
+        meshes = possible_meshes(info.shape, arguments.gpus, arguments.virtual_stages)
     # The modules loaded by now live until the end: without this, one collection of garbage while plans are compared
     # takes 0.3 s to look at them.
     gc.freeze()
@@ -175,10 +198,41 @@ def run(arguments: argparse.Namespace) -> None:
         extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
-    _print(best, comparison, loads, seconds)
+    print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds)
     if arguments.gpus is not None:
-        _print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
+        print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
+
+
+def _mesh(arguments: argparse.Namespace, info: Any) -> Mesh:
+    """The mesh that the flags ask for.
+
+    Raises:
+        UserError: The backbone, or so many ranks, cannot be divided so.
+    """
+    from megatron_mux.expert_ranks import size_problems
+    from megatron_mux.fusion.mesh import Mesh
+
+    stages, tensor, data, expert, expert_tensor, managers = (
+        getattr(arguments, name) or 0 for name in _DEGREES
+    )
+    mesh = Mesh(tensor or 1, stages or 1, data or 1)
+    if info.shape.experts is not None:
+        mesh = replace(
+            mesh, expert=expert or 1, expert_tensor=expert_tensor or mesh.tensor, managers=managers
+        )
+    elif expert or expert_tensor or managers:
+        raise UserError(f"--expert-...: a {info.shape.family} has no experts: remove these flags")
+    divided = (mesh.expert, mesh.expert_tensor or 1)
+    info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages, *divided)
+    if managers and mesh.ranks > managers + 1:
+        raise UserError("--expert-managers: their master is one rank: leave out the other degrees")
+    problems = size_problems(mesh.ranks - managers, mesh.tensor, mesh.pipeline, *divided)
+    if problems:
+        raise UserError(*problems)
+    if mesh.tensor > 1 and mesh.expert_tensor is not None and not arguments.sequence_parallel:
+        raise UserError("--tensor-parallel: with experts it needs --sequence-parallel: add it")
+    return mesh
 
 
 def _plans(
@@ -186,6 +240,7 @@ def _plans(
 ) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
     from megatron_mux.fusion.balance import balanced_split
+    from megatron_mux.fusion.expert_managers import with_managers
     from megatron_mux.fusion.planner import Planner
     from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
     from megatron_mux.fusion.profile_store import find_profile
@@ -198,8 +253,20 @@ def _plans(
     threads = arguments.threads or (None if ranks == 1 else 1)
 
     @cache  # what is said of a profile is said once
-    def profile(tensor: int) -> Profile:
-        return find_profile(info.shape, kind, dtype, tensor, threads, arguments.profiles, _say, ranks)
+    def profile(tensor: int, expert: int, expert_tensor: int | None, managers: int) -> Profile:
+        found = find_profile(
+            info.shape,
+            kind,
+            dtype,
+            tensor,
+            threads,
+            arguments.profiles,
+            _say,
+            ranks,
+            expert_parallel=expert,
+            expert_tensor=expert_tensor,
+        )
+        return with_managers(found, info.shape, managers) if managers else found
 
     def divide(context: PlanningContext) -> PlanningContext:
         alone = context.mesh.pipeline == 1
@@ -207,7 +274,7 @@ def _plans(
 
     for mesh in meshes:
         context = PlanningContext(
-            profile(mesh.tensor),
+            profile(mesh.tensor, mesh.expert, mesh.expert_tensor, mesh.managers),
             info,
             mesh,
             dtype.itemsize,
@@ -218,7 +285,9 @@ def _plans(
             arguments.micro_batches,
             rolling=ROLLING_STEPS,
             residence=arguments.backbone_weights,
-            sequence_parallel=arguments.sequence_parallel and mesh.tensor > 1,
+            # With experts tensor parallelism needs it.
+            sequence_parallel=mesh.tensor > 1
+            and (arguments.sequence_parallel or info.shape.experts is not None),
             interleave=arguments.interleave,
             tasks=loads,
         )
@@ -254,20 +323,6 @@ def _device(arguments: argparse.Namespace) -> tuple[str, Any]:
     bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
     dtype = torch.bfloat16 if bf16 else torch.float32
     return kind, dtype
-
-
-def _meshes(info: Any, ranks: int, virtual: int) -> list[Mesh]:
-    """List all ways to divide the ranks that the backbone allows."""
-    from megatron_mux.fusion.mesh import Mesh
-
-    return [
-        Mesh(tensor, pipeline, ranks // (tensor * pipeline))
-        for tensor in range(1, ranks + 1)
-        if ranks % tensor == 0
-        for pipeline in range(1, ranks // tensor + 1)
-        if (ranks // tensor) % pipeline == 0
-        and not info.shape.parallel_problems(tensor, pipeline * (virtual if pipeline > 1 else 1))
-    ]
 
 
 def flags(context: PlanningContext) -> str:
@@ -316,91 +371,6 @@ def _say(text: str) -> None:
 
 def _say_nothing(text: str) -> None:
     pass
-
-
-def _print(plan: Plan, comparison: Comparison, loads: Mapping[str, TaskLoad], seconds: float) -> None:
-    """Print the plan as tables."""
-    from rich.table import Table
-
-    from megatron_mux.console import make_console
-
-    console = make_console()
-    layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
-    table = Table(
-        title=f"{plan.stages} stage(s){layers} x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)"
-    )
-    for column in (
-        "bucket",
-        "hybrid task",
-        "tokens a step",
-        "micro-batches",
-        "chunk",
-        "chunks",
-        "forward ms",
-        "backward ms",
-    ):
-        table.add_column(column, justify="left" if column == "hybrid task" else "right")
-    for b, bucket in enumerate(plan.buckets):
-        for h, hybrid in enumerate(bucket.hybrid_tasks):
-            counts = sorted(set(bucket.chunks))
-            shown = [
-                str(b),
-                " + ".join(hybrid.tasks),
-                str(sum(loads[name].total for name in hybrid.tasks)),
-                str(len(bucket.chunks)),
-                str(bucket.chunk or "-"),
-                "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
-                " ".join(f"{t * 1e3:.1f}" for t in bucket.forward),
-                " ".join(f"{t * 1e3:.1f}" for t in bucket.backward),
-            ]
-            table.add_row(*(shown if h == 0 else ["", *shown[1:3], "", "", "", "", ""]))
-    console.print(table)
-    compared = Table(title="predicted seconds of one step of every task")
-    compared.add_column("policy")
-    compared.add_column("seconds", justify="right")
-    compared.add_column("against this plan", justify="right")
-    latency = plan.predicted_latency_s or 0.0
-    compared.add_row("this plan", f"{latency:.4g}", "")
-    for name, value in comparison.alternatives.items():
-        compared.add_row(
-            {"padded": "zero-padded", "interleave_off": "--interleave off"}.get(name, name),
-            "does not fit" if value is None else f"{value:.4g}",
-            "" if value is None or not latency else f"{value / latency:.2f}x",
-        )
-    console.print(compared)
-    shares = comparison.padding
-    console.print(
-        f"share of padding: {shares['plan']:.1%}; if padded within each task "
-        f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
-    )
-    memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
-    limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
-    console.print(f"predicted memory of each stage: {memory}{limit} GiB")
-    console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
-
-
-def _print_meshes(plans: Sequence[tuple[Plan, str]], refused: Mapping[Mesh, str]) -> None:
-    """Print all ways to divide the ranks, with their predictions and flags."""
-    from rich.table import Table
-
-    from megatron_mux.console import make_console
-
-    table = Table(title="ways to divide the ranks")
-    for column in ("tensor", "stages", "pipelines", "seconds a step", "most memory GiB", "flags"):
-        table.add_column(column, justify="left" if column == "flags" else "right")
-    for plan, words in plans:
-        mesh = plan.mesh
-        table.add_row(
-            str(mesh.tensor),
-            str(mesh.pipeline),
-            str(mesh.data),
-            f"{plan.predicted_latency_s:.4g}",
-            f"{max(plan.memory_bytes) / (1 << 30):.2f}",
-            words,
-        )
-    for mesh, why in refused.items():
-        table.add_row(str(mesh.tensor), str(mesh.pipeline), str(mesh.data), "-", "-", f"does not fit: {why}")
-    make_console().print(table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 This takes a minute on two cores. The profile is kept in the user's cache directory, where runs and tools/plan.py with
 the same backbone, device and versions find it. On a CPU, start as many processes as the run will have on a host: they
 measure at the same time, since they will compute at the same time. With two or more processes, all-reduce and transfers
-between ranks are measured, too.
+between ranks are measured, too. A backbone with experts is measured as a run divides them: give the run's flags.
 """
 
 from __future__ import annotations
@@ -40,6 +40,24 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="ranks that share each layer (1)",
+    )
+    add(
+        "--expert-model-parallel-size",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="ranks that the experts of a layer are divided among (1)",
+    )
+    add(
+        "--expert-tensor-parallel-size",
+        type=at_least(1),
+        metavar="N",
+        help="ranks that share each expert (default: as many as share each layer)",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="needed by experts with tensor parallelism; changes nothing without experts",
     )
     add("--bf16", action="store_const", const=True, help="in bfloat16 (default: as a run on this device)")
     add("--fp32", action="store_false", dest="bf16", default=None, help="in fp32, as with --mux-fp32")
@@ -86,17 +104,31 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
     info = read_backbone_info(arguments.backbone)
-    info.shape.refuse_latent("A profile")
-    info.shape.refuse_experts("A profile")
-    info.check_parallel(arguments.tensor_model_parallel_size, 1)
-    parallel = initialize(arguments.tensor_model_parallel_size)
+    tensor, expert = arguments.tensor_model_parallel_size, arguments.expert_model_parallel_size
+    has_experts = info.shape.experts is not None
+    expert_tensor = arguments.expert_tensor_parallel_size or (tensor if has_experts else 1)
+    info.check_parallel(tensor, 1, expert, expert_tensor)
+    parallel = initialize(
+        tensor,
+        # Norms of a backbone without experts are timed on all rows.
+        sequence_parallel=arguments.sequence_parallel and has_experts,
+        expert_parallel=expert,
+        expert_tensor_parallel=expert_tensor,
+    )
     fast = parallel.device.type == "cuda" and has_bf16(parallel.device)
     bf16 = in_bf16(arguments.bf16, stored_dtype(arguments.backbone), fast)
     dtype = torch.bfloat16 if bf16 else torch.float32
     if arguments.mux_tf32:
         check_tf32(parallel.device.type, bf16)
         use_tf32()
-    about = about_run(info.shape, parallel.device.type, dtype, parallel.tp_size)
+    about = about_run(
+        info.shape,
+        parallel.device.type,
+        dtype,
+        tensor,
+        expert_parallel=expert,
+        expert_tensor=expert_tensor,
+    )
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)
     if profile is not None and parallel.world_size > 1 and not profile.links:

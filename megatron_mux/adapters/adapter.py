@@ -220,12 +220,12 @@ class TaskAdapter(ABC):
             held = site.part.features if site.info.column_parallel else site.inputs
             dim, index = tensor.dim, None if tensor.dim is None else held
             if tensor.expert_dim is not None and self.host.parallel.experts.broker is not None:
-                dim, index = tensor.expert_dim, self._of_experts(tensor, site.info.experts)
+                dim, index = tensor.expert_dim, self.places_of_experts(tensor, site.info.experts)
             made.append(self.make(key, dim, index))
         return made
 
-    def _of_experts(self, tensor: AdapterTensor, held: Sequence[int]) -> Tensor:
-        """Where along `expert_dim` a tensor has the ranks of these experts."""
+    def places_of_experts(self, tensor: AdapterTensor, held: Sequence[int]) -> Tensor:
+        """Where along `expert_dim` a tensor has the ranks of these experts: `[n]` int64."""
         experts, dim = self.host.shape.experts, tensor.expert_dim
         assert experts is not None and dim is not None
         places = torch.arange(tensor.shape[dim])

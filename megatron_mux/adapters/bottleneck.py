@@ -133,7 +133,7 @@ class BottleneckSpec(AdapterSpec):
                 peft_type="BOTTLENECK", bottleneck_size=size, target_modules=list(names)
             )
 
-        return [Sample(section(8), _ENDS, pair="linear_proj"), Sample(section(64), _ENDS)]
+        return [Sample(section(8), paired=True), Sample(section(64))]
 
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megatron_mux.base_ops import BASE_OPS, COLUMN_PARALLEL, BaseOpName
+from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName
+from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.kind import AdapterSpec
@@ -70,14 +72,27 @@ class Sample:
     """An adapter whose seconds are measured for a profile.
 
     Attributes:
-        section: Makes the section that targets all modules of a BaseOp, from the BaseOp and the modules' names.
-        ops: The BaseOps that it is measured on.
-        pair: The BaseOp that two of them are measured on together, for equation 3's utilisation.
+        section: Makes the section that targets all modules of a BaseOp, from the BaseOp and the modules' paths within a
+            layer.
+        paired: Whether two of them are measured together, for equation 3's utilisation.
     """
 
     section: Callable[[BaseOpName, Sequence[str]], AdapterSpec]
-    ops: Sequence[BaseOpName] = BASE_OPS
-    pair: BaseOpName | None = None
+    paired: bool = False
+
+    def at(self, op: BaseOpName, shape: BackboneShape) -> AdapterSpec | None:
+        """The section for a BaseOp of a backbone; None where the backbone cannot have it, so that no task does."""
+        section = self.section(op, [linear.path for linear in shape.names.ops[op]])
+        return section if accepted(section, shape) else None
+
+
+def accepted(section: AdapterSpec, shape: BackboneShape) -> bool:
+    """Whether the modules that a section targets can have its adapters."""
+    try:
+        section.modules(shape)
+    except UserError:
+        return False
+    return True
 
 
 class Row(NamedTuple):

@@ -281,7 +281,7 @@ class DiffPruningSpec(AdapterSpec):
         def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
             return cls(peft_type="DIFF_PRUNING", target_modules=list(names))
 
-        return [Sample(section, pair="linear_qkv")]
+        return [Sample(section, paired=True)]
 
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""

@@ -178,10 +178,10 @@ class IA3Spec(AdapterSpec):
         """See `AdapterSpec.samples`."""
 
         def section(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
-            inputs = list(names) if op == "linear_fc2" else []
+            inputs = list(names) if op in ("linear_fc2", "shared_fc2") else []
             return cls(peft_type="IA3", target_modules=list(names), feedforward_modules=inputs)
 
-        return [Sample(section, pair="linear_qkv")]
+        return [Sample(section, paired=True)]
 
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""

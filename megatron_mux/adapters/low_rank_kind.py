@@ -13,7 +13,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
-from megatron_mux.base_ops import BaseOpName
+from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
 from megatron_mux.shape import BackboneShape, Module
@@ -62,12 +62,14 @@ class LowRankSpec(AdapterSpec):
         def section(rank: int, dropout: float) -> Callable[[BaseOpName, Sequence[str]], AdapterSpec]:
             def make(op: BaseOpName, names: Sequence[str]) -> AdapterSpec:
                 fields: dict[str, Any] = {cls.dropout_field: dropout} if cls.dropout_field else {}
-                return cls.of_rank(max(1, rank // len(names)), target_modules=list(names), **fields)
+                by_parameters = op in EXPERT_OPS and "target_parameters" in cls.model_fields
+                targets = "target_parameters" if by_parameters else "target_modules"
+                return cls.of_rank(max(1, rank // len(names)), **{targets: list(names)}, **fields)
 
             return make
 
         return [
-            Sample(section(rank, dropout), pair="linear_qkv" if rank == cls.sample_ranks[0] else None)
+            Sample(section(rank, dropout), paired=rank == cls.sample_ranks[0])
             for dropout in ((0.0, 0.1) if cls.dropout_field else (0.0,))
             for rank in cls.sample_ranks
         ]

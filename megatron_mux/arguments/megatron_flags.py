@@ -16,6 +16,7 @@ _TRAINING = {
     "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
     "training.weight_decay": "weight-decay start-weight-decay end-weight-decay weight-decay-incr-style",
     "training.max_grad_norm": "clip-grad",
+    "training.router_aux_loss_coef": "moe-aux-loss-coeff moe-router-load-balancing-type",
     "training.optim": "optimizer sgd-momentum lion-beta1 lion-beta2",
     "training.adam_beta1": "adam-beta1",
     "training.adam_beta2": "adam-beta2",

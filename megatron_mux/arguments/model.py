@@ -5,21 +5,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_mux.arguments.expert_flags import ExpertFlags
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, FILE, flag
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import (
     at_least,
     auto_or_none,
-    counts,
     flag_of,
     minutes,
-    path,
-    path_or_auto,
     size,
 )
 from megatron_mux.errors import UserError
@@ -31,66 +29,43 @@ if TYPE_CHECKING:
     from megatron_mux.shape import BackboneShape
 
 
-_COUNT: Mapping[str, Any] = {"type": at_least(1), "metavar": "N"}
-_DIRECTORY: Mapping[str, Any] = {"type": path, "metavar": "DIR"}
-_FILE: Mapping[str, Any] = {"type": path, "metavar": "FILE"}
-
-
-def _flag(section: str, said: str, default: Any = None, **options: Any) -> Any:
-    """A field that `add_flags` makes a flag of.
-
-    Args:
-        section: The group of flags it belongs to.
-        said: Its text in `--help`.
-        default: Its value if it is not given.
-        options: Further arguments of `argparse.ArgumentParser.add_argument`.
-    """
-    return field(metadata={"section": section, "options": {"help": said, "default": default, **options}})
-
-
 @dataclass(frozen=True)
-class MuxArguments:
+class MuxArguments(ExpertFlags):
     """The parsed command line; names are Megatron's.
 
     Attributes:
         shape: Shape flags as given, to check against the backbone.
     """
 
-    backbone: Path = _flag(
-        "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **_DIRECTORY
+    backbone: Path = flag(
+        "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **DIRECTORY
     )
-    bf16: bool = _flag(
+    bf16: bool = flag(
         "backbone",
         "run the backbone in bfloat16 (default: fp32 on a CPU; on a GPU bfloat16 if the checkpoint is in bfloat16); "
         "adapters stay fp32",
         False,
         action="store_true",
     )
-    recompute_granularity: Literal["full", "selective"] | None = _flag(
+    recompute_granularity: Literal["full", "selective"] | None = flag(
         "backbone",
         "recompute in the backward pass: whole layers, or attention only (default: nothing; on a GPU with --mux-policy "
         "auto whole layers, if some task does not fit into --mux-memory-limit otherwise)",
         choices=("full", "selective"),
     )
 
-    tensor_model_parallel_size: int = _flag("parallelism", "ranks that share each layer (1)", 1, **_COUNT)
-    pipeline_model_parallel_size: int = _flag("parallelism", "pipeline stages (1)", 1, **_COUNT)
-    expert_model_parallel_size: int = _flag(
-        "parallelism", "ranks that the experts of a layer are divided among (1)", 1, **_COUNT
-    )
-    expert_tensor_parallel_size: int | None = _flag(
-        "parallelism", "ranks that share each expert (default: as many as share each layer)", **_COUNT
-    )
-    sequence_parallel: bool = _flag(
+    tensor_model_parallel_size: int = flag("parallelism", "ranks that share each layer (1)", 1, **COUNT)
+    pipeline_model_parallel_size: int = flag("parallelism", "pipeline stages (1)", 1, **COUNT)
+    sequence_parallel: bool = flag(
         "parallelism",
         "shard rows (tokens) over tensor ranks outside the tensor-parallel operators",
         False,
         action="store_true",
     )
-    distributed_backend: Literal["nccl", "gloo"] | None = _flag(
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(
         "parallelism", "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = _flag(
+    distributed_timeout_minutes: float = flag(
         "parallelism",
         "stop all processes when one of them keeps the others waiting longer than M minutes (10)",
         10,
@@ -98,30 +73,30 @@ class MuxArguments:
         metavar="M",
     )
 
-    decoder_first_pipeline_num_layers: int | None = _flag(
-        "pipeline stages", "layers of the first stage (default: by cost)", **_COUNT
+    decoder_first_pipeline_num_layers: int | None = flag(
+        "pipeline stages", "layers of the first stage (default: by cost)", **COUNT
     )
-    decoder_last_pipeline_num_layers: int | None = _flag(
-        "pipeline stages", "layers of the last stage (default: by cost)", **_COUNT
+    decoder_last_pipeline_num_layers: int | None = flag(
+        "pipeline stages", "layers of the last stage (default: by cost)", **COUNT
     )
-    pipeline_model_parallel_layout: str | None = _flag(
+    pipeline_model_parallel_layout: str | None = flag(
         "pipeline stages",
         "layers of every stage: E embedding, t a layer, L loss, | the end of a stage, such as 'Et*9|t*7L'",
         metavar="LAYOUT",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = _flag(
-        "pipeline stages", "stages per rank, interleaved around the pipeline (1)", **_COUNT
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        "pipeline stages", "stages per rank, interleaved around the pipeline (1)", **COUNT
     )
-    num_layers_per_virtual_pipeline_stage: int | None = _flag(
-        "pipeline stages", "the same, given as layers per stage", **_COUNT
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "pipeline stages", "the same, given as layers per stage", **COUNT
     )
-    mux_layer_split: Literal["cost", "even"] = _flag(
+    mux_layer_split: Literal["cost", "even"] = flag(
         "pipeline stages",
         "cost: equal predicted time per stage (default); even: equal number of layers per stage",
         "cost",
         choices=("cost", "even"),
     )
-    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"] = _flag(
+    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"] = flag(
         "pipeline stages",
         "planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
         "interleaved: flush the pipeline after each step (steps without an interleaved order are planned)",
@@ -129,29 +104,29 @@ class MuxArguments:
         choices=("planned", "1f1b", "gpipe", "interleaved"),
     )
 
-    save: Path | None = _flag("results", "write adapters, metrics, plan and schedule to DIR", **_DIRECTORY)
-    load: Path | None = _flag(
-        "results", "continue the run saved in DIR (an empty DIR starts a new run)", **_DIRECTORY
+    save: Path | None = flag("results", "write adapters, metrics, plan and schedule to DIR", **DIRECTORY)
+    load: Path | None = flag(
+        "results", "continue the run saved in DIR (an empty DIR starts a new run)", **DIRECTORY
     )
-    save_interval: int | None = _flag("results", "save every N steps of a task, besides at its end", **_COUNT)
-    log_interval: int = _flag("results", "log every N steps of a task (10)", 10, **_COUNT)
-    tensorboard_dir: Path | None = _flag("results", "write TensorBoard files to DIR", **_DIRECTORY)
-    seed: int = _flag(
+    save_interval: int | None = flag("results", "save every N steps of a task, besides at its end", **COUNT)
+    log_interval: int = flag("results", "log every N steps of a task (10)", 10, **COUNT)
+    tensorboard_dir: Path | None = flag("results", "write TensorBoard files to DIR", **DIRECTORY)
+    seed: int = flag(
         "results", "random seed of the run (1234); each task has its own", 1234, type=at_least(0), metavar="N"
     )
 
-    mux_tasks: Path | None = _flag("mux", "tasks.yaml: the tasks to train", **_FILE)
-    mux_policy: Literal["auto", "serial", "temporal", "spatial"] = _flag(
+    mux_tasks: Path | None = flag("mux", "tasks.yaml: the tasks to train", **FILE)
+    mux_policy: Literal["auto", "serial", "temporal", "spatial"] = flag(
         "mux",
         "auto: planned by predicted cost (default); serial: one task to its end, then the next; temporal: in each "
         "step one task after the other; spatial: all tasks in one batch",
         "auto",
         choices=("auto", "serial", "temporal", "spatial"),
     )
-    mux_plan: Path | None = _flag(
-        "mux", "start with this plan (tools/plan.py --output FILE makes one)", **_FILE
+    mux_plan: Path | None = flag(
+        "mux", "start with this plan (tools/plan.py --output FILE makes one)", **FILE
     )
-    mux_memory_limit: int | Literal["auto"] | None = _flag(
+    mux_memory_limit: int | Literal["auto"] | None = flag(
         "mux",
         "memory limit per rank for the planner, such as 40GiB; auto: a GPU's memory minus a margin, no limit on a CPU "
         "(default); none: no limit",
@@ -159,14 +134,14 @@ class MuxArguments:
         type=auto_or_none(size),
         metavar="SIZE",
     )
-    mux_chunk_size: int | Literal["auto"] | None = _flag(
+    mux_chunk_size: int | Literal["auto"] | None = flag(
         "mux",
         "cut packs into chunks of N tokens; none: do not cut; auto: by predicted cost (default)",
         "auto",
         type=auto_or_none(at_least(1)),
         metavar="N",
     )
-    mux_interleave: Literal["off", "kahn", "halves", "auto"] = _flag(
+    mux_interleave: Literal["off", "kahn", "halves", "auto"] = flag(
         "mux",
         "how tensor ranks hide their messages, with --mux-policy auto: off; kahn: pieces of the hybrid tasks of a "
         "bucket in turns (MuxTune's Algorithm 1); halves: each hybrid task in two halves, in turns; auto: by predicted "
@@ -174,98 +149,64 @@ class MuxArguments:
         "auto",
         choices=("off", "kahn", "halves", "auto"),
     )
-    mux_communication_ctas: int | None = _flag(
+    mux_communication_ctas: int | None = flag(
         "mux",
         "CTAs that a message of tensor ranks takes at most from the computation that hides it, on GPUs, 1 to 32 (8)",
         type=at_least(1, 32),
         metavar="N",
     )
-    mux_align: Literal["dense", "max-length", "longest"] = _flag(
+    mux_align: Literal["dense", "max-length", "longest"] = flag(
         "mux",
         "dense: no padding (default); max-length: pad sequences to their task's max_length; longest: to the longest "
         "of all tasks",
         "dense",
         choices=("dense", "max-length", "longest"),
     )
-    mux_backbone_weights: Kind = _flag(
+    mux_backbone_weights: Kind = flag(
         "mux",
         "where weights are kept between uses. resident: on the device (default); sharded: over data-parallel ranks; "
         "offloaded: in host memory; sharded-offloaded: over data-parallel ranks, in host memory",
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
-    mux_expert_placement: Path | Literal["auto"] | None = _flag(
-        "mux",
-        "which ranks hold which experts, as tools/place_experts.py writes it; auto: placed at the start by what the "
-        "tasks' data select (default: neighbouring experts share one; with --mux-expert-managers, one after the other)",
-        type=path_or_auto,
-        metavar="FILE",
-    )
-    mux_expert_topology: Path | None = _flag(
-        "mux",
-        "nodes and bandwidths that experts are placed by (default: the hosts of the ranks, 50 GB/s within and 12.5 "
-        "GB/s between them)",
-        **_FILE,
-    )
-    mux_replace_experts: Literal["auto", "off"] | None = _flag(
-        "mux",
-        "auto: experts move between steps when that is predicted to pay (default with --mux-expert-placement auto); "
-        "off: they stay (default otherwise)",
-        choices=("auto", "off"),
-    )
-    mux_expert_managers: int | Literal["auto"] | None = _flag(
-        "mux",
-        "N processes hold the routed experts and nothing else, the first one (their master) the rest of the backbone; "
-        "auto: all processes but the first (default: none; each process holds a part of everything)",
-        type=auto_or_none(at_least(1)),
-        metavar="N",
-    )
-    mux_expert_capacity: tuple[int, ...] = _flag(
-        "mux",
-        "experts, over all layers, that an expert manager can hold: one number for all of them, or one for each "
-        "(default: any number)",
-        (),
-        type=counts,
-        metavar="N[,N...]",
-    )
-    mux_watch: Path | None = _flag(
+    mux_watch: Path | None = flag(
         "mux",
         "a task file dropped into DIR joins the run, one moved out leaves; a file named STOP ends it",
-        **_DIRECTORY,
+        **DIRECTORY,
     )
-    mux_data_cache: Path | None = _flag(
+    mux_data_cache: Path | None = flag(
         "mux",
         "keep tokenised data files in DIR (default: $MEGATRON_MUX_CACHE or the user's cache directory)",
-        **_DIRECTORY,
+        **DIRECTORY,
     )
-    mux_micro_batches: int | None = _flag(
-        "mux", "micro-batches of a bucket's step (default: planned)", **_COUNT
+    mux_micro_batches: int | None = flag(
+        "mux", "micro-batches of a bucket's step (default: planned)", **COUNT
     )
-    mux_keep_checkpoints: int | None = _flag(
-        "mux", "saves to keep, with each task's last good checkpoint (default: all)", **_COUNT
+    mux_keep_checkpoints: int | None = flag(
+        "mux", "saves to keep, with each task's last good checkpoint (default: all)", **COUNT
     )
-    mux_save_rate: int | None = _flag(
+    mux_save_rate: int | None = flag(
         "mux",
         "write saves at no more than SIZE a second while steps run (default: no limit)",
         type=size,
         metavar="SIZE",
     )
-    mux_rolling: bool = _flag(
+    mux_rolling: bool = flag(
         "mux",
         "let a task's next step begin while other tasks drain, without a flush of the pipeline (default)",
         True,
         action=argparse.BooleanOptionalAction,
     )
-    mux_fp32: bool = _flag(
+    mux_fp32: bool = flag(
         "mux", "run the backbone in fp32 whatever the checkpoint's dtype", False, action="store_true"
     )
-    mux_tf32: bool = _flag(
+    mux_tf32: bool = flag(
         "mux",
         "compute the products of an fp32 backbone in TF32, on a GPU",
         False,
         action="store_true",
     )
-    mux_no_progress: bool = _flag("mux", "no live display", False, action="store_true")
+    mux_no_progress: bool = flag("mux", "no live display", False, action="store_true")
     shape: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -284,45 +225,6 @@ class MuxArguments:
         """Number of expert ranks, and of ranks that share each expert, for a backbone."""
         default = self.tensor_model_parallel_size if shape.experts is not None else 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or default
-
-    @property
-    def expert_managers(self) -> int:
-        """Number of expert managers; 0 without them."""
-        if self.mux_expert_managers != "auto":
-            return self.mux_expert_managers or 0
-        text = os.environ.get("WORLD_SIZE", "1")
-        return int(text) - 1 if text.isdecimal() and int(text) > 1 else 1
-
-    @property
-    def places_experts(self) -> bool:
-        """Whether experts are placed at the start by what the tasks' data select."""
-        return self.mux_expert_placement == "auto"
-
-    @property
-    def replaces_experts(self) -> bool:
-        """Whether experts may move between steps."""
-        return self.mux_replace_experts == "auto" or (
-            self.mux_replace_experts is None and self.places_experts
-        )
-
-    def without_planner(self, shape: BackboneShape) -> tuple[MuxArguments, str]:
-        """Replace the policy `auto` where the planner does not know the backbone.
-
-        Returns:
-            The arguments, and what a user should know; empty if nothing.
-
-        Raises:
-            UserError: A flag asks for what only the planner does.
-        """
-        if shape.experts is None or self.mux_policy != "auto":
-            return self, ""
-        for flag, given in (("--mux-plan", self.mux_plan), ("--mux-memory-limit", self.mux_memory_limit)):
-            if given not in (None, "auto"):
-                shape.refuse_experts(flag)
-        if self.mux_interleave in ("kahn", "halves"):
-            shape.refuse_experts(f"--mux-interleave {self.mux_interleave}")
-        said = "--mux-policy auto does not know experts yet: all tasks share each micro-batch (spatial)"
-        return replace(self, mux_policy="spatial"), said
 
     def check_shape(self, shape: BackboneShape) -> None:
         """Check the shape flags against the backbone.
@@ -421,6 +323,7 @@ def changed_flags(arguments: MuxArguments, section: str) -> list[str]:
 def add_flags(parser: argparse.ArgumentParser, section: str) -> None:
     """Add the flags of a section to a parser, as a group of that title."""
     group = parser.add_argument_group(section)
-    for one in fields(MuxArguments):
+    # Inherited fields come first in a dataclass, and last in `--help`.
+    for one in sorted(fields(MuxArguments), key=lambda own: own.name not in MuxArguments.__annotations__):
         if one.metadata.get("section") == section:
             group.add_argument(flag_of(one.name), **one.metadata["options"])

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.cut_experts import CutExperts, CutMlp
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.pieces import (
     Exchanging,
     Message,
@@ -176,7 +177,8 @@ class CutLayer:
 
     def _attend(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
         attention = self.layer.self_attention
-        with without_collectives(attention.linear_qkv, attention.linear_proj):
+        spreads = attention if isinstance(attention, LatentAttention) else attention.linear_qkv
+        with without_collectives(spreads, attention.linear_proj):
             normed = piece.input(normed, needed)
             partial, _ = attention(normed, attention_mask=None, attention_bias=self.angles)
         return piece.output(partial)

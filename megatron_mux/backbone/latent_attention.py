@@ -57,8 +57,12 @@ class LatentAttention(nn.Module):
         norms: Of the latents, by name.
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.
+
+    Attributes:
+        explicit_expert_comm: Whether the caller spreads the input over tensor ranks: see `pieces.without_collectives`.
     """
 
+    explicit_expert_comm = False
     linear_q: nn.Module
     linear_q_down: nn.Module
     linear_q_up: nn.Module
@@ -109,8 +113,8 @@ class LatentAttention(nn.Module):
             .split([latent.plain, latent.value], dim=-1)
         )
         query, positions = query.split([latent.plain, latent.rotated], dim=-1)
-        query = torch.cat((query, self._rotate(positions, *attention_bias)), dim=-1)
-        shared = self._rotate(rotated, *attention_bias).expand(-1, key.shape[1], -1)
+        query = torch.cat((query, self.rotate(positions, *attention_bias)), dim=-1)
+        shared = self.rotate(rotated, *attention_bias).expand(-1, key.shape[1], -1)
         key = torch.cat((key, shared), dim=-1)
         attended = self.core_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
@@ -124,7 +128,7 @@ class LatentAttention(nn.Module):
             query = self.linear_q_up(self.q_norm(self.linear_q_down(x)[0]))[0]
         return query
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `[T, heads, W]`; the features of queries and keys come out in the same order, whichever it is."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
@@ -132,8 +136,9 @@ class LatentAttention(nn.Module):
 
     def _spread(self, hidden: Tensor) -> Tensor:
         """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""
-        if self.parallel.tp_size == 1:
-            return hidden
+        if self.parallel.tp_size == 1 or self.explicit_expert_comm:
+            # A view, cut into pieces or not: its strides decide which product a matrix library computes, to the bit.
+            return hidden.view_as(hidden)
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(

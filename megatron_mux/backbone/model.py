@@ -19,6 +19,7 @@ from megatron_mux import layout
 from megatron_mux.backbone import columns, spec, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
+from megatron_mux.backbone.experts.at_start import check_experts, placement_or_default
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
@@ -35,7 +36,6 @@ from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.shape import BackboneShape
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
     gather_from_sequence_parallel_region,
@@ -82,7 +82,7 @@ class Backbone:
         self.device = parallel.device
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
-        self.placement = _placement(shape, parallel, placement)
+        self.placement = placement_or_default(shape, parallel, placement)
         self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective", self.placement)
         self.residence = Residence(residence, parallel)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, self.placement)
@@ -132,7 +132,7 @@ class Backbone:
         # A manager may be without experts.
         ranks = 1 if parallel.experts.broker else parallel.experts.size
         info.check_parallel(parallel.tp_size, parallel.pp_size, ranks, parallel.experts.tensor_size)
-        _check_experts(info.shape, parallel, residence)
+        check_experts(info.shape, parallel, residence)
         layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
         ]
@@ -150,7 +150,8 @@ class Backbone:
                 and backward.
             hidden: Output of the previous stage; None on the first stage.
             labelled_only: On the last stage, compute the last layer's MLP and the final norm on labelled rows only.
-                Ignored with sequence parallelism, which divides the rows.
+                Ignored with sequence parallelism, which divides the rows, and where a router needs all of them for a
+                balancing loss.
 
         Returns:
             Hidden states of `hidden_shape(batch)`, after the final norm on the last stage; `[N, 1, H]` with
@@ -160,7 +161,7 @@ class Backbone:
         if hidden is None:
             hidden = self.embed(batch)
         angles = self.angles(batch)
-        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        labelled_only = labelled_only and self._selects_labelled(batch)
         layers = self.residence.layers(hidden, self._trained_from)
         for i in range(len(self.layers)):
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
@@ -173,13 +174,9 @@ class Backbone:
             batch: As for `forward`.
             needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
             labelled_only: As for `forward`.
-
-        Raises:
-            UserError: The backbone has latent attention.
         """
-        self.shape.refuse_latent("Interleaving of hybrid tasks")
         decoder, last = self.model.decoder, len(self.layers) - 1
-        labelled_only = labelled_only and self.last and not self.parallel.sequence_parallel
+        labelled_only = labelled_only and self._selects_labelled(batch)
         trained_from = self._trained_from
         angles = self.angles(batch) if batch.rows else []
         layers = [
@@ -353,6 +350,10 @@ class Backbone:
                 return i
         return len(self.layers)
 
+    def _selects_labelled(self, batch: MicroBatch) -> bool:
+        """Whether the last layer of this stage may compute its MLP on labelled rows only."""
+        return self.last and not self.parallel.sequence_parallel and batch.balanced is None
+
     def _computes(self, i: int, batch: MicroBatch) -> bool:
         """Whether this rank computes the stage's layer `i`: without rows its experts may have those of others."""
         return bool(batch.rows) or (
@@ -417,35 +418,3 @@ def load_stages(
         Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only, placement)
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]
-
-
-def _placement(shape: BackboneShape, parallel: Parallel, wanted: Placement | None) -> Placement | None:
-    """Which expert ranks hold which experts: what is wanted, or the default; None without experts."""
-    if shape.experts is None or wanted is not None:
-        return wanted
-    layers, size = shape.experts.layers(shape.layers), parallel.experts.size
-    if parallel.experts.broker is not None:
-        return Placement.among_managers(shape.experts.count, size - 1, layers)
-    return Placement.contiguous(shape.experts.count, size, layers)
-
-
-def _check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> None:
-    """Raise `UserError` where experts do not go with how the rest is divided."""
-    if shape.experts is None:
-        if parallel.experts.broker is not None:
-            raise UserError(f"--mux-expert-managers: a {shape.family} has no experts: remove it")
-        return
-    if parallel.tp_size > 1 and not parallel.sequence_parallel:
-        raise UserError(
-            "With tensor parallelism, a backbone with experts needs --sequence-parallel: each tensor rank then routes "
-            "its own rows."
-        )
-    if residence != "resident" and parallel.experts.broker is not None:
-        raise UserError(
-            f"--mux-backbone-weights {residence}: not with --mux-expert-managers yet: remove it, or start more managers"
-        )
-    if residence.startswith("sharded") and parallel.experts.over_data:
-        raise UserError(
-            f"--mux-backbone-weights {residence} divides weights over data-parallel ranks, but their experts differ: "
-            "use resident or offloaded, or experts within the tensor-parallel ranks."
-        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from megatron_mux.balancing import Tally
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.kernels.carry import Carry
@@ -79,6 +80,7 @@ class StepBatches:
     staging: Staging
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
+    _tallies: dict[tuple[int, int], Tally] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._period = len(self.steps[0].grid.sizes)
@@ -89,15 +91,21 @@ class StepBatches:
         """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
         if unit not in self._laid_out:
             step, own = self._own(unit)
-            carry = None
+            carry, micro_batch = None, (unit.bucket, unit.micro_batch)
             if step.chunks(own) > 1:
                 # Keys and values wait for later chunks of the same micro-batch only.
-                carry = self._carries.setdefault((unit.bucket, unit.micro_batch), Carry())
+                carry = self._carries.setdefault(micro_batch, Carry())
             self._laid_out[unit] = tuple(
-                batch.to(self.parallel.device, carry, self._places.get(id(batch)))
-                for batch in step.batches[own]
+                self._lay_out(batch, micro_batch, carry) for batch in step.batches[own]
             )
         return self._laid_out[unit]
+
+    def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
+        tally, place = self._tallies.get(micro_batch), self._places.get(id(batch))
+        made = batch.to(self.parallel.device, carry, place, tally)
+        if made.balanced is not None:
+            self._tallies[micro_batch] = made.balanced.tally
+        return made
 
     def rows(self, unit: Unit) -> int:
         """Rows of a unit, before they are divided among tensor ranks; without laying it out."""
@@ -124,11 +132,18 @@ class StepBatches:
         """A copy with nothing laid out yet."""
         return replace(self)
 
-    def forget(self, unit: Unit) -> None:
-        """Drop a unit that is done; harmless for one that was never laid out."""
+    def forget(self, unit: Unit) -> Tally | None:
+        """Drop a unit that is done; harmless for one that was never laid out.
+
+        Returns:
+            What its micro-batch's balanced sequences selected, if there are any and this was the last unit of it.
+        """
         self._laid_out.pop(unit, None)
-        if not unit.chunk:  # the last to be back-propagated
-            self._carries.pop((unit.bucket, unit.micro_batch), None)
+        if unit.chunk:
+            return None
+        # The last to be back-propagated.
+        self._carries.pop((unit.bucket, unit.micro_batch), None)
+        return self._tallies.pop((unit.bucket, unit.micro_batch), None)
 
     def label(self, action: Action) -> str:
         """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""

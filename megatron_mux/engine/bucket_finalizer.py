@@ -3,13 +3,14 @@
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
 (`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
-and the number of ranks that ran out of memory.
+the number of ranks that ran out of memory, and, if a task of the bucket asks for it, its balancing loss.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
-_SQUARE, _FAILED, COLUMNS = 1, 2, 3
-"""Columns of a table after the loss, and how many there are."""
+_SQUARE, _FAILED, _BALANCING = 1, 2, 3
+"""Columns of a table after the loss."""
 
 
 class BucketFinalizer:
@@ -41,6 +42,7 @@ class BucketFinalizer:
         updates: Of each bucket.
 
     Attributes:
+        coefficients: Of each task with a balancing loss.
         skipped: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out of
             memory.
     """
@@ -58,6 +60,8 @@ class BucketFinalizer:
         self.tasks = tasks
         self.failed = failed
         self.skipped: set[int] = set()
+        coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
+        self.coefficients = {name: own for name, own in coefficients.items() if own}
         self.buckets = buckets
         self.tokens = tokens
         self.parallel = parallel
@@ -81,17 +85,23 @@ class BucketFinalizer:
         """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
+    def table_shape(self, entry: int) -> tuple[int, int]:
+        """Rows and columns of the table of a bucket, counted on over steps."""
+        names = self.bucket(entry).tasks
+        return len(names), _BALANCING + any(name in self.coefficients for name in names)
+
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
         self._stopped.fill_(True)
         self._counts = False
 
-    def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
+    def norm(self, action: Action, losses: Tensor, balancing: Tensor, others: Tensor | None) -> Tensor:
         """Reduce a bucket's gradients over ranks, and add this stage's norms to those of the stages after it.
 
         Args:
             action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
+            balancing: `[tasks]` fp64 of this pipeline's sequences in this rank's layers, weighted.
             others: The table of the stages after this one; None on the last.
 
         Returns:
@@ -99,26 +109,31 @@ class BucketFinalizer:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
+        rows, (count, columns) = self._rows[entry % len(self.buckets)], self.table_shape(entry)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
         self.failed.attempt(action, lambda: self._penalise(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
-        flags = torch.full((len(names),), float(entry in self.failed), device=device)
+        sums = torch.full(
+            (columns - _FAILED, count), float(entry in self.failed), dtype=torch.float64, device=device
+        )
+        if columns > _BALANCING:
+            sums[_BALANCING - _FAILED] = balancing[rows]
         tasks = [self.tasks[name] for name in names]
-        reduce_gradients([task.adapter.arena for task in tasks], self.parallel, flags, self._buffer)
+        reduce_gradients([task.adapter.arena for task in tasks], self.parallel, sums, self._buffer)
         squares = self._updates[entry % len(self.buckets)].squared_norms()
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
-            own = losses[self._rows[entry % len(self.buckets)]]
+            own = losses[rows]
             if self.parallel.dp_size > 1:
                 dist.all_reduce(own, group=self.parallel.dp_group)
-            table = torch.stack([own, squares, flags.double()], dim=1)
+            table = torch.stack([own, squares, *sums], dim=1)
             if self.parallel.experts.broker is not None:
                 # Each of them owns a part of the adapters, and the master has the losses.
                 dist.all_reduce(table, group=self.parallel.experts.group)
         else:
             table = others
             table[:, _SQUARE] += squares
-            table[:, _FAILED] += flags.double()
+            table[:, _FAILED:] += sums.t()
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
@@ -166,23 +181,27 @@ class BucketFinalizer:
         results: list[dict[str, StepResult]] = [{} for _ in self.tokens]
         if not self._tables:
             return results
-        values = iter(torch.cat([table for _, table in self._tables]).tolist())
+        values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
         for entry, _ in self._tables:
             step = entry // len(self.buckets)
             bucket = entry % len(self.buckets)
-            for name, (loss, square, failed) in zip(self.bucket(entry).tasks, values, strict=False):
+            columns = self.table_shape(entry)[1]
+            for name in self.bucket(entry).tasks:
+                loss, square, failed, *balancing = islice(values, columns)
                 if failed:
                     self.skipped.add(bucket)
                 if bucket in self.skipped:
                     continue
-                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name])
+                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name], *balancing)
                 if result is not None:
                     results[step][name] = result
         for task in self.tasks.values():
             task.adapter.settle(task.step)
         return results
 
-    def _result(self, name: str, loss: float, norm: float, tokens: int) -> StepResult | None:
+    def _result(
+        self, name: str, loss: float, norm: float, tokens: int, balancing: float = 0.0
+    ) -> StepResult | None:
         """What one step gave a task; None if the task was stopped in a step before."""
         task = self.tasks[name]
         if task.status == "failed":
@@ -193,12 +212,25 @@ class BucketFinalizer:
             reason = f"its loss was {loss} at step {task.step + 1}"
         elif not math.isfinite(norm):
             reason = f"its gradient norm was {norm} at step {task.step + 1}"
+        elif not math.isfinite(balancing):
+            reason = f"its balancing loss was {balancing} at step {task.step + 1}"
         if reason:
             task.status = "failed"
         else:
             task.step += 1
             if task.step >= task.total_steps:
                 task.status = "finished"
+        coefficient = self.coefficients.get(name)
+        router_aux_loss = None if coefficient is None else balancing / coefficient
         return StepResult(
-            task.step, task.total_steps, loss, norm, rate, tokens, task.status, reason, bool(reason)
+            step=task.step,
+            total_steps=task.total_steps,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=tokens,
+            status=task.status,
+            reason=reason,
+            diverged=bool(reason),
+            router_aux_loss=router_aux_loss,
         )

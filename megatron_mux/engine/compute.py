@@ -11,7 +11,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.batches import StepBatches
-from megatron_mux.engine.bucket_finalizer import COLUMNS, BucketFinalizer
+from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes, PassTimes
@@ -64,6 +64,7 @@ class TrainingCompute:
         # Summed per bucket's step and task on the device. A row each: a task's NaN is its own.
         shape = (len(finalizer.tokens) * len(finalizer.buckets), len(finalizer.tasks))
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
+        self._balancing = torch.zeros_like(self.losses) if finalizer.coefficients else self.losses
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
@@ -75,7 +76,7 @@ class TrainingCompute:
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         if not action.is_pass:
-            return len(self.finalizer.bucket(action.bucket).tasks), COLUMNS
+            return self.finalizer.table_shape(action.bucket)
         backbone, batches = self.stages[action.stage], self.batches[action.unit]
         rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
         if action.kind == "B" and not any(self._trained_below(backbone.layers.stop, action.unit)):
@@ -153,7 +154,9 @@ class TrainingCompute:
             for name in self.finalizer.bucket(action.bucket).tasks:
                 self.finalizer.tasks[name].optimizer.zero()
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated
-            self.batches.forget(action.unit)
+            tally = self.batches.forget(action.unit)
+            if tally is not None:
+                tally.add_losses(self._balancing[action.bucket])
 
     def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
         batches = self.batches[action.unit]
@@ -179,7 +182,7 @@ class TrainingCompute:
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""
-        return self.finalizer.norm(action, self.losses[action.bucket], others)
+        return self.finalizer.norm(action, self.losses[action.bucket], self._balancing[action.bucket], others)
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
         """Let the bucket's tasks step."""

@@ -6,6 +6,7 @@ clipping, accumulation, data order and fate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.agreement import first_problem, from_first
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
+from megatron_mux.engine.hand_over import HandOver
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
@@ -168,38 +170,49 @@ class Engine:
 
         Losses and adapters go on as if they had been there before, to rounding. Expert-parallel ranks have the adapters
         of all experts, so weights move alone. Those of an expert manager's experts move with their optimizer's state,
-        through the first rank.
+        from manager to manager.
 
         Returns:
-            Bytes of weights that this rank received.
+            Bytes that this rank received.
 
         Raises:
             UserError: Weights are not resident.
         """
-        divided = self.parallel.experts.broker is not None
-        states: dict[str, Snapshot] = {}
+        before, divided = self.backbone.placement, self.parallel.experts.broker is not None
+        states: dict[str, LocalState] = {}
         if divided:
             self._runner.read_ahead.forget()  # it knows slots
             if self._runner.copied is not None:
                 self._runner.copied.wait()  # of what is about to be freed
-            states = {name: self._everywhere(name) for name in self._tasks}
+            states = self._copies(self.tasks, HostMemory(self.parallel.device), owned=False)
             for name in self._tasks:
                 self.adapters.remove(name)
         received = sum(stage.place_experts(placement) for stage in self.stages.values())
         self.adapters.renew_experts()
-        for name, state in states.items():
-            self._tasks[name].attach(self.adapters, state)
         if divided:
+            assert before is not None
+            hand_over = HandOver(self.parallel.experts, before, placement)
+            for name, task in self._tasks.items():
+                received += hand_over.attach(task, self.adapters, states[name])
             self._reserve_gradient_buffer()
         if self._trials is not None:
             self._trials.forget()
         return received
 
-    def _everywhere(self, name: str) -> Snapshot:
-        """A task's whole state on every rank."""
-        state = from_first(self.snapshot(name), self.parallel)
-        assert state is not None
-        return state
+    @property
+    def bytes_beside_expert(self) -> float:
+        """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
+        experts, shape = self.backbone.shape.experts, self.backbone.shape
+        if experts is None or self.parallel.experts.broker is None:
+            return 0.0
+        values = sum(
+            math.prod(tensor.shape) * (1 + len(task.optimizer.moments))
+            for task in self._tasks.values()
+            for tensor in task.adapter.tensors.values()
+            if tensor.expert_dim is not None
+        )
+        count = experts.count * len(experts.layers(shape.layers))
+        return values * self.adapters.host.parameter_dtype.itemsize / count
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -339,13 +352,12 @@ class Engine:
         self._runner.copied = memory.copied
         return copies
 
-    def _copies(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
+    def _copies(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:
         if self.parallel.dp_rank != 0:  # the first pipeline has all of it
             return {}
         tasks = {name: self._tasks[name] for name in names}
-        return copy_states(
-            {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}, memory
-        )
+        states = {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}
+        return copy_states(states, memory, owned)
 
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""

@@ -15,7 +15,6 @@ from megatron_mux import layout
 from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Exchanging
-from megatron_mux.errors import UserError
 from megatron_mux.fusion.launch_order import LaunchOrder, decode
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.layout import MicroBatch
@@ -23,15 +22,12 @@ from megatron_mux.layout import MicroBatch
 Made = TypeVar("Made")
 
 
-def check_launch_orders(plan: Plan, stages: Mapping[int, Backbone]) -> None:
-    """Refuse a plan whose launch orders are for stages with other pieces, before anything is exchanged.
+def launch_problem(plan: Plan, stages: Mapping[int, Backbone]) -> str:
+    """What is wrong with a plan whose launch orders are for stages with other pieces; empty if nothing.
 
     Args:
         plan: The plan, the same on every rank.
         stages: This rank's stages.
-
-    Raises:
-        UserError: Says what differs.
     """
     for b, bucket in enumerate(plan.buckets):
         for number, stage in stages.items() if bucket.launch else ():
@@ -41,11 +37,12 @@ def check_launch_orders(plan: Plan, stages: Mapping[int, Backbone]) -> None:
                 ("backward", launch.backward, pieces.backward),
             ):
                 if len(order) != wanted * bucket.batches:
-                    raise UserError(
+                    return (
                         f"buckets[{b}].launch[{number}].{name}: the plan's launch order has {len(order)} pieces for "
                         f"{bucket.batches} batches, this run's stage {number} has {wanted} for each: sequence "
                         "parallelism, recomputation or expert ranks are not as planned; plan anew"
                     )
+    return ""
 
 
 class InterleavedPasses:

@@ -16,11 +16,12 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_mux import layout
+from megatron_mux.balancing import BalancedSequences, balanced_sequences
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.layout import HostBatch
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
@@ -77,6 +78,7 @@ def prepare_step(
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
         except UserError as error:
             problems[name] = str(error)
+    balanced = _balanced(grid, tasks, lengths)
     batches: dict[Unit, tuple[HostBatch, ...]] = {}
     for unit, chunks in grid.chunks.items() if not problems else ():
         batches[unit] = tuple(
@@ -88,10 +90,26 @@ def prepare_step(
                 parallel.tp_size if parallel.sequence_parallel else 1,
                 spans=[(piece.start, piece.stop) for piece in chunk] if holds_rows else [],
                 slots={name: task.slot for name, task in tasks.items()},
+                balanced=balanced.get((unit.bucket, unit.micro_batch)),
             )
             for chunk in chunks
         )
     return PreparedStep(grid, batches, {name: sum(own.tokens) for name, own in lengths.items()}, problems)
+
+
+def _balanced(
+    grid: StepGrid, tasks: Mapping[str, TaskState], lengths: Mapping[str, Lengths]
+) -> dict[tuple[int, int], BalancedSequences]:
+    """Sequences that count for a balancing loss, by bucket and micro-batch."""
+    coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
+    coefficients = {name: own for name, own in coefficients.items() if own}
+    if not coefficients:
+        return {}
+    pieces: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for unit, chunks in grid.chunks.items():
+        own = pieces.setdefault((unit.bucket, unit.micro_batch), [])
+        own += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
+    return balanced_sequences(pieces, coefficients, {name: lengths[name].tokens for name in coefficients})
 
 
 def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:

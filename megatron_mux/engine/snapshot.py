@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel, pinned
 
@@ -186,20 +186,21 @@ class LocalState:
 
 
 def copy_states(
-    tasks: Mapping[str, tuple[TaskAdapter, TaskOptimizer, int]], memory: HostMemory
+    tasks: Mapping[str, tuple[TaskAdapter, TaskOptimizer, int]], memory: HostMemory, owned: bool = True
 ) -> dict[str, LocalState]:
     """Copy what this rank holds of tasks' states to host memory, without waiting for a GPU.
 
     Args:
         tasks: The adapter, the optimizer, and the optimizer steps done of each task.
         memory: Where the copies go.
+        owned: Leave out what another rank has as well, and owns.
     """
     places: dict[str, list[_Place]] = {name: [] for name in tasks}
     tensors: list[Tensor] = []
     for name, (adapter, optimizer, _) in tasks.items():
         moments, extra = optimizer.state(), adapter.state()
-        for p in [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]:
-            if p.owner:
+        for p in stored_parameters(adapter):
+            if p.owner or not owned:
                 named = {"value": p.value, **moments.get(p.key, {})}
                 named |= {"extra": extra[p.key]} if p.key in extra else {}
                 index = None if p.index is None else p.index.cpu().numpy()
@@ -210,6 +211,11 @@ def copy_states(
         name: LocalState(step, places[name], [next(copies) for _ in places[name]], memory)
         for name, (_, _, step) in tasks.items()
     }
+
+
+def stored_parameters(adapter: TaskAdapter) -> list[AdapterParameter]:
+    """What this rank holds of a task's adapter and cannot make again."""
+    return [*adapter.parameters, *(p for p in adapter.fixed if adapter.tensors[p.key].stored)]
 
 
 def _assembled(pieces: Iterable[Any]) -> dict[str, dict[str, Tensor]]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.exchange import Exchange
+from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
-from megatron_mux.engine.interleaved import check_launch_orders
+from megatron_mux.engine.interleaved import launch_problem
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes
@@ -91,7 +92,9 @@ class StepRunner:
             See `Engine.steps`; empty if the plan did not fit: another one is to follow.
         """
         plan = self._for_this_mesh(plan)
-        check_launch_orders(plan, self.stages)
+        if any(bucket.launch for bucket in plan.buckets):
+            # Before anything is exchanged; stages whose pieces fit would wait for those that refuse.
+            raise_on_every_rank(launch_problem(plan, self.stages), self.parallel)
         max_steps = max_steps if plan.schedule in ROLLING else 1
         count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
         failures: dict[str, StepResult] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
@@ -57,6 +59,8 @@ class StepResult:
         status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
         reason: Why it failed, else empty.
         diverged: Whether it failed for its loss or gradient, not for data that could not be read.
+        router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`megatron_mux.balancing`);
+            None: the task does not ask for it.
     """
 
     step: int
@@ -68,6 +72,7 @@ class StepResult:
     status: Status
     reason: str = ""
     diverged: bool = False
+    router_aux_loss: float | None = None
 
 
 @dataclass
@@ -113,12 +118,17 @@ class TaskState:
         if self.step >= self.total_steps:
             self.status = "finished"
 
-    def attach(self, adapters: AdapterSet, snapshot: Snapshot) -> None:
-        """Make adapter and optimizer anew, in the state of a snapshot: for what this rank has to hold by now."""
-        self.adapter = adapters.add(self.task.spec, self.total_steps, snapshot.adapter)
+    def attach(self, adapters: AdapterSet, known: Mapping[str, Tensor]) -> None:
+        """Make adapter and optimizer anew, for what this rank has to hold by now.
+
+        Args:
+            adapters: Where to.
+            known: Full tensors of the adapter by key; of the others, the caller fills what this rank holds.
+        """
+        tensors = self.adapter.tensors.items()
+        blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
+        self.adapter = adapters.add(self.task.spec, self.total_steps, {**blank, **known})
         self.optimizer = TaskOptimizer(self.adapter, self.task.spec.training, self.total_steps)
-        self.optimizer.load_state(snapshot.moments)
-        self.adapter.load_state(snapshot.extra)
 
     def fail(self, reason: str) -> StepResult:
         """Stop the task, its adapter as it was before the step."""

@@ -73,6 +73,9 @@ def _wrong_place(plan: Plan, backbone: str, mesh: Mesh) -> Iterator[str]:
         ("virtual", plan.virtual, mesh.virtual),
         ("split", plan.split, mesh.split),
         ("data", plan.data, mesh.data),
+        ("expert", plan.expert, mesh.expert),
+        ("expert_tensor", plan.expert_tensor, mesh.expert_tensor),
+        ("managers", plan.managers, mesh.managers),
     ):
         if planned != there:
             yield f"{name}: the plan is for {planned}, this run has {there}: start it as planned, or plan anew"
@@ -106,10 +109,12 @@ def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
         for name, passes in (("forward", turns.forward), ("backward", turns.backward)):
             if len(passes) != bucket.batches:
                 yield f"{place}.turns[{stage}].{name}: has {len(passes)} entries, {bucket.batches} are needed"
-            messages = len(getattr(launch, name)) // bucket.batches - 1
-            lengths = {len(own.shares) for own in passes}
-            if len(lengths) > 1 or any(not length or messages % length for length in lengths):
-                yield f"{place}.turns[{stage}].{name}: has shares that are not for {messages} messages"
+            pieces = len(getattr(launch, name)) // bucket.batches
+            for p, own in enumerate(passes):
+                if any(kind >= len(own.kinds) for kind in turns.layers):
+                    yield f"{place}.turns[{stage}].{name}[{p}].kinds: has {len(own.kinds)} entries, too few for layers"
+                elif 1 + sum(len(own.kinds[kind].pieces) for kind in turns.layers) != pieces:
+                    yield f"{place}.turns[{stage}].{name}[{p}]: has pieces that are not those of the launch order"
 
 
 def _wrong_buckets(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_mux.fusion.launch_order import Overlap, PassCost
+from megatron_mux.fusion.launch_order import LayerCost, Overlap, PassCost
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import descending
 
@@ -36,15 +36,14 @@ class HybridCost(BucketCost):
             hybrid tasks in the same clock can hide; empty: none. (The paper takes all communication as hidden.)
         communication_backward: `[S]` the same in the backward pass.
         overlap: How it is hidden; None: as well as computation and link allow.
-        shares: With an overlap, for the forward and the backward pass: of a layer's computation, the part before each
-            of its messages.
+        kinds: With an overlap, for the forward and the backward pass: see `PassCost`.
         outside: With an overlap, `[2, S]` seconds of embedding and loss head in the forward and the backward pass.
     """
 
     communication_forward: tuple[float, ...] = ()
     communication_backward: tuple[float, ...] = ()
     overlap: Overlap | None = None
-    shares: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    kinds: tuple[tuple[LayerCost, ...], tuple[LayerCost, ...]] = ((), ())
     outside: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     @property
@@ -62,7 +61,7 @@ class HybridCost(BucketCost):
         seconds = self.backward if backward else self.forward
         messages = self.communication_backward if backward else self.communication_forward
         outside = self.outside[backward][stage]
-        return PassCost(max(0.0, seconds[stage] - outside), messages[stage], self.shares[backward], outside)
+        return PassCost(max(0.0, seconds[stage] - outside), messages[stage], self.kinds[backward], outside)
 
     def alone(self) -> tuple[float, ...]:
         """`[S]` seconds of both passes with a bucket to itself."""

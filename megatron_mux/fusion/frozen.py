@@ -1,6 +1,7 @@
 """Seconds of what is frozen, from a profile: the first term of equation 3, and attention sequence by sequence.
 
-Shapes: B batches, S stages; arrays `[2, ...]` hold forward and backward.
+Shapes: B batches, S stages, L layers, M kinds of layers: dense ones, ones with experts, or both; arrays `[2, ...]` hold
+forward and backward.
 """
 
 from __future__ import annotations
@@ -10,21 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.fusion.layer_operators import ORDER, attention_operators, base_ops, below, mlp_operators
 from megatron_mux.fusion.profile import Curve, Profile, points, summed
+from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]
-
-_ATTENTION_OPS = ("norm", "linear_qkv", "rotary", "linear_proj", "glue_attention")
-_MLP_OPS = ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp")
-
-_BELOW = {
-    # What has no backward pass in the layer of the lowest adapter, by the BaseOp that has it.
-    "linear_qkv": ("norm", "linear_qkv"),
-    "linear_proj": ("norm", "linear_qkv", "rotary", "linear_proj"),
-    "linear_fc1": (*_ATTENTION_OPS, "norm", "linear_fc1"),
-    "linear_fc2": (*_ATTENTION_OPS, "norm", "linear_fc1", "activation", "linear_fc2"),
-}
 
 
 class Frozen:
@@ -32,16 +23,36 @@ class Frozen:
 
     Args:
         profile: Seconds of operators.
+        shape: The backbone's.
         stages: The layers of each stage.
+
+    Attributes:
+        experts: `[M]` whether layers of a kind have experts.
+        kinds: `[L]` the kind of each layer.
+        layers: `[M, S]` layers of each kind on each stage.
     """
 
-    def __init__(self, profile: Profile, stages: Sequence[range]) -> None:
+    def __init__(self, profile: Profile, shape: BackboneShape, stages: Sequence[range]) -> None:
         curves = profile.curves
         self.curves = curves
-        self.half = summed([curves[op] for op in _ATTENTION_OPS])
-        self.mlp = summed([curves[op] for op in _MLP_OPS])
-        self.below = [summed([curves[op] for op in _BELOW[op]]) for op in BASE_OPS]
-        self.layers = np.array([len(layers) for layers in stages])
+        has_experts = [shape.has_experts(layer) for layer in range(shape.layers)]
+        self.experts = sorted(set(has_experts))
+        self.kinds = [self.experts.index(own) for own in has_experts]
+        self.half = summed([curves[op] for op in attention_operators(shape)])
+        self.mlps = [summed([curves[op] for op in mlp_operators(shape, experts)]) for experts in self.experts]
+        known = base_ops(shape)
+        self.below = [
+            summed([curves[name] for name in below(shape, op)])
+            if op in known
+            else Curve((1,), (0.0,), (0.0,))
+            for op in ORDER
+        ]
+        # `[L + 1, M, S]` layers of each kind on each stage, from each layer on.
+        self.above = np.zeros((shape.layers + 1, len(self.experts), len(stages)))
+        for stage, layers in enumerate(stages):
+            for layer in layers:
+                self.above[: layer + 1, self.kinds[layer], stage] += 1
+        self.layers: Array = self.above[0]
         self.starts = np.array([layers.start for layers in stages])
         self.stops = np.array([layers.stop for layers in stages])
 
@@ -53,72 +64,50 @@ class Frozen:
         lowest: npt.NDArray[np.int64],
         recomputes: bool,
     ) -> Array:
-        """`[B, 2, S]` of the layers, for B batches.
+        """`[B, 2, S]` of the layers, for B batches, without messages.
 
         Args:
             rows: `[B]`.
             labels: `[B]`.
             attention: `[B, 2]` seconds in one layer.
-            lowest: `[B]` number of the lowest BaseOp with an adapter: layer times BaseOps of a layer, and its index.
+            lowest: `[B]` the lowest BaseOp with an adapter: layer times `len(ORDER)`, and its place there.
             recomputes: Whether layers are computed again in the backward pass. The embedding is not, nor the loss head,
                 whose gradient comes with the forward pass.
         """
-        layer, op = np.divmod(lowest, len(BASE_OPS))
-        half, mlp, trimmed = self.half.many(rows), self.mlp.many(rows), self.mlp.many(labels)
-        whole = half + mlp + attention.T  # [2, B]
-        found = np.zeros((len(rows), 2, len(self.layers)))
-        found[:, 0] = whole[0][:, None] * self.layers
-        above = self._in_backward(layer)
-        found[:, 1] = whole[1][:, None] * above
-        here = self._is_at(layer)
+        layer, op = np.divmod(lowest, len(ORDER))
+        half = self.half.many(rows) + attention.T  # [2, B]
+        whole = np.stack([half + mlp.many(rows) for mlp in self.mlps], axis=2)  # [2, B, M]
+        last = self.mlps[self.kinds[-1]]
+        trimmed = last.many(labels) - last.many(rows)
+        found = np.zeros((len(rows), 2, len(self.starts)))
+        found[:, 0] = whole[0] @ self.layers
+        above = self.above[layer]  # [B, M, S]
+        found[:, 1] = np.einsum("bm,bms->bs", whole[1], above)
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
-        cut = cut + np.where(op > 0, attention[:, 1], 0.0)
-        found[:, 1] = np.maximum(0.0, found[:, 1] - here * cut[:, None])
-        found[:, 0, -1] += trimmed[0] - mlp[0]
-        found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + (trimmed[1] - mlp[1]) * (above[:, -1] > 0))
+        cut = cut + np.where(op >= ORDER.index("linear_proj"), attention[:, 1], 0.0)
+        found[:, 1] = np.maximum(0.0, found[:, 1] - self.is_at(layer) * cut[:, None])
+        found[:, 0, -1] += trimmed[0]
+        trained = above[:, :, -1].sum(axis=1) > 0
+        found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + trimmed[1] * trained)
         if recomputes:
-            found[:, 1] += whole[0][:, None] * above
-            found[:, 1, -1] += (trimmed[0] - mlp[0]) * (above[:, -1] > 0)
+            found[:, 1] += np.einsum("bm,bms->bs", whole[0], above)
+            found[:, 1, -1] += trimmed[0] * trained
         return found
 
     def outside(self, rows: Array, labels: Array) -> Array:
         """`[B, 2, S]` seconds of embedding and loss head, for `[B]` rows and labels."""
-        found = np.zeros((len(rows), 2, len(self.layers)))
+        found = np.zeros((len(rows), 2, len(self.starts)))
         found[:, 0, 0] += self.curves["entry"].many(rows)[0]
         found[:, :, -1] += self.curves["head"].many(labels).T
         return found
 
-    def halves(self, rows: Array, attention: Array) -> Array:
-        """`[B, 2 (attention, MLP), 2]` seconds of the halves of a layer, forward and backward.
+    def dense_seconds(self, rows: float) -> float:
+        """Seconds of all layers' operators that depend on the number of rows alone, forward and backward."""
+        halves = [self.half.at(rows), *(self.mlps[kind].at(rows) for kind in self.kinds)]
+        return sum(halves[0]) * len(self.kinds) + sum(map(sum, halves[1:]))
 
-        Args:
-            rows, attention: See `seconds`.
-        """
-        return np.stack([self.half.many(rows).T + attention, self.mlp.many(rows).T], axis=1)
-
-    def all_reduces(self, lowest: npt.NDArray[np.int64], recomputes: bool) -> Array:
-        """`[B, 2, S]` all-reduces of hidden states over tensor ranks: two a layer in either pass, but none of a
-        gradient that nothing needs; and two more for each layer that is recomputed.
-
-        Args:
-            lowest, recomputes: See `seconds`.
-        """
-        layer, op = np.divmod(lowest, len(BASE_OPS))
-        found = np.repeat(self._in_backward(layer)[:, None], 2, axis=1)
-        found[:, 0] = 2 * self.layers
-        found[:, 1] *= 4 if recomputes else 2
-        # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
-        needless = np.where(op < BASE_OPS.index("linear_fc1"), 1, 2)
-        found[:, 1] -= self._is_at(layer) * needless[:, None]
-        return found
-
-    def _in_backward(self, layer: npt.NDArray[np.int64]) -> Array:
-        """`[B, S]` layers with a backward pass: those from the lowest adapter's on (`layer`)."""
-        found: Array = np.clip(self.stops - np.maximum(layer[:, None], self.starts), 0, self.layers)
-        return found.astype(np.float64)
-
-    def _is_at(self, layer: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`[B, S]` whether the lowest adapter's layer is on a stage."""
+    def is_at(self, layer: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`[B, S]` whether a layer `[B]` is on a stage."""
         found: npt.NDArray[np.bool_] = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
         return found
 

@@ -59,8 +59,10 @@ class PieceCost:
         message: Seconds of the message after it; 0: there is none.
     """
 
-    compute: float
-    message: float = 0.0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    compute: _Seconds
+    message: _Seconds = 0.0
 
 
 Chain = Sequence[PieceCost]
@@ -189,13 +191,39 @@ def list_schedule(chains: Sequence[Chain], precedence: Sequence[int], share: flo
 
 
 @dataclass(frozen=True)
+class LayerCost:
+    """A layer's part of a pass.
+
+    Attributes:
+        pieces: What is computed before each of its messages, and that message.
+        after: Seconds of computation after the last of them, or of all of it if there is none.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pieces: tuple[PieceCost, ...]
+    after: _Seconds = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Seconds of its computation."""
+        return sum((piece.compute for piece in self.pieces), self.after)
+
+    @property
+    def message(self) -> float:
+        """Seconds of its messages."""
+        return sum(piece.message for piece in self.pieces)
+
+
+@dataclass(frozen=True)
 class PassCost:
     """A pass of one hybrid task through a stage.
 
     Attributes:
         compute: Seconds of computation in its layers.
         messages: Seconds of its messages.
-        shares: Of a layer's computation, the part before each of its messages; their sum is 1.
+        kinds: How they are divided within a layer of each kind: dense layers and layers with experts differ. All
+            layers of a stage together are stretched to `compute` and `messages`.
         outside: Seconds besides its layers, of embedding and loss head: they are not interleaved.
     """
 
@@ -203,14 +231,30 @@ class PassCost:
 
     compute: _Seconds
     messages: _Seconds
-    shares: tuple[_Seconds, ...]
+    kinds: tuple[LayerCost, ...]
     outside: _Seconds = 0.0
 
-    def chain(self, layers: int, of: int) -> list[PieceCost]:
-        """The pieces of the first so many layers, all of which are alike, of a stage with `of` layers."""
-        message = self.messages / (of * len(self.shares))
-        layer = [PieceCost(self.compute / of * share, message) for share in self.shares]
-        return [*(layer * layers), PieceCost(0.0)]
+    def chain(self, layers: Sequence[int], of: Sequence[int]) -> list[PieceCost]:
+        """The pieces of some layers.
+
+        Args:
+            layers: Their kinds, in the order of the pass.
+            of: The kinds of all layers of the stage.
+        """
+        compute = _scale(self.compute, sum(self.kinds[kind].compute for kind in of))
+        message = _scale(self.messages, sum(self.kinds[kind].message for kind in of))
+        found, before = [], 0.0
+        for kind in layers:
+            own = self.kinds[kind]
+            for piece in own.pieces:
+                found.append(PieceCost(before + piece.compute * compute, piece.message * message))
+                before = 0.0
+            before += own.after * compute
+        return [*found, PieceCost(before)]
+
+
+def _scale(whole: float, parts: float) -> float:
+    return whole / parts if parts else 0.0
 
 
 @dataclass(frozen=True)
@@ -219,32 +263,41 @@ class Overlap:
 
     Attributes:
         interleave: How launch orders are chosen.
-        layers: `[S]` layers of each stage.
+        stages: `[S]` kinds of the layers of each stage, see `PassCost`.
         share: See `simulate`.
     """
 
     interleave: Interleave
-    layers: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
     share: float = 0.0
 
     def seconds(self, passes: Sequence[PassCost], stage: int) -> float:
         """Seconds in which a stage computes these passes, which share a clock."""
-        layers, few, less = self.layers[stage], _FEW_LAYERS, _FEW_LAYERS // 2
-        outside = sum(own.outside for own in passes)
-        if layers <= few:
-            return outside + min(self._simulated(passes, layers, layers))
-        # All layers are alike: what a layer more takes, in each kind of order, is known after a few.
-        begun = zip(self._simulated(passes, few, layers), self._simulated(passes, less, layers), strict=True)
-        return outside + min(more + (layers - few) * (more - fewer) / (few - less) for more, fewer in begun)
+        layers = self.stages[stage]
+        found = sum(own.outside for own in passes)
+        # Layers of one kind after the other: their order does not matter to what is hidden in each.
+        for kind in dict.fromkeys(layers):
+            found += self._alike(passes, kind, layers)
+        return found
 
-    def order(self, passes: Sequence[PassCost], stage: int) -> str:
+    def order(self, passes: Sequence[PassCost], stage: int, backward: bool) -> str:
         """The launch order of these passes through a stage."""
-        layers = self.layers[stage]
+        layers = self.stages[stage][:: -1 if backward else 1]
         chains = [own.chain(layers, layers) for own in passes]
         return encode(best_order(chains, self.interleave, self.share))
 
-    def _simulated(self, passes: Sequence[PassCost], layers: int, of: int) -> list[float]:
-        """Seconds of the first so many layers in each of the orders that are tried."""
+    def _alike(self, passes: Sequence[PassCost], kind: int, of: Sequence[int]) -> float:
+        """Seconds of the layers of one kind."""
+        layers, few, less = of.count(kind), _FEW_LAYERS, _FEW_LAYERS // 2
+        if layers <= few:
+            return min(self._simulated(passes, [kind] * layers, of))
+        # What a layer more takes, in each kind of order, is known after a few.
+        found, before = (self._simulated(passes, [kind] * count, of) for count in (few, less))
+        beyond = (layers - few) / (few - less)
+        return min(more + (more - fewer) * beyond for more, fewer in zip(found, before, strict=True))
+
+    def _simulated(self, passes: Sequence[PassCost], layers: Sequence[int], of: Sequence[int]) -> list[float]:
+        """Seconds of some layers in each of the orders that are tried."""
         chains = [own.chain(layers, of) for own in passes]
         tried = _orders(chains, self.interleave, self.share)
         return [simulate(chains, order, self.share).seconds for order in tried]

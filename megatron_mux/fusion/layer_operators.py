@@ -39,8 +39,28 @@ def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
     return ("norm", "router", *shared, "experts_fc1", "experts_activation", "experts_fc2", "glue_experts")
 
 
+def base_ops(shape: BackboneShape) -> tuple[BaseOpName, ...]:
+    """The BaseOps that some layer of a backbone has."""
+    found = {op for layer in range(shape.layers) for op in shape.ops(layer)}
+    return tuple(op for op in ORDER if op in found)
+
+
 def layer_operators(shape: BackboneShape) -> tuple[str, ...]:
     """All operators of the layers of a backbone, each once."""
     kinds = {shape.has_experts(layer) for layer in range(shape.layers)}
     halves = [attention_operators(shape), *(mlp_operators(shape, own) for own in sorted(kinds))]
     return tuple(dict.fromkeys(operator for half in halves for operator in half))
+
+
+def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
+    """The operators without a backward pass in the layer of the lowest adapter.
+
+    Args:
+        shape: The backbone's.
+        op: The BaseOp that has it.
+    """
+    own = attention_operators(shape)
+    if op in own:
+        return own[: own.index(op) + 1]
+    mlp = mlp_operators(shape, experts=op in (*SHARED_OPS, *EXPERT_OPS))
+    return (*own, *mlp[: mlp.index(op) + 1])

@@ -19,11 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import without_collectives
-from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.fusion.probes import SEGMENT, STACK, Probe, Probes
-from megatron_mux.fusion.profile import DENSE, Curve, Profile, points
+from megatron_mux.base_ops import EXPERT_OPS
+from megatron_mux.fusion.layer_operators import layer_operators
+from megatron_mux.fusion.measured_curves import operator_curves
+from megatron_mux.fusion.probed_stage import SEGMENT, Probe
+from megatron_mux.fusion.probes import Probes
+from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
 
@@ -58,7 +62,10 @@ def measure(
     """
     bench = _Bench(backbone, most_tokens, rounds)
     # The cost model adds messages by itself, so that it can tell which of them other hybrid tasks hide.
-    with without_collectives(*(info.module for info in backbone.base_ops())):
+    silent = [info.module for info in backbone.base_ops() if info.name not in EXPERT_OPS]
+    attentions = [layer.self_attention for layer in backbone.model.decoder.layers]
+    silent += [one for one in attentions if isinstance(one, LatentAttention)]
+    with without_collectives(*silent):
         bench.choose_kernels()
         probes = bench.probes.all()
         bench.take_turns(probes, progress)
@@ -91,14 +98,14 @@ class _Bench:
 
     def choose_kernels(self) -> None:
         """Choose the kernels of each BaseOp, by their seconds on the slowest rank."""
-        probes = self.probes.kernels()
+        probes = self.probes.adapters.kernels()
         self.take_turns(probes)
         taken = self.backbone.parallel.most([sum(probe.seconds) for probe in probes])
         found: dict[str, dict[str, list[float]]] = {}
         for probe, seconds in zip(probes, taken, strict=True):
             op, _, name = probe.name.partition(":")
             found.setdefault(op, {}).setdefault(name, []).append(seconds)
-        self.probes.chosen = tuple((op, _fastest(own)) for op, own in found.items())  # type: ignore[misc]
+        self.probes.adapters.chosen = tuple((op, _fastest(own)) for op, own in found.items())  # type: ignore[misc]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -114,7 +121,7 @@ class _Bench:
         while count < repeats:
             run = probe.make()
             if probe.cold:
-                self.probes.read_other_layers()
+                self.probes.stage.read_other_layers()
             self.synchronize()
             start = time.perf_counter()
             output, wanted = run()
@@ -136,70 +143,30 @@ class _Bench:
 
     # -- what was found
 
-    def profile(self, about: dict[str, Any], curves: dict[str, Curve]) -> Profile:
-        """Turn what whole things take into what their parts add; fill in what cannot be measured here."""
-        shape, tp = self.backbone.shape, self.backbone.parallel.tp_size
-        itemsize = self.dtype.itemsize
-        estimated = roofline(shape, about, itemsize, tp, self.probes.most_tokens)
-        plain = dict(curves)
-        if "rotary" not in curves:
-            curves["rotary"] = Curve((1,), (0.0,), (0.0,))
-        depth = min(STACK, len(self.probes.layers))
-        for half, parts in (
-            ("attention", ("norm", "linear_qkv", "rotary", "linear_proj")),
-            ("mlp", ("norm", "linear_fc1", "activation", "linear_fc2")),
-        ):
-            whole = curves.pop(f"{half}_half")
-            curves[f"glue_{half}"] = self._glue(whole, depth, parts, curves, half == "attention")
-        if "transfer" in curves:  # it was timed there and back
-            there = curves["transfer"]
-            curves["transfer"] = Curve(there.sizes, *(tuple(s / 2 for s in there.forward),) * 2)
-        for name in list(curves):
-            parts_of_name = name.split(":")  # an adapter's: curve, BaseOp, size
-            if len(parts_of_name) == 3 and parts_of_name[1] in BASE_OPS:
-                curves[name] = _less(curves[name], plain[parts_of_name[1]])
-        for name in [n for n in curves if n.endswith("-tasks")]:
-            both = curves.pop(name)
-            kind, op = name.split(":")[:2]
-            curves[f"utilisation:{kind}"] = _utilisation(
-                _less(both, plain[op]), curves[name.rpartition(":")[0]]
-            )
+    def profile(self, about: dict[str, Any], timed: Mapping[str, Curve]) -> Profile:
+        """Tell what probes took apart into operators; fill in what cannot be measured here."""
+        stage, tp = self.probes.stage, self.backbone.parallel.tp_size
+        estimated = roofline(stage.shape, about, self.dtype.itemsize, tp, stage.most_tokens)
+        curves = operator_curves(timed, stage.shape, stage.depths, stage.divided)
         for name, curve in estimated.curves.items():
             # A rank that is neither first nor last has no entry or head; one alone has nobody to send to.
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
-        assert set(DENSE) <= set(curves)
+        assert set(layer_operators(stage.shape)) <= set(curves)
         tensor, element = self._optimizer()
         return Profile(
             source="measured",
             about=about,
             curves=curves,
-            message_share=self._message_share() if tp > 1 else 0.0,
+            message_share=self._message_share(),
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
-            kernels=self.probes.chosen,
+            kernels=self.probes.adapters.chosen,
             tensor_seconds=tensor,
             element_seconds=element,
             sequence_seconds=self._sequence(),
             step_seconds=estimated.step_seconds,
         )
-
-    def _glue(
-        self, whole: Curve, depth: int, parts: Sequence[str], curves: dict[str, Curve], attends: bool
-    ) -> Curve:
-        """What a half layer takes more than its operators."""
-        found: dict[float, tuple[float, float]] = {}
-        for i, rows in enumerate(whole.sizes):
-            forward, backward = whole.forward[i] / depth, whole.backward[i] / depth
-            known = [curves[part].at(rows) for part in parts]
-            if attends:
-                length = min(SEGMENT, int(rows))
-                known.append(curves[f"attention:{length}:0"].at(rows / length))
-            found[rows] = (
-                max(0.0, forward - sum(f for f, _ in known)),
-                max(0.0, backward - sum(b for _, b in known)),
-            )
-        return points(found)
 
     def _optimizer(self) -> tuple[float, float]:
         """Seconds of an AdamW step for each tensor and for each element, from many small and a few large tensors."""
@@ -225,17 +192,18 @@ class _Bench:
 
     def _message_share(self) -> float:
         """Part of the processor's time that messages take while they are on their way; of the slowest rank."""
-        parallel, most = self.backbone.parallel, self.backbone.parallel.most
-        x = torch.zeros(
-            self.probes.rows[-1], self.backbone.shape.hidden, dtype=self.dtype, device=self.device
-        )
+        most, begin = self.backbone.parallel.most, self._message()
+        if begin is None:
+            return 0.0
+        stage = self.probes.stage
+        x = torch.zeros(stage.rows[-1], self.backbone.shape.hidden, dtype=self.dtype, device=self.device)
         weight: torch.Tensor = self.backbone.base_ops()[0].module.weight  # type: ignore[assignment]
 
         def seconds(messages: int, products: int) -> float:
             """A message's seconds, or those of products that it may be beside."""
             most([0.0])  # a barrier
             start = time.perf_counter()
-            sent = [dist.all_reduce(x, group=parallel.tp_group, async_op=True) for _ in range(messages)]
+            sent = [begin() for _ in range(messages)]
             for _ in range(products):
                 x @ weight.t()
             if not products:
@@ -256,12 +224,22 @@ class _Bench:
             rounds.append((together - alone) / message)
         return min(_MOST_TAKEN, max(0.0, statistics.median(rounds[1:])))
 
+    def _message(self) -> Callable[[], Any] | None:
+        """Begins a message of tensor ranks, or of expert ranks where there are no others; None without either."""
+        parallel, rows = self.backbone.parallel, self.probes.stage.rows[-1]
+        if parallel.tp_size > 1:
+            x = torch.zeros(rows, self.backbone.shape.hidden, dtype=self.dtype, device=self.device)
+            return lambda: dist.all_reduce(x, group=parallel.tp_group, async_op=True)
+        if self.probes.experts is not None and parallel.experts.group.size() > 1:
+            return self.probes.experts.message(rows)
+        return None
+
     def _sequence(self) -> float:
         """Seconds of laying out one sequence."""
         rounds = []
         for _ in range(self.rounds + 1):
             start = time.perf_counter()
-            self.probes.batch(32 * SEGMENT)
+            self.probes.stage.batch(32 * SEGMENT)
             rounds.append((time.perf_counter() - start) / 32)
         return statistics.median(rounds[1:])
 
@@ -271,29 +249,3 @@ def _fastest(kernels: Mapping[str, Sequence[float]]) -> str:
     default = next(iter(kernels))
     better = [name for name, own in kernels.items() if all(map(lt, own, kernels[default]))]
     return min(better, key=lambda name: sum(kernels[name]), default=default)
-
-
-def _less(whole: Curve, part: Curve) -> Curve:
-    """What `whole` takes more than `part`."""
-    found = {}
-    for i, size in enumerate(whole.sizes):
-        forward, backward = part.at(size)
-        found[size] = max(0.0, whole.forward[i] - forward), max(0.0, whole.backward[i] - backward)
-    return points(found)
-
-
-def _utilisation(both: Curve, one: Curve) -> Curve:
-    """Equation 3's u_a, as it can be measured on any device.
-
-    Two equal adapters that run beside each other take `max(2 u t, t)`: a device that one of them fills takes twice as
-    long (u = 1), one that it uses to half takes no longer (u = 1/2). `both` is for twice the rows of `one`.
-    """
-    found = {}
-    for i, size in enumerate(both.sizes):
-        alone = one.at(size / 2)
-        shares = [
-            min(1.0, max(0.05, pair / (2 * single))) if single > 0 else 1.0
-            for pair, single in zip((both.forward[i], both.backward[i]), alone, strict=True)
-        ]
-        found[size / 2] = shares[0], shares[1]
-    return points(found)

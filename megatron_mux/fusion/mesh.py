@@ -16,17 +16,38 @@ class Mesh:
         pipeline: Ranks of a pipeline.
         data: Pipelines.
         split: Layers of each stage; empty: one stage per rank, with as even numbers of layers as possible.
+        expert: Ranks that the experts of a layer are divided among.
+        expert_tensor: Ranks that share each expert; None: the backbone has none.
+        managers: Processes that hold the routed experts and nothing else, besides the one rank; 0: none.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     split: Split = ()
+    expert: int = 1
+    expert_tensor: int | None = None
+    managers: int = 0
 
     @property
     def ranks(self) -> int:
         """All ranks of the run."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data + self.managers
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows go to other ranks for their experts."""
+        return self._expert_ranks > 1 or self.managers > 0
+
+    @property
+    def over_data(self) -> bool:
+        """Whether pipelines compute the experts of each other's rows."""
+        return self._expert_ranks > self.tensor
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Ranks that together hold each expert once."""
+        return self.expert * (self.expert_tensor or 1)
 
     @property
     def stages(self) -> int:
@@ -46,6 +67,12 @@ class Mesh:
             words += ["--tensor-model-parallel-size", str(self.tensor)]
         if self.pipeline > 1:
             words += ["--pipeline-model-parallel-size", str(self.pipeline)]
+        if self.expert > 1:
+            words += ["--expert-model-parallel-size", str(self.expert)]
+        if self.expert_tensor not in (None, self.tensor):
+            words += ["--expert-tensor-parallel-size", str(self.expert_tensor)]
+        if self.managers:
+            words += ["--mux-expert-managers", str(self.managers)]
         return words
 
     def stage_layers(self, layers: int) -> list[range]:

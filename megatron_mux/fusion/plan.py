@@ -31,7 +31,7 @@ Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
 ROLLING: tuple[Schedule, ...] = ("planned", "1f1b")
 """Schedules whose steps can follow each other without a flush."""
-FORMAT: Literal[5] = 5
+FORMAT: Literal[6] = 6
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -57,6 +57,7 @@ class StageTurns:
 
     Attributes:
         forward, backward: The pass of each batch.
+        layers: The kinds of the stage's layers, see `PassCost`.
         share: Part of the processor's time that a message takes while it is on its way.
     """
 
@@ -64,6 +65,7 @@ class StageTurns:
 
     forward: tuple[PassCost, ...]
     backward: tuple[PassCost, ...]
+    layers: tuple[Annotated[int, Field(ge=0, le=1, strict=True)], ...]
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
@@ -128,6 +130,7 @@ class Plan:
         schedule: Which template orders the passes: see `fusion.step.step_template`.
         rolling: Steps between two flushes of the pipeline that predicted seconds assume.
         tensor, data: Ranks that share each layer; pipelines.
+        expert, expert_tensor, managers: How experts are divided, see `Mesh`.
         backbone: The backbone's fingerprint; empty: for any backbone.
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
@@ -152,6 +155,9 @@ class Plan:
     rolling: _Count = 1
     tensor: _Count = 1
     data: _Count = 1
+    expert: _Count = 1
+    expert_tensor: _Count | None = None
+    managers: Annotated[int, Field(ge=0, le=65536, strict=True)] = 0
     backbone: str = ""
     alignment: Mode = "dense"
     weights: Weights = field(default_factory=Weights)
@@ -163,7 +169,7 @@ class Plan:
     memory_limit_bytes: _Amount | None = None
     activation_limit: _Amounts = ()
     replan_in: Annotated[int, Field(ge=0, strict=True)] = 0
-    format: Literal[5] = FORMAT
+    format: Literal[6] = FORMAT
 
     @property
     def ranks(self) -> int:
@@ -173,7 +179,15 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The mesh that it is for."""
-        return Mesh(self.tensor, self.ranks, self.data, self.split)
+        return Mesh(
+            self.tensor,
+            self.ranks,
+            self.data,
+            self.split,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            managers=self.managers,
+        )
 
     @property
     def tasks(self) -> tuple[str, ...]:

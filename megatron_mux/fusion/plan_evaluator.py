@@ -262,13 +262,18 @@ class PlanEvaluator:
         def passes(stage: int, backward: bool) -> tuple[PassCost, ...]:
             return tuple(cost.pass_cost(stage, backward) for cost in costs)
 
-        stages = range(len(overlap.layers))
-        return tuple(StageTurns(passes(s, False), passes(s, True), overlap.share) for s in stages)
+        return tuple(
+            StageTurns(passes(s, False), passes(s, True), layers, overlap.share)
+            for s, layers in enumerate(overlap.stages)
+        )
 
     @staticmethod
     def _launch(turns: Sequence[StageTurns], overlap: Overlap) -> tuple[LaunchOrder, ...]:
         return tuple(
-            LaunchOrder(overlap.order(own.forward, stage), overlap.order(own.backward, stage))
+            LaunchOrder(
+                overlap.order(own.forward, stage, backward=False),
+                overlap.order(own.backward, stage, backward=True),
+            )
             for stage, own in enumerate(turns)
         )
 
@@ -283,7 +288,7 @@ class PlanEvaluator:
 
     def _price(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
-        if self.context.residence.startswith("sharded") or must_keep_step(plan):
+        if self.context.in_step or must_keep_step(plan):
             grids = lockstep(grids)
         sizes = [[grid.sizes[b] for grid in grids] for b in range(len(plan.buckets))]
         return list(zip(self._mean_costs(grids, sizes), sizes, strict=True))

@@ -114,7 +114,7 @@ class Planner:
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
             known = by.best_order(by.of_policy(policy))
             found[name] = known.latency if known.fits else None
-        if self.context.interleave != "off" and self.context.mesh.tensor > 1:
+        if self.context.hides_messages:
             off = Planner(replace(self.context, interleave="off")).plan(tasks)
             found["interleave_off"] = off.predicted_latency_s
         padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
@@ -191,7 +191,7 @@ class Planner:
     def _in_halves(self, plan: Plan) -> Plan | None:
         """The plan with the hybrid tasks of each bucket in two halves; None if tensor ranks would not gain by it."""
         alone = all(len(bucket.hybrid_tasks) == 1 and bucket.chunk is None for bucket in plan.buckets)
-        if self.context.interleave not in ("halves", "auto") or self.context.mesh.tensor == 1 or not alone:
+        if self.context.interleave not in ("halves", "auto") or not self.context.hides_messages or not alone:
             return None
         return replace(plan, buckets=tuple(replace(bucket, halves=True) for bucket in plan.buckets))
 
@@ -215,6 +215,9 @@ class Planner:
             plan,
             tensor=mesh.tensor,
             data=mesh.data,
+            expert=mesh.expert,
+            expert_tensor=mesh.expert_tensor,
+            managers=mesh.managers,
             backbone=self.context.info.fingerprint,
             costs=self.context.profile.description,
             kernels=self.context.profile.kernels,

@@ -79,12 +79,23 @@ class PlanningContext:
         return self.rolling if rolls else 1
 
     @property
+    def hides_messages(self) -> bool:
+        """Whether hybrid tasks may hide each other's messages."""
+        return (self.mesh.tensor > 1 or self.mesh.exchanges) and self.interleave != "off"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether pipelines make the same passes at the same time, because each needs what others hold."""
+        return self.residence.startswith("sharded") or self.mesh.over_data
+
+    @property
     def method(self) -> Method:
-        """The parallel method, as the memory model describes it."""
+        """The parallel method, as the memory model describes it: it divides an expert among all tensor ranks."""
         return Method(
             self.mesh.data,
             self.mesh.tensor,
             self.mesh.pipeline,
+            self.mesh.managers or self.mesh.expert * (self.mesh.expert_tensor or 1) // self.mesh.tensor or 1,
             sequence_parallel=self.sequence_parallel,
             zero=3 if self.residence.startswith("sharded") and self.mesh.data > 1 else 0,
             recompute=self.recompute,
@@ -105,6 +116,7 @@ class PlanningContext:
             self.stages,
             self.method,
             self.itemsize,
-            self.interleave != "off",
+            self.hides_messages,
             self.interleave,
+            self.mesh.exchanges,
         )

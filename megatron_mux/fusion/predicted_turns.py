@@ -40,7 +40,7 @@ def _parts(bucket: Bucket, stage: int, backward: bool) -> list[TimedPart]:
     launch, turns = bucket.launch[stage], bucket.turns[stage]
     order = decode(launch.backward if backward else launch.forward)
     passes = turns.backward if backward else turns.forward
-    layers = (len(order) // len(passes) - 1) // len(passes[0].shares)
+    layers = turns.layers[:: -1 if backward else 1]
     timeline = simulate([own.chain(layers, layers) for own in passes], order, turns.share)
     # Mostly the loss head: behind the layers forward, before them backward.
     outside = sum(own.outside for own in passes)

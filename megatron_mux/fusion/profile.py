@@ -21,20 +21,6 @@ from megatron_mux.kernels.low_rank_choice import KernelChoice
 
 FORMAT: Literal[3] = 3
 
-DENSE = (
-    "norm",
-    "linear_qkv",
-    "rotary",
-    "linear_proj",
-    "glue_attention",
-    "linear_fc1",
-    "activation",
-    "linear_fc2",
-    "glue_mlp",
-)
-"""Operators of a layer whose seconds follow from the number of rows alone. `glue` is what a half layer takes beyond
-the operators in it: residual additions, views, the framework itself."""
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -95,16 +81,22 @@ def summed(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class Profile:
-    """The seconds of a backbone's operators on a device at one tensor-parallel degree.
+    """The seconds of a backbone's operators on a device at one tensor-parallel degree and one division of experts.
+
+    Rows are those of a micro-batch, on all tensor ranks together. Seconds of experts are those of a rank when each of
+    the expert ranks has as many rows, and experts are selected evenly.
 
     Attributes:
         source: Whether the seconds were measured or estimated.
         about: What they depend on: device, threads, dtype, backbone, versions.
-        curves: By name. Over rows: those of `DENSE`, `entry` (embedding, angles), `all_reduce`, `transfer`,
-            `<KIND>:<BaseOp>:<size>` (what an adapter adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in
-            seconds). Over labels: `head` (final norm and loss). Over sequences: `attention:<length>:<past>`.
-        message_share: Part of the processor's time that a message of tensor ranks takes while it is on its way: of a
-            core, the communication thread's; of a GPU, that of the multiprocessors that move the message.
+        curves: By name. Over rows: those of `layer_operators`, `entry` (embedding, angles), `all_reduce`, `transfer`,
+            `exchange` (one message of rows among expert ranks, one way), `<KIND>:<BaseOp>:<size>` (what an adapter
+            adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in seconds). Over labels: `head` (final norm
+            and loss). Over sequences: `attention:<length>:<past>`. Of one point: `exchange_sizes`, by which expert
+            ranks agree on the sizes of their messages.
+        message_share: Part of the processor's time that a message of tensor ranks, or without them of expert ranks,
+            takes while it is on its way: of a core, the communication thread's; of a GPU, that of the multiprocessors
+            that move the message.
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.

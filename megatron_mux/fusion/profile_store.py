@@ -29,6 +29,8 @@ def about_run(
     tensor_parallel: int,
     threads: int | None = None,
     busy: int | None = None,
+    expert_parallel: int = 1,
+    expert_tensor: int | None = None,
 ) -> dict[str, Any]:
     """Everything that the seconds of a backbone's operators depend on; on a GPU, whether this process uses TF32, too.
 
@@ -40,6 +42,8 @@ def about_run(
         threads: Threads of each process that compute on a CPU; by default this process's.
         busy: Processes that compute on the host's CPU at the same time, sharing its caches and memory; by default this
             run's, as torchrun says. A GPU belongs to one process.
+        expert_parallel: Ranks that the experts of a layer are divided among.
+        expert_tensor: Ranks that share each expert; by default as many as share each layer.
     """
     config = json.dumps(shape.config, sort_keys=True, default=str)
     about: dict[str, Any] = {"device": kind, "kind": "cuda", "threads": 0}
@@ -60,9 +64,18 @@ def about_run(
         # Present only where it is true: other profiles keep their names.
         **({"tf32": True} if kind == "cuda" and uses_tf32() and str(dtype) == "torch.float32" else {}),
         "tensor_parallel": tensor_parallel,
+        **_expert_sizes(shape, tensor_parallel, expert_parallel, expert_tensor),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),
     }
+
+
+def _expert_sizes(shape: Any, tensor: int, expert: int, expert_tensor: int | None) -> dict[str, int]:
+    """How experts are divided, as far as it is not the default: other profiles keep their names."""
+    if shape.experts is None:
+        return {}
+    found = {"expert_parallel": expert} if expert != 1 else {}
+    return found if expert_tensor in (None, tensor) else {**found, "expert_tensor": expert_tensor}
 
 
 def find_profile(
@@ -74,6 +87,8 @@ def find_profile(
     directory: Path | None = None,
     say: Callable[[str], None] | None = None,
     busy: int | None = None,
+    expert_parallel: int = 1,
+    expert_tensor: int | None = None,
 ) -> Profile:
     """The measured profile of a backbone on a device, else a roofline.
 
@@ -81,7 +96,7 @@ def find_profile(
     nearest in number.
 
     Args:
-        shape, kind, dtype, tensor_parallel, threads, busy: See `about_run`.
+        shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor: See `about_run`.
         directory: Where profiles are kept; by default `profile_directory`.
         say: Told of a stand-in, and of a file that is not a profile, which is then ignored; without it, such a file is
             refused.
@@ -89,7 +104,7 @@ def find_profile(
     Raises:
         UserError: The file is not a profile.
     """
-    about = about_run(shape, kind, dtype, tensor_parallel, threads, busy)
+    about = about_run(shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor)
     wanted = about.get("busy", 1)
     others = range(1, max(wanted, os.cpu_count() or 1) + 1) if "busy" in about else ()
     for count in sorted({wanted, *others}, key=lambda count: (abs(count - wanted), -count)):

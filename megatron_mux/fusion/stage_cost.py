@@ -19,13 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.adapters.costs import Curve
-from megatron_mux.base_ops import BASE_OPS, BaseOpName
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.cost import Hybrid, HybridCost
 from megatron_mux.fusion.frozen import AttentionCosts, Frozen
 from megatron_mux.fusion.launch_order import Interleave, Overlap
+from megatron_mux.fusion.layer_operators import ORDER
 from megatron_mux.fusion.load import TaskLoad, engine_memory
+from megatron_mux.fusion.messages import Layout, Messages
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.gpus import Gpu, find
 from megatron_mux.memory.forms.engine_memory import Rows
@@ -48,6 +50,7 @@ class StageCosts:
         overlap: Whether hybrid tasks of one bucket hide each other's communication, as in the paper. Else all of it is
             part of every pass.
         interleave: How they do, if so; None: as well as computation and link allow.
+        exchanges: Whether rows go to other ranks for their experts.
     """
 
     def __init__(
@@ -60,22 +63,17 @@ class StageCosts:
         itemsize: int = 4,
         overlap: bool = False,
         interleave: Interleave | None = None,
+        exchanges: bool = False,
     ) -> None:
         self.overlap = overlap
         self.profile = profile
         self.shape = shape
         self.loads = list(loads)
         self.stages = list(stages)
-        self.tensor = method.tensor
         self.data = method.data
         self.itemsize = itemsize
         self.recomputes = method.recompute == "full"
         kind = profile.about.get("kind", "cpu")
-        self.interleaving: Overlap | None = None
-        if overlap and interleave is not None:
-            layers = tuple(map(len, self.stages))
-            self.interleaving = Overlap(interleave, layers, profile.message_share)
-        self._gathers = method.sequence_parallel
         known = find(str(profile.about.get("device", "")))
         gpu = known.gpu if known is not None else Gpu()
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
@@ -97,7 +95,13 @@ class StageCosts:
             ]
         ).reshape(-1, 2)
         self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
-        self._frozen = Frozen(profile, self.stages)
+        self._frozen = Frozen(profile, shape, self.stages)
+        layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
+        self._messages = Messages(self._frozen, shape, layout)
+        self.interleaving: Overlap | None = None
+        if overlap and interleave is not None:
+            kinds = tuple(tuple(self._frozen.kinds[i] for i in layers) for layers in self.stages)
+            self.interleaving = Overlap(interleave, kinds, profile.message_share)
 
     # -- equation 3
 
@@ -172,7 +176,7 @@ class StageCosts:
             parts: `[B]` micro-batches like it on a pipeline.
         """
         total = rows.sum(axis=1)
-        nothing = len(BASE_OPS) * self.shape.layers
+        nothing = len(ORDER) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
         of_ops = self._adapters(rows)  # [B, 2, S, ops]
         adapters = of_ops.sum(axis=3)
@@ -183,12 +187,11 @@ class StageCosts:
         outside = self._frozen.outside(total, labels)
         seconds += outside
         messages = np.zeros((len(rows), 2, 0))
-        if self.tensor > 1:
-            one = self._curves["all_reduce"].many(total)[0]
-            messages = one[:, None, None] * self._frozen.all_reduces(lowest, self.recomputes)
-        if self.tensor > 1 and not self.overlap:
-            seconds += messages
-            messages = messages[:, :, :0]
+        if self._messages.any:
+            messages = self._messages.seconds(total, labels, lowest)
+            if not self.overlap:
+                seconds += messages
+                messages = messages[:, :, :0]
         transfer = np.zeros((len(rows), 0))
         if len(self.stages) > 1:
             one = self._curves["transfer"].many(total)[0]
@@ -204,35 +207,18 @@ class StageCosts:
         ]
         if self.interleaving is None or not messages.shape[2]:
             return found
-        seconds_of_halves = self._frozen.halves(total, launched) * self.shape.layers
-        seconds_of_halves += of_ops.sum(axis=2).reshape(len(rows), 2, 2, -1).sum(axis=3).swapaxes(1, 2)
-        extended = zip(found, seconds_of_halves.tolist(), outside.tolist(), strict=True)
+        kinds = self._messages.layers(total, launched, of_ops.sum(axis=2))
+        extended = zip(found, kinds, outside.tolist(), strict=True)
         return [
-            replace(own, overlap=self.interleaving, shares=self._shares(*halves), outside=both)
-            for own, halves, both in extended
+            replace(own, overlap=self.interleaving, kinds=layers, outside=both)
+            for own, layers, both in extended
         ]
-
-    def _shares(
-        self, attention: tuple[float, float], mlp: tuple[float, float]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of a layer's computation, the part before each message, forward and backward.
-
-        Args:
-            attention, mlp: Seconds of the halves of a layer, forward and backward.
-        """
-        forward, backward = [attention[0], mlp[0]], [mlp[1], attention[1]]
-        found = []
-        for pieces in (forward, forward + backward if self.recomputes else backward):
-            # With sequence parallelism a message comes before each half, too: little but a norm is before that.
-            parts = [part for own in pieces for part in (0.0, own)] if self._gathers else pieces
-            found.append(tuple(part / sum(parts) for part in parts))
-        return found[0], found[1]
 
     # -- adapters
 
     def _adapters(self, rows: Array) -> Array:
         """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
-        shape = (len(rows), 2, len(self.stages), len(BASE_OPS))
+        shape = (len(rows), 2, len(self.stages), len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
         for task in range(len(self.loads)):
             present = np.nonzero(rows[:, task])[0]
@@ -247,13 +233,13 @@ class StageCosts:
 
     def _adapters_of(self, task: int, rows: float) -> Array:
         """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
-        found = np.zeros((2, 2, len(self.stages), len(BASE_OPS)))
+        found = np.zeros((2, 2, len(self.stages), len(ORDER)))
         for (op, curve), counts in self._sites[task].items():
             alone = np.array(self._adapter(curve, op, rows))
             shares = self._curves.get(f"utilisation:{curve.name}")
             share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
-            found[0, :, :, BASE_OPS.index(op)] += alone[:, None] * counts
-            found[1, :, :, BASE_OPS.index(op)] += (alone * share)[:, None] * counts
+            found[0, :, :, ORDER.index(op)] += alone[:, None] * counts
+            found[1, :, :, ORDER.index(op)] += (alone * share)[:, None] * counts
         return found
 
     def _adapter(self, curve: Curve, op: str, rows: float) -> tuple[float, float]:
@@ -303,7 +289,7 @@ class StageCosts:
         """What a token, a pair and a label take of all stages, to balance micro-batches by."""
         layers = self.shape.layers
         most = max(64.0, sum(load.total for load in self.loads) / 4)
-        token = (sum(self._frozen.half.at(most)) + sum(self._frozen.mlp.at(most))) * layers / most
+        token = self._frozen.dense_seconds(most) / most
         long = max(n for n in self._cores.over_past if n <= 1024)
         pair = float(self._cores.of(long, 0).sum()) * layers / (long * (long + 1) / 2)
         head = self._curves["head"]
@@ -327,6 +313,6 @@ def _by_stage(
 def _lowest(sites: Sequence[AdaptedOp], layers: int) -> int:
     """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
     return min(
-        (site.layer * len(BASE_OPS) + BASE_OPS.index(site.op) for site in sites),
-        default=layers * len(BASE_OPS),
+        (site.layer * len(ORDER) + ORDER.index(site.op) for site in sites),
+        default=layers * len(ORDER),
     )

@@ -58,12 +58,14 @@ def assumed_experts(
 def _places(rows: int, count: int, step: float = _GOLDEN) -> npt.NDArray[np.float64]:
     """`[R, count]` numbers, one of each row in each of `count` unit intervals."""
     fractions = np.arange(1, rows + 1) * step % 1.0
-    return np.add.outer(fractions, np.arange(count)).astype(np.float64)
+    places: npt.NDArray[np.float64] = fractions[:, None] + np.arange(count, dtype=np.float64)
+    return places
 
 
 def _spread(places: npt.NDArray[np.float64], over: int) -> npt.NDArray[np.int64]:
     """Which of `over` equal parts of all unit intervals each place is in."""
-    return np.minimum(places * over / places.shape[1], over - 1).astype(np.int64)
+    parts: npt.NDArray[np.int64] = np.minimum(places * over / places.shape[1], over - 1).astype(np.int64)
+    return parts
 
 
 @dataclass(frozen=True)

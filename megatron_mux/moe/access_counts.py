@@ -121,8 +121,7 @@ class AccessCounts:
             self._counting = False
 
     def _observe(self, counts: _LayerCounts, routes: Routes, slots: Tensor) -> None:
-        # A backward pass that computes its layer again has counted it before.
-        if self._counting and torch._C._current_graph_task_id() == -1:
+        if self._counting:
             began = time.thread_time()
             counts.add(routes.experts, slots)
             self.cpu_s += time.thread_time() - began

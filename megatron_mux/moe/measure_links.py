@@ -21,6 +21,8 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28
 _SMALL = 8
 """A transfer is compared with one of an eighth of its bytes: what both take alike is latency."""
 _REPEATS = 3
+_TIMES = 2 * _REPEATS + 3
+"""Times a transfer's duration that measuring a link takes, or somewhat less: longer ones are found by doubling."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class LinkMeter:
             links: Sender and receiver of each.
         """
         size = self._first_bytes
+        self._time(links, size)  # which connects
         while self._time(links, size) < self._seconds and size < _MOST_BYTES:
             size *= 2
         small = size // _SMALL
@@ -98,6 +101,18 @@ class LinkMeter:
         if self._parallel.device.type == "cuda":
             torch.cuda.synchronize(self._parallel.device)
         self._parallel.most([0.0])
+
+
+def transfer_seconds(nodes: Sequence[str], seconds: float) -> float:
+    """How long a transfer may take, so that measuring between nodes (not all pairs) takes so many seconds.
+
+    Args:
+        nodes: [P] node of each process.
+        seconds: For all transfers together.
+    """
+    count = len(set(nodes))
+    alone = len({(nodes[i], nodes[j]) for i in range(len(nodes)) for j in range(len(nodes)) if i != j})
+    return seconds / (_TIMES * (alone + 2 * count * (count > 1)))
 
 
 def measure_links(

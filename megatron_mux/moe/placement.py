@@ -3,7 +3,8 @@
     {"model": {...}, "workers": 3, "placement": [[[0], [0], [1], [2]], [[1], [0], [0, 2], [2]]]}
 
 An expert with several workers has replicas. A sender's tokens use the replica on itself, else one on its own node, else
-any (`expert_shape.serving_rank`). `"nodes": ["a", "a", "b"]` names the node of each worker.
+any (`expert_shape.serving_rank`). `"nodes": ["a", "a", "b"]` names the node of each worker. The file that a run keeps
+says what its workers are: `"workers_are": "expert managers"`, or `"expert ranks"`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,8 @@ from megatron_mux.moe.entries import Ints, index, read_model
 
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 """[L][E] the workers that hold an expert, in rising order."""
+
+WorkerKind = Literal["expert ranks", "expert managers"]
 
 
 class PlacementFile(BaseModel):
@@ -40,6 +43,8 @@ class PlacementFile(BaseModel):
     """[L][E] indices of the workers that hold the expert."""
     nodes: tuple[str, ...] | None = None
     """[N] the node of each worker, which decides between replicas; None: all workers are equally near."""
+    workers_are: WorkerKind | None = None
+    """What the workers are; None: either."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def read_placement(
     workers: int | None = None,
     capacities: Ints | None = None,
     replicas: bool = True,
+    workers_are: WorkerKind | None = None,
 ) -> PlacementFile:
     """Read a placement file and check it.
 
@@ -158,6 +164,7 @@ def read_placement(
         model: The model that it must be for; None: any.
         workers: Number of workers that it must be for; None: that of the file.
         capacities, replicas: See `check_placement`.
+        workers_are: What its workers must be, if it says that; None: either.
 
     Raises:
         UserError: The file cannot be read, is for another model, or the placement is wrong: names file and entry.
@@ -170,6 +177,11 @@ def read_placement(
                 f"{path}: model: is for another model: {', '.join(differences)}: "
                 "place the experts again with a profile of this model"
             )
+    if workers_are is not None and content.workers_are not in (None, workers_are):
+        raise UserError(
+            f"{path}: workers_are: is for {content.workers_are}, but this run has {workers_are}: place experts anew, "
+            "or remove the entry to have worker n of the one be worker n of the other"
+        )
     if workers is not None and content.workers != workers:
         raise UserError(f"{path}: workers: is for {content.workers} workers, but there are {workers}")
     try:

@@ -10,7 +10,7 @@ Bandwidths are bytes per second; a capacity is a number of experts over all laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -208,9 +208,32 @@ class Topology(BaseModel):
                 f"experts = {layers * experts}: raise workers[...].capacity, or add workers"
             )
 
+    def of_first(self, count: int) -> Topology:
+        """Return the same topology with its first workers only."""
+        workers = self.workers[:count]
+        nodes = {worker.node for worker in workers} | {self.master_node}
+        first, square = slice(count), (slice(count), slice(count))
+        return self.model_copy(
+            update={
+                "workers": workers,
+                "bandwidth": self.bandwidth[square]
+                if isinstance(self.bandwidth, np.ndarray)
+                else self.bandwidth,
+                # That of all workers: those that are left may not tell it.
+                "master_bandwidth": None if self.master_node is None else self.from_master()[first],
+                "latency_s": None if self.latency_s is None else self.latency_s[square],
+                "uplinks": {node: link for node, link in self.uplinks.items() if node in nodes},
+            }
+        )
+
     def with_slots(self, slots: int) -> Topology:
         """Return the same topology with workers that hold `slots` experts each, over all layers."""
-        workers = tuple(worker.model_copy(update={"capacity": slots}) for worker in self.workers)
+        return self.with_room([slots] * len(self.workers))
+
+    def with_room(self, room: Sequence[int]) -> Topology:
+        """Return the same topology with workers that hold so many experts, over all layers: `[N]`."""
+        pairs = zip(self.workers, room, strict=True)
+        workers = tuple(worker.model_copy(update={"capacity": count}) for worker, count in pairs)
         return self.model_copy(update={"workers": workers, "capacity_unit": "experts", "expert_bytes": None})
 
 

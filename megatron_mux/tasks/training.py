@@ -132,6 +132,8 @@ class TrainingSpec(Section):
     """Decay of AdamW's second moment."""
     adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
+    router_aux_loss_coef: Number = Field(default=0.0, ge=0)
+    """Coefficient of the loss that balances experts, sequence by sequence (`megatron_mux.balancing`); 0: none."""
     max_steps: int | None = Field(default=None, ge=1, le=LARGEST_COUNT)
     """Number of optimizer steps; None (or -1): as many as `num_train_epochs` takes."""
     num_train_epochs: Number | None = Field(default=None, gt=0, le=LARGEST_BATCH)

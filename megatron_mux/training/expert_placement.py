@@ -12,31 +12,43 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
-from megatron_mux.moe.placement import has_replicas, read_placement
+from megatron_mux.moe.entries import Ints
+from megatron_mux.moe.placement import WorkerKind, from_owners, has_replicas, held, read_placement
 from megatron_mux.moe.profile_tasks import identity
 
 
-def expert_placement(file: Path | None, info: BackboneInfo, ranks: int) -> Placement | None:
+def expert_placement(
+    file: Path | None, info: BackboneInfo, ranks: int, capacities: Ints | None = None
+) -> Placement | None:
     """Which expert ranks hold which experts.
 
     Args:
         file: Of `--mux-expert-placement`, if given.
         info: The backbone.
         ranks: Number of expert ranks.
+        capacities: `[ranks]` experts that each can hold over all layers; None: any number.
 
     Returns:
         The file's placement; None for the backbone's default.
 
     Raises:
-        UserError: The file is unreadable, for another backbone or another number of ranks, or leaves an expert out.
+        UserError: The file is unreadable, for another backbone, another number of ranks or expert managers, leaves an
+            expert out, or gives a rank more experts than it can hold.
     """
-    if file is None:
-        return None
     experts = info.shape.experts
     if experts is None:
-        raise UserError(f"--mux-expert-placement {file}: a {info.shape.family} has no experts: remove it")
-    found = read_placement(file, identity(info), ranks)
+        if file is not None:
+            raise UserError(f"--mux-expert-placement {file}: a {info.shape.family} has no experts: remove it")
+        return None
     layers = experts.layers(info.shape.layers)
+    if file is None:
+        default = Placement.contiguous(experts.count, ranks, layers)
+        if capacities is None or all(default.held_by(rank) <= capacities[rank] for rank in range(ranks)):
+            return None
+        wanted = [[first for (first,) in default.ranks[layer]] for layer in layers]
+        rows = from_owners(np.array(_fitted(wanted, capacities)))
+        return Placement(ranks, dict(zip(layers, rows, strict=True)))
+    found = read_placement(file, identity(info), ranks, capacities, workers_are="expert ranks")
     return Placement(ranks, dict(zip(layers, found.placement, strict=True)), found.nodes or ())
 
 
@@ -44,16 +56,20 @@ PLACEMENT_FILE = "expert_placement.json"
 """In a run's directory: where its experts are, once they are not where they were asked to be."""
 
 
-def kept_placement(arguments: MuxArguments, info: BackboneInfo, continued: bool) -> tuple[Path | None, str]:
+def kept_placement(
+    arguments: MuxArguments, info: BackboneInfo, continued: bool, capacities: Ints | None = None
+) -> tuple[Path | None, str]:
     """The placement that a continued run has moved its experts to, unless the command line asks for another one.
 
     Args:
         arguments: The command line.
         info: The backbone.
         continued: Whether the run continues a save.
+        capacities: Experts that each worker can hold over all layers, if a topology says that.
 
     Returns:
-        The file; None if there is none, or it is for another number of ranks. And what a user should know.
+        The file; None if there is none, or it is not for this run's workers: then experts are placed as in a run that
+        begins. And what a user should know.
 
     Raises:
         UserError: The file is wrong.
@@ -65,13 +81,26 @@ def kept_placement(arguments: MuxArguments, info: BackboneInfo, continued: bool)
     if not file.exists():
         return None, ""
     found, managers = read_placement(file, identity(info)), arguments.expert_managers
-    if found.workers != (managers or arguments.expert_model_parallel_size) and not (
-        managers and found.workers > managers
-    ):
-        return None, f"{file}: is for {found.workers} ranks with experts: it does not count here"
-    if managers and has_replicas(found.placement):
-        return None, f"{file}: holds replicas, which expert managers do not have: it does not count here"
+    here = kind_of_workers(managers)
+    workers = managers or arguments.expert_model_parallel_size
+    fewer = bool(managers) and found.workers > workers
+    problem = ""
+    if found.workers_are not in (None, here) or (found.workers != workers and not fewer):
+        problem = (
+            f"is for {found.workers} {found.workers_are or 'workers'}, but this run has {workers} {here}"
+        )
+    elif managers and has_replicas(found.placement):
+        problem = "holds replicas, which expert managers do not have"
+    elif capacities is not None and not fewer and (held(found.placement, workers) > capacities).any():
+        problem = f"does not fit the capacities in --mux-expert-topology {arguments.mux_expert_topology}"
+    if problem:
+        return None, f"{file}: {problem}: experts are placed anew"
     return file, f"experts are where {file} has them"
+
+
+def kind_of_workers(managers: int) -> WorkerKind:
+    """What holds the experts of a run with so many expert managers."""
+    return "expert managers" if managers else "expert ranks"
 
 
 def placement_on_managers(
@@ -84,8 +113,8 @@ def placement_on_managers(
         capacity: Experts that each manager can hold over all layers; one number for all of them; none: any number.
         info: The backbone.
         managers: How many there are.
-        continued: Whether the run continues a save: then the file may be for more managers, and the experts of those
-            that are gone go where there is most room.
+        continued: Whether the run continues a save: then the file and the capacities may be for more managers, of
+            which the first are left, and the experts of those that are gone go where there is most room.
 
     Returns:
         The placement, and what a user should know.
@@ -97,12 +126,18 @@ def placement_on_managers(
     if experts is None:
         raise UserError(f"--mux-expert-managers: a {info.shape.family} has no experts: remove it")
     layers, news = experts.layers(info.shape.layers), []
+    if continued and len(capacity) > managers:
+        given, capacity = capacity, capacity[:managers]
+        news.append(
+            f"--mux-expert-capacity {','.join(map(str, given))}: is for {len(given)} expert managers, and there are "
+            f"{managers}: its first {managers} count (if others are left, give theirs)"
+        )
     room = _room(capacity, managers, len(layers), experts.count)
     if file is None:
         wanted: Sequence[Sequence[int]] = [[e % managers for e in range(experts.count)] for _ in layers]
         owners = _fitted(wanted, room)
     else:
-        found = read_placement(file, identity(info), replicas=False)
+        found = read_placement(file, identity(info), replicas=False, workers_are="expert managers")
         gone = continued and found.workers > managers
         if not gone:
             read_placement(file, workers=managers, capacities=np.array(room))
@@ -111,9 +146,9 @@ def placement_on_managers(
         if gone:
             news.append(_moved(file, found.workers, wanted, owners, managers))
     counts = Counter(owner for row in owners for owner in row)
-    held = ", ".join(str(counts[manager]) for manager in range(managers))
+    held_ = ", ".join(str(counts[manager]) for manager in range(managers))
     who = "the expert manager holds" if managers == 1 else f"{managers} expert managers hold"
-    news.append(f"{who} {held} of the backbone's {counts.total()} experts")
+    news.append(f"{who} {held_} of the backbone's {counts.total()} experts")
     ranks = {layer: tuple((1 + n,) for n in row) for layer, row in zip(layers, owners, strict=True)}
     return Placement(managers + 1, ranks), news
 
@@ -139,7 +174,7 @@ def _room(capacity: Sequence[int], managers: int, layers: int, experts: int) -> 
     return room
 
 
-def _fitted(wanted: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+def _fitted(wanted: Sequence[Sequence[int]], room: Sequence[int] | Ints) -> list[list[int]]:
     """A placement that fits: experts are where they are wanted, as far as there is room; others where most room is."""
     left = list(room)
     owners = [[-1] * len(row) for row in wanted]

@@ -6,10 +6,10 @@ ranks of its own, so its layers are placed by themselves.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,14 +19,17 @@ from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_
 from megatron_mux.errors import UserError
 from megatron_mux.moe.access_counts import Access
 from megatron_mux.moe.access_profile import AccessProfile
+from megatron_mux.moe.entries import Floats
 from megatron_mux.moe.links import Traffic, bytes_beside
 from megatron_mux.moe.placement import Placement as Rows
+from megatron_mux.moe.placement import WorkerKind
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.profile_tasks import identity
 from megatron_mux.moe.solvers.replace import prices_of, replace_experts
 from megatron_mux.moe.solvers.solve import solve
 from megatron_mux.moe.topology import Topology
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.expert_placement import kind_of_workers
 
 _START_SECONDS, _STEP_SECONDS = 20.0, 2.0
 """Time limits of the search at the start and between steps."""
@@ -44,16 +47,16 @@ class Decision:
 
     Attributes:
         rows: [L][E] workers.
-        before, after: Predicted seconds of a step's transfers in the placement it is compared with, and in this one.
-        cost: Predicted seconds of moving; 0 where that was not asked.
+        before, after: Predicted seconds of a step's transfers in the placement in force, and in this one.
+        cost: Predicted seconds of moving.
         sent: Predicted seconds of moving by the topology's bandwidths.
     """
 
     rows: Rows
     before: float
     after: float
-    cost: float = 0.0
-    sent: float = 0.0
+    cost: float
+    sent: float
 
 
 class ExpertPlacer:
@@ -75,13 +78,19 @@ class ExpertPlacer:
         self._assumed, self._slowness = assumed, 0.0
         values = 3 * shape.hidden * shape.experts.ffn
         itemsize = engine.backbone.dtype.itemsize
-        self.expert_bytes, self._row_bytes = values * itemsize, float(shape.hidden * itemsize)
+        self._weight_bytes, self._row_bytes = values * itemsize, float(shape.hidden * itemsize)
+        self._experts = shape.experts.count
         self._first_worker = int(parallel.experts.broker is not None)
         own = [layer for stage in engine.stages.values() for layer in stage.layers]
         stages: dict[int, list[int]] = {}
         for rank, layers in everyones((parallel.pp_rank, own), parallel):
             stages[rank] = [i for i, layer in enumerate(self.layers) if layer in layers]
         self._groups = [places for places in stages.values() if places]
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes that are sent with an expert: its weights, and what managers have of adapters and optimizers there."""
+        return self._weight_bytes + self.engine.bytes_beside_expert
 
     @property
     def rows(self) -> Rows:
@@ -94,129 +103,95 @@ class ExpertPlacer:
             for layer in self.layers
         )
 
+    @property
+    def workers_are(self) -> WorkerKind:
+        """What the workers are."""
+        return kind_of_workers(self._first_worker)
+
     # -- deciding
 
-    def decide_start(self, access: Access, tokens: int) -> Decision:
-        """Solve the placement anew, compared with neighbouring experts on the same worker.
+    def decide(self, access: Access, tokens: int, steps: int, anew: bool = False) -> Decision | None:
+        """Look for moves that pay over the steps to come. Every rank calls it.
 
         Args:
-            access: What the tasks' data select.
+            access: What the tasks' data, or recent steps, select, with pairs.
             tokens: Tokens of a step.
+            steps: Steps to come.
+            anew: Also solve the placement anew, which takes longer than to improve the one in force.
+
+        Returns:
+            The moves; None if they would cost more than they gain, or gain next to nothing.
 
         Raises:
             UserError: The workers have no room, or the topology does not fit.
         """
-        found: Decision | None = None
-        problem = ""
-        if self.parallel.rank == 0:
-            try:
-                found = self._solve(
-                    access.profile(self.model),
-                    Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k)),
-                )
-            except UserError as error:
-                problem = str(error)
-        raise_on_every_rank(problem, self.parallel)
-        decided = from_first(found, self.parallel)
-        assert decided is not None
-        return decided
-
-    def _solve(self, profile: AccessProfile, traffic: Traffic) -> Decision:
-        rows, before, after = list(self.rows), 0.0, 0.0
-        for places in self._groups:
-            found = solve(
-                _of_layers(profile, places),
-                self._share(places),
-                traffic,
-                "full",
-                seconds=_START_SECONDS / len(self._groups),
-            )
-            before += found.problem.placement_cost(found.baselines["contiguous"])
-            after += found.solution.objective
-            for place, row in zip(places, found.solution.placement, strict=True):
-                rows[place] = row
-        return Decision(tuple(rows), before, after)
-
-    def decide(self, access: Access, tokens: int, steps: int) -> Decision | None:
-        """Look for moves that pay over the steps to come. Every rank calls it.
-
-        Args:
-            access: What recent steps selected, with pairs.
-            tokens: Tokens of a step.
-            steps: Steps to come.
-
-        Returns:
-            The moves; None if they would cost more than they gain, or gain next to nothing.
-        """
-        found = self._look(access, tokens, steps)
+        if anew and not self._slowness:
+            self._measure()
+        found = self._look(access, tokens, steps, anew)
         if found is not None and not self._slowness:
             self._measure()
-            found = self._look(access, tokens, steps)
+            found = self._look(access, tokens, steps, anew)
         return found
 
-    def _look(self, access: Access, tokens: int, steps: int) -> Decision | None:
+    def _look(self, access: Access, tokens: int, steps: int, anew: bool) -> Decision | None:
         found: Decision | None = None
         problem = ""
         if self.parallel.rank == 0:
+            traffic = Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k))
             try:
-                found = self._improve(
-                    access.profile(self.model),
-                    Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k)),
-                    steps,
-                )
+                found = self._improve(access.profile(self.model), traffic, steps, anew)
             except UserError as error:
                 problem = str(error)
         raise_on_every_rank(problem, self.parallel)
         return from_first(found, self.parallel)
 
-    def _improve(self, profile: AccessProfile, traffic: Traffic, steps: int) -> Decision | None:
+    def _improve(self, profile: AccessProfile, traffic: Traffic, steps: int, anew: bool) -> Decision | None:
         rows = list(self.rows)
         bandwidth, slowness = self.topology.between_workers(), self._slowness or 1.0
         before = after = 0.0
-        for places in self._groups:
-            problem = self._problem(_of_layers(profile, places), places, traffic)
+        for places, topology in zip(self._groups, self._shares(), strict=True):
+            part = _of_layers(profile, places)
+            problem = make_problem(part, topology, traffic, "full")
             old = tuple(rows[place] for place in places)
             prices = prices_of(old, bandwidth, self.expert_bytes, slowness, steps)
-            new = replace_experts(problem, old, prices, _STEP_SECONDS / len(self._groups))
+            found = [old, replace_experts(problem, old, prices, _STEP_SECONDS / len(self._groups))]
+            if anew:
+                limit = _START_SECONDS / len(self._groups)
+                found.append(solve(part, topology, traffic, "full", seconds=limit).solution.placement)
+            new = min(found, key=partial(_with_price, problem, prices, old))
             before += problem.placement_cost(old)
             after += problem.placement_cost(new)
             for place, row in zip(places, new, strict=True):
                 rows[place] = row
         prices = prices_of(self.rows, bandwidth, self.expert_bytes, 1.0, 1)
-        sent = sum(float(prices[layer, e, worker]) for layer, e, worker in _changed(self.rows, rows))
+        sent = _price(prices, self.rows, rows)
         cost = sent * slowness
         if before - after < LEAST_GAIN * before or (before - after) * steps <= cost:
             return None
         return Decision(tuple(rows), before, after, cost, sent)
 
-    def _problem(self, profile: AccessProfile, places: Sequence[int], traffic: Traffic) -> PlacementProblem:
-        return make_problem(profile, self._share(places), traffic, "full")
-
-    def _share(self, places: Sequence[int]) -> Topology:
-        """The topology with each worker's room for these layers."""
+    def _shares(self) -> list[Topology]:
+        """For the layers of each stage, the topology with each worker's room for them."""
         if len(self._groups) == 1:
-            return self.topology
-        part = len(places) / len(self.layers)
-        workers = [
-            worker.model_copy(update={"capacity": math.ceil(int(room) * part)})
-            for worker, room in zip(self.topology.workers, self.topology.capacities, strict=True)
-        ]
-        return self.topology.model_copy(
-            update={"workers": tuple(workers), "capacity_unit": "experts", "expert_bytes": None}
-        )
+            return [self.topology]
+        parts = [len(places) for places in self._groups]
+        rooms = shared_room(self.topology.capacities.tolist(), parts, self._experts)
+        return [self.topology.with_room(room) for room in rooms]
 
     def _measure(self) -> None:
         """Measure how long an expert takes from each rank to the next, relative to what the topology says."""
-        if self._assumed:  # gains are in the same seconds, which are not real ones
-            self._slowness = 1.0
-            return
-        size = min(self.expert_bytes, _TRIAL_BYTES)
-        seconds = trial_seconds(self.parallel.experts, self.parallel.device, size)
-        measured = self.parallel.most([seconds])[0]
+        self._slowness = 1.0
         between = self.topology.between_workers()
+        if (
+            self._assumed or len(between) < 2
+        ):  # if assumed, gains are in the same seconds, which are not real ones
+            return
+        ranks = self.parallel.experts
+        size = min(int(self.expert_bytes) // ranks.tensor_size, _TRIAL_BYTES)  # of each rank that has a part
+        measured = self.parallel.most([trial_seconds(ranks, self.parallel.device, size)])[0]
         next_one = np.roll(np.arange(len(between)), -1)
         slowest = between[np.arange(len(between)), next_one].min()
-        self._slowness = measured / (size / slowest)
+        self._slowness = measured / (size * ranks.tensor_size / slowest)
 
     # -- moving
 
@@ -264,6 +239,36 @@ def _changed(
     ]
 
 
+def _price(prices: Floats, before: Rows, after: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Seconds of all arrivals; `prices` is [L][E][N]."""
+    return sum(float(prices[layer, expert, worker]) for layer, expert, worker in _changed(before, after))
+
+
+def _with_price(problem: PlacementProblem, prices: Floats, before: Rows, after: Rows) -> float:
+    """Seconds of a step, with its part of the moves' cost."""
+    return problem.placement_cost(after) + _price(prices, before, after)
+
+
+def shared_room(room: Sequence[int], parts: Sequence[int], experts: int) -> list[list[int]]:
+    """Divide each worker's room among groups of layers by their sizes, so that no group lacks room.
+
+    Args:
+        room: [N] experts that a worker can hold over all layers; enough for all together.
+        parts: Layers of each group.
+        experts: Of a layer.
+
+    Returns:
+        [groups][N]; over the groups, they sum to `room`.
+    """
+    total = sum(parts)
+    shares = [[capacity * part // total for capacity in room] for part in parts]
+    for worker, capacity in enumerate(room):
+        for _ in range(capacity - sum(share[worker] for share in shares)):
+            lacking = [part * experts - sum(share) for part, share in zip(parts, shares, strict=True)]
+            shares[max(range(len(parts)), key=lacking.__getitem__)][worker] += 1
+    return shares
+
+
 def _of_layers(profile: AccessProfile, places: Sequence[int]) -> AccessProfile:
     """The same profile of some layers."""
     pairs = profile.coactivation
@@ -277,4 +282,4 @@ def _of_layers(profile: AccessProfile, places: Sequence[int]) -> AccessProfile:
     )
 
 
-__all__ = ["Decision", "ExpertPlacer", "moved"]
+__all__ = ["Decision", "ExpertPlacer", "moved", "shared_room"]

@@ -103,7 +103,10 @@ class ExpertWatch:
     # -- at the start
 
     def start(self) -> None:
-        """Place experts by what the tasks' data select with their adapters as they are, if that was asked for."""
+        """Place experts by what the tasks' data select with their adapters as they are, if that was asked for.
+
+        Called before each burst of steps: it acts before the first one, once there are tasks.
+        """
         names = self.engine.active
         if not self._places or self._placer is None or not names:
             return
@@ -119,18 +122,27 @@ class ExpertWatch:
             )
             tokens += of_step
         access = reduce(Access.merged, found)
-        decision = self._placer.decide_start(access, max(1, round(tokens)))
-        before = self._placer.rows
+        self._places = False
+        before, left = self._placer.rows, self._steps_left()
+        decision = self._placer.decide(access, max(1, round(tokens)), left, anew=True)
+        if decision is None:
+            self.reporter.say(f"experts stay where they are: in {left} step(s) no move would pay")
+            return
         count = len(moved(before, decision.rows, self._placer.layers))
         size, seconds = self._placer.move(decision)
-        less = 1 - decision.after / decision.before if decision.before else 0.0
+        less = 1 - decision.after / decision.before
         self.reporter.say(
             f"experts are placed: transfers of a step are predicted to take {decision.after * 1e3:.4g} ms instead of "
-            f"{decision.before * 1e3:.4g} ms with neighbouring experts together ({less:.1%} less); {count} moved, "
-            f"{size} bytes in {seconds:.2f} s"
+            f"{decision.before * 1e3:.4g} ms where they were ({less:.1%} less); {count} moved, {size} bytes in "
+            f"{seconds:.2f} s, {left} step(s) to come"
         )
         self._has_moved = True
         self.save()
+
+    def _steps_left(self) -> int:
+        """Steps to come of the task that has most of them."""
+        progress = [self.engine.progress(name) for name in self.engine.active]
+        return max((total - done for done, total, _ in progress), default=0)
 
     def _select(self, name: str) -> Access:
         """What a task's first records select."""
@@ -211,10 +223,7 @@ class ExpertWatch:
 
     def _consider(self) -> None:
         """Move experts if recent steps say that it pays."""
-        recent, steps = self._recent, self._recent_steps
-        left = max(
-            (self.engine.progress(n)[1] - self.engine.progress(n)[0] for n in self.engine.active), default=0
-        )
+        recent, steps, left = self._recent, self._recent_steps, self._steps_left()
         if self._placer is None or not self._replaces or recent is None or not left:
             return
         rows = recent.selected.sum(axis=1)
@@ -247,9 +256,10 @@ class ExpertWatch:
         if not self._has_moved or self._directory is None or self._placer is None or self.parallel.rank:
             return
         nodes = [worker.node for worker in self._placer.topology.workers]
+        details = {"nodes": nodes, "workers_are": self._placer.workers_are}
         path = self._directory / PLACEMENT_FILE
         try:
-            write_placement(path, self._placer.model, len(nodes), self._placer.rows, {"nodes": nodes})
+            write_placement(path, self._placer.model, len(nodes), self._placer.rows, details)
         except OSError as error:
             self.reporter.note(f"{path}: could not be written", error)
 
@@ -272,10 +282,14 @@ def watch_experts(
         return None
     placer = None
     if places or replaces or kept:
-        given, parallel = topology, engine.parallel
+        parallel, assumed = engine.parallel, False
         if topology is None:
-            topology = topology_of_hosts(parallel, _room(arguments, engine, placement))
-        placer = ExpertPlacer(engine, parallel, topology, given is None)
+            room = _room(arguments, engine, placement)
+            topology, said = topology_of_hosts(parallel, room, measured=places or replaces)
+            assumed = not said
+            if said:
+                reporter.say(said)
+        placer = ExpertPlacer(engine, parallel, topology, assumed)
     return ExpertWatch(
         engine,
         engine.parallel,
@@ -292,11 +306,8 @@ def watch_experts(
 def _room(arguments: MuxArguments, engine: Engine, placement: Placement) -> list[int]:
     """Experts that each worker may hold: what flags say, else equally many; at least those it has."""
     first = int(engine.parallel.experts.broker is not None)
-    held = [
-        sum(len(placement.held(layer, rank)) for layer in placement.ranks)
-        for rank in range(first, placement.size)
-    ]
+    held = [placement.held_by(rank) for rank in range(first, placement.size)]
     experts = sum(len(row) for row in placement.ranks.values())
     given = arguments.mux_expert_capacity or (-(-experts // len(held)),)
-    each = [*given] * (len(held) if len(given) == 1 else 1)
+    each = [*given] * len(held) if len(given) == 1 else given[: len(held)]
     return [max(pair) for pair in zip(held, each, strict=True)]

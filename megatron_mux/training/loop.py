@@ -137,6 +137,8 @@ class Loop:
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then evaluate and save what is due."""
+        if self.watch is not None:
+            self.watch.start()
         coming = list(self._due())
         run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
         with nullcontext() if self.watch is None else self.watch.counting():

@@ -20,6 +20,7 @@ from megatron_mux.engine import Planning, Task
 from megatron_mux.engine.agreement import from_first
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
+from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
@@ -105,7 +106,7 @@ def _context(
     return PlanningContext(
         profile,
         info,
-        Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size),
+        mesh_of(arguments, info, parallel),
         arguments.dtype.itemsize,
         arguments.recompute_granularity or "none",
         memory_limit(arguments, parallel, say),
@@ -119,6 +120,15 @@ def _context(
         interleave=arguments.mux_interleave,
         tasks=loads,
     )
+
+
+def mesh_of(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel) -> Mesh:
+    """How the flags divide the ranks; layers are divided later."""
+    mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size)
+    if info.shape.experts is None:
+        return mesh
+    expert, expert_tensor = arguments.expert_sizes(info.shape)
+    return replace(mesh, expert=expert, expert_tensor=expert_tensor, managers=arguments.expert_managers)
 
 
 def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:
@@ -159,7 +169,18 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     """The profile for the first rank's device; the same on every rank."""
     found = None
     if parallel.rank == 0:
-        found = find_profile(info.shape, parallel.device.type, arguments.dtype, parallel.tp_size, say=say)
+        mesh = mesh_of(arguments, info, parallel)
+        found = find_profile(
+            info.shape,
+            parallel.device.type,
+            arguments.dtype,
+            parallel.tp_size,
+            say=say,
+            expert_parallel=mesh.expert,
+            expert_tensor=mesh.expert_tensor,
+        )
+        if mesh.managers:
+            found = with_managers(found, info.shape, mesh.managers)
     shared = from_first(found, parallel)
     assert shared is not None  # the first rank's
     return shared

@@ -27,6 +27,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
+from megatron_mux.moe.entries import Ints
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
@@ -61,7 +62,6 @@ def run(arguments: MuxArguments) -> None:
         arguments.pipeline_model_parallel_size,
         *arguments.expert_sizes(info.shape),
     )
-    arguments, of_policy = arguments.without_planner(info.shape)
     tokenizer = load_tokenizer(arguments.backbone)
     reporter = Reporter(
         save,
@@ -71,15 +71,14 @@ def run(arguments: MuxArguments) -> None:
         silent=not leader,
     )
     try:
-        if of_policy:
-            reporter.say(of_policy)
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        topology = _check_experts(arguments, info)
-        kept, said = kept_placement(arguments, info, manifest is not None)
-        placement, news = _place_experts(arguments, info, kept, manifest is not None)
-        for line in filter(None, [said, *news]):
+        topology, of_topology = _check_experts(arguments, info, manifest is not None)
+        capacities = None if topology is None else topology.capacities
+        kept, said = kept_placement(arguments, info, manifest is not None, capacities)
+        placement, news = _place_experts(arguments, info, kept, manifest is not None, capacities)
+        for line in filter(None, [of_topology, said, *news]):
             reporter.say(line)
         specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
@@ -99,8 +98,6 @@ def run(arguments: MuxArguments) -> None:
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
             with closing(loop):
                 loop.registry.register(tasks)
-                if watch is not None:
-                    watch.start()
                 with _stop_on_signals(loop):
                     loop.run()
         reporter.close()
@@ -108,26 +105,28 @@ def run(arguments: MuxArguments) -> None:
         reporter.release()
 
 
-def _check_experts(arguments: MuxArguments, info: BackboneInfo) -> Topology | None:
+def _check_experts(
+    arguments: MuxArguments, info: BackboneInfo, continued: bool
+) -> tuple[Topology | None, str]:
     """The topology that experts are placed by, if a file gives it; refuses flags for experts without any."""
     experts = info.shape.experts
     if experts is not None:
-        return check_topology(arguments, experts, len(experts.layers(info.shape.layers)))
+        return check_topology(arguments, experts, len(experts.layers(info.shape.layers)), continued)
     if arguments.places_experts or arguments.replaces_experts:
         flag = "--mux-expert-placement" if arguments.places_experts else "--mux-replace-experts"
         raise UserError(f"{flag} auto: a {info.shape.family} has no experts: remove it")
-    return None
+    return None, ""
 
 
 def _place_experts(
-    arguments: MuxArguments, info: BackboneInfo, kept: Path | None, continued: bool
+    arguments: MuxArguments, info: BackboneInfo, kept: Path | None, continued: bool, capacities: Ints | None
 ) -> tuple[Placement | None, list[str]]:
     """Which expert ranks hold which experts to begin with, and what a user should know of it."""
     asked = arguments.mux_expert_placement
     file = kept or (None if isinstance(asked, str) else asked)
     if not arguments.expert_managers:
-        return expert_placement(file, info, arguments.expert_model_parallel_size), []
-    capacity = arguments.mux_expert_capacity
+        return expert_placement(file, info, arguments.expert_model_parallel_size, capacities), []
+    capacity = arguments.mux_expert_capacity if capacities is None else capacities.tolist()
     return placement_on_managers(file, capacity, info, arguments.expert_managers, continued)
 
 

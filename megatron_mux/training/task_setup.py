@@ -133,6 +133,10 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
             f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
             f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
         )
+    if spec.training.router_aux_loss_coef and info.shape.experts is None:
+        problems.append(
+            f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
+        )
     attempt(lambda: spec.adapter.modules(info.shape))
     data = attempt(lambda: files.open(spec.data.path, spec.data.max_length))
     evaluation = None

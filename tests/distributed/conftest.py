@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_mux import layout, runtime
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from tests import gloo
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -52,11 +53,12 @@ def _state(parallel_state: Any) -> dict[str, Any]:
 def joined() -> Iterator[Callable[..., Parallel]]:
     """Divide the world: `joined(tp, pp, sequence_parallel=False, expert=1, expert_tensor=1, managers=0)`.
 
-    A division's groups are kept for the next test that asks for it: connecting them takes a third of a second.
+    A division's groups are kept for the next test that asks for it.
     """
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
+    gloo.share_connections()
     nothing = _state(parallel_state)
     made: dict[Any, tuple[Parallel, dict[str, Any]]] = {}
     leave = False
@@ -77,7 +79,7 @@ def joined() -> Iterator[Callable[..., Parallel]]:
             "expert_managers": managers,
         }
         if leave:
-            # Divisions of experts are many: kept, the threads of their groups would slow everything down.
+            # Divisions of experts are many, each with groups of its own beside Megatron-Core's: they are not kept.
             runtime._leave_groups(parallel_state)
             leave = False
         if key in made:

@@ -35,7 +35,7 @@ from megatron_mux.runtime import Parallel
 from tests.distributed.counting import Counting
 from tests.unit.fusion.strategies import groupings, one_each
 
-COUNT = 300
+COUNT = 150
 TASKS = "abcdef"
 BACKBONE = "b" * 8
 LONGEST = 12

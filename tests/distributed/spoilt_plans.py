@@ -214,7 +214,7 @@ def _other_number_of_stages(value: Json, r: Random) -> None:
 
 
 def _other_format(value: Json, r: Random) -> None:
-    value["format"] = r.choice([1, 4, 6, "5", None])
+    value["format"] = r.choice([1, 5, 7, "6", None])
 
 
 SPOIL: tuple[Callable[[Json, Random], None], ...] = (

@@ -60,7 +60,6 @@ LAYOUTS = {
     ),
     "DP=4, offloaded, bf16": Layout(("bottle", "lora"), layers=3, residence="offloaded", dtype="bfloat16"),
     "TP=4, more ranks than heads of keys": Layout(("prefix", "scales"), 4, recompute="selective"),
-    "DP=2, TP=2, sequence parallel": Layout(("lora", "scales"), 2, sequence_parallel=True),
     "DP=2, TP=2, in turns, recomputed": Layout(
         ("bottle", "lora"), 2, layers=3, recompute="full", in_turns=True
     ),
@@ -124,39 +123,82 @@ def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
         return record_steps(run, path, parallel, None)
 
 
-def _told(recording: Recording) -> list[tuple[str, int]]:
+def _told(recording: Recording) -> Told:
     return [("held", held(recording)), ("peak of the last step", last_step_peak(recording))]
+
+
+class Prepared(NamedTuple):
+    """A run, its model, and the ranks that are dry run."""
+
+    run: RunSpec
+    path: Path
+    ranks: list[int]
+
+
+Told = list[tuple[str, int]]
+EXPERTS = "EP=4"
+
+
+@pytest.fixture(scope="module")
+def prepared(once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Prepared]:
+    """All runs."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        path = _model(once, layout.layers)
+        run = _run(layout, json.loads((path / "config.json").read_text()))
+        # Those that are chosen, and where ranks differ in more than their sequences one more: what a dry run says of a
+        # rank that is not chosen must hold as well.
+        more = {3} if layout.tensor * layout.pipeline > 1 else set()
+        found[name] = Prepared(run, path, sorted({*representative_ranks(run, range(4)), *more}))
+    path = once("dry-run-experts", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+    found[EXPERTS] = Prepared(_with_experts(json.loads((path / "config.json").read_text())), path, [0, 1, 3])
+    return found
+
+
+def _with_experts(config: dict[str, int]) -> RunSpec:
+    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    adapter |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    training = {"per_device_train_batch_size": 16, "max_steps": 4}
+    task = {"name": "a", "adapter": adapter, "data": {"path": "none"}, "training": training}
+    records = TaskRecords(task, [12] * 16, [11] * 16)
+    plan = replace(plan_for("spatial", {"a": 1}, 1, 2), data=4)
+    layers, experts = config["num_hidden_layers"], config["num_local_experts"]
+    ranks = [(0,) if expert < experts // 2 else (1 + expert % 3,) for expert in range(experts - 1)]
+    placement = Placement(4, dict.fromkeys(range(layers), (*ranks, (1, 3))))
+    likely = np.linspace(1.5, 0.5, experts) * config["num_experts_per_tok"] / experts
+    run = RunSpec(config, [records], plan, dtype="float32", device="cpu", steps=STEPS, expert=4)
+    return replace(run, placement=placement, access=dict.fromkeys(range(layers), likely.tolist()))
+
+
+@pytest.fixture(scope="module")
+def predicted(prepared: dict[str, Prepared]) -> dict[str, dict[int, Told]]:
+    """What dry runs say of ranks, all of them in a process of its own, before anything is computed."""
+    shared: list[dict[str, dict[int, Told]]] = [{}]
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
+            found = iter(dry_runs([(one.run, rank) for one in prepared.values() for rank in one.ranks]))
+        shared = [{name: {r: _told(next(found)) for r in one.ranks} for name, one in prepared.items()}]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 @pytest.mark.timeout(300)
 def test_ranks_hold_and_allocate_what_was_dry_run(
-    once: Callable[[str, Callable[[Path], object]], Path],
+    prepared: dict[str, Prepared],
+    predicted: dict[str, dict[int, Told]],
     joined: Callable[..., Parallel],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
-    runs, paths = {}, {}
-    for name, layout in LAYOUTS.items():
-        paths[name] = _model(once, layout.layers)
-        runs[name] = _run(layout, json.loads((paths[name] / "config.json").read_text()))
-    # Those that are chosen, and one more: what a dry run says of a rank that is not chosen must hold as well.
-    ranks = {name: sorted({*representative_ranks(run, range(4)), 3}) for name, run in runs.items()}
-    shared: list[dict[str, dict[int, list[tuple[str, int]]]]] = [{}]
-    if dist.get_rank() == 0:
-        # In a process of its own, before anything is computed.
-        found = iter(dry_runs([(run, rank) for name, run in runs.items() for rank in ranks[name]]))
-        shared = [{name: {rank: _told(next(found)) for rank in own} for name, own in ranks.items()}]
-    dist.broadcast_object_list(shared, src=0)
     problems, figures = [], []
-    for name, run in runs.items():
-        layout = LAYOUTS[name]
+    for name, layout in LAYOUTS.items():
+        run, path, _ = prepared[name]
         parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-        really = _really(run, paths[name], parallel)
-        for (what, bytes_), (_, predicted) in zip(
-            _told(really), shared[0][name].get(dist.get_rank(), []), strict=False
+        really = _really(run, path, parallel)
+        for (what, bytes_), (_, said) in zip(
+            _told(really), predicted[name].get(dist.get_rank(), []), strict=False
         ):
-            off = predicted / bytes_ - 1
-            line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, predicted {predicted} ({off:+.3%})"
+            off = said / bytes_ - 1
+            line = f"{name}, rank {dist.get_rank()}: {what} {bytes_}, predicted {said} ({off:+.3%})"
             figures.append(line)
             problems += [line] * (abs(off) > WITHIN)
         peaks = [0] * dist.get_world_size()
@@ -164,49 +206,29 @@ def test_ranks_hold_and_allocate_what_was_dry_run(
         chosen = representative_ranks(run, range(4))
         if max(peaks[rank] for rank in chosen) < 0.99 * max(peaks):
             problems.append(f"{name}: ranks {chosen} were chosen, peaks are {peaks}")
-    if len(figures) < len(LAYOUTS) and dist.get_rank() == 3:
-        problems.append("rank 3 was to be compared in every layout")
-    said: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(said, (problems, figures))
-    print("\n".join(line for _, lines in said for line in lines))
-    assert not any(bad for bad, _ in said), "\n".join(line for bad, _ in said for line in bad)
+    everyone: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problems, figures))
+    print("\n".join(line for _, lines in everyone for line in lines))
+    assert not any(bad for bad, _ in everyone), "\n".join(line for bad, _ in everyone for line in bad)
+    assert sum(len(lines) for _, lines in everyone) == 2 * sum(len(prepared[name].ranks) for name in LAYOUTS)
 
 
-@pytest.mark.timeout(300)
 def test_ranks_with_experts_allocate_what_was_dry_run(
-    once: Callable[[str, Callable[[Path], object]], Path],
+    prepared: dict[str, Prepared],
+    predicted: dict[str, dict[int, Told]],
     joined: Callable[..., Parallel],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With routers that select what dry runs assume: some experts more often, which lie unevenly, one on two ranks."""
-    monkeypatch.setattr(sys, "executable", os.environ.get(warm.VARIABLE, sys.executable))
-    path = once("dry-run-experts", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
-    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
-    adapter |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    training = {"per_device_train_batch_size": 16, "max_steps": 4}
-    task = {"name": "a", "adapter": adapter, "data": {"path": "none"}, "training": training}
-    plan = replace(plan_for("spatial", {"a": 1}, 1, 2), data=4)
-    config = json.loads((path / "config.json").read_text())
-    records = TaskRecords(task, [12] * 16, [11] * 16)
-    layers, experts = config["num_hidden_layers"], config["num_local_experts"]
-    ranks = [(0,) if expert < experts // 2 else (1 + expert % 3,) for expert in range(experts - 1)]
-    placement = Placement(4, dict.fromkeys(range(layers), (*ranks, (1, 3))))
-    likely = np.linspace(1.5, 0.5, experts) * config["num_experts_per_tok"] / experts
-    access = dict.fromkeys(range(layers), likely.tolist())
-    run = RunSpec(config, [records], plan, dtype="float32", device="cpu", steps=STEPS, expert=4)
-    run = replace(run, placement=placement, access=access)
-    shared: list[list[list[tuple[str, int]]]] = [[]]
-    if dist.get_rank() == 0:
-        shared = [[_told(one) for one in dry_runs([(run, rank) for rank in range(4)])]]
-    dist.broadcast_object_list(shared, src=0)
+    run, path, ranks = prepared[EXPERTS]
     parallel = joined(1, 1, expert=4)
-    with assumed_routes(parallel.experts, placement, access):
+    with assumed_routes(parallel.experts, run.placement, run.access):
         found = _told(_really(run, path, parallel))
-    said: list[str | None] = [None] * dist.get_world_size()
-    predicted = shared[0][dist.get_rank()]
-    same = all(abs(b / a - 1) <= WITHIN for (_, a), (_, b) in zip(found, predicted, strict=True))
-    dist.all_gather_object(said, None if same else f"rank {dist.get_rank()}: {found}, predicted {predicted}")
-    assert not any(said), said
+    said = predicted[EXPERTS].get(dist.get_rank(), [])
+    same = all(abs(b / a - 1) <= WITHIN for (_, a), (_, b) in zip(found, said, strict=False))
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if same else f"rank {dist.get_rank()}: {found}, predicted {said}")
+    assert not any(everyone), everyone
+    assert bool(said) == (dist.get_rank() in ranks)
 
 
 def _model(once: Callable[[str, Callable[[Path], object]], Path], layers: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_mux.moe.access_counts import Access, AccessCounts
 from megatron_mux.moe.topology import Topology
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.expert_placer import ExpertPlacer, moved
+from megatron_mux.training.expert_topology import topology_of_hosts
 from tests import tiny_models
 from tests.distributed.test_expert_layouts import Layout, cases_of
 from tests.end_to_end.harness import Case
@@ -120,6 +122,11 @@ def test_experts_move_when_that_pays(checkpoint: Path, joined: Joined) -> None:
     assert dear.decide(skewed, 1000, 1) is None
     decision = placer.decide(skewed, 1000, 1000)
     assert decision is not None and decision.after < decision.before / 5
+    # Solved anew, too, moves have to pay: they are compared with where experts are.
+    assert dear.decide(skewed, 10, 1, anew=True) is None
+    solved = placer.decide(skewed, 1000, 1000, anew=True)
+    assert solved is not None and solved.before == decision.before and solved.cost > 0
+    assert solved.after + solved.cost / 1000 <= (decision.after + decision.cost / 1000) * (1 + 1e-9)
     moves = moved(before, decision.rows, placer.layers)
     assert sorted({move[0] for move in moves}) == [0, 1, 2, 3]
     assert len(moves) == 4, moves  # the expert alone: there is room where it goes
@@ -145,3 +152,21 @@ def test_a_given_topology_is_measured(checkpoint: Path, joined: Joined) -> None:
     measured = decision.cost / decision.sent  # links between nodes are not really that slow
     assert measured < 1
     assert placer.move(decision)[0] > 0 and placer.rows == decision.rows
+
+
+def test_links_are_measured_without_a_topology(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = joined(1, 1, managers=3)
+    monkeypatch.setattr("socket.gethostname", lambda: "ab"[parallel.rank // 2])
+    found, said = topology_of_hosts(parallel, [10, 8, 6], measured=True)
+    seconds = re.fullmatch(
+        r"links measured in ([\d.]+) s: .* GB/s within a host, .* GB/s between hosts, .* of a host", said
+    )
+    assert seconds is not None and float(seconds[1]) < 30, said  # 2 on a machine that does nothing else
+    assert [worker.node for worker in found.workers] == ["a", "b", "b"] and found.master_node == "a"
+    assert found.capacities.tolist() == [10, 8, 6] and set(found.uplinks) == {"a", "b"}
+    speeds = [*found.from_master(), *found.between_workers()[~np.eye(3, dtype=bool)]]
+    speeds += [speed for link in found.uplinks.values() for speed in (link.up, link.down)]
+    assert all(1e5 < speed < 1e12 for speed in speeds), speeds
+    assert parallel.most(speeds) == speeds, "the same on every rank"
+    assumed, said = topology_of_hosts(parallel, [10, 8, 6], measured=False)
+    assert not said and assumed.from_master().tolist() == [50e9, 12.5e9, 12.5e9]

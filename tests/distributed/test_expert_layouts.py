@@ -50,7 +50,9 @@ LAYOUTS = [
 ]
 
 
-def cases_of(vocab: int) -> list[Case]:
+def cases_of(vocab: int, balanced: bool = False) -> list[Case]:
+    """Tasks of many kinds; some with a balancing loss, if wanted."""
+
     def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
         recipe = {
             "per_device_train_batch_size": 4,
@@ -59,6 +61,8 @@ def cases_of(vocab: int) -> list[Case]:
             "seed": 3,
             **training,
         }
+        if balanced and name in ("lora", "few_experts"):
+            recipe["router_aux_loss_coef"] = 0.2
         return Case(name, adapter, recipe, random_records(records, vocab, 3, longest, seed=len(name)))
 
     return [
@@ -126,7 +130,7 @@ def train(
     layout: Layout,
     placement: Placement | None = None,
     then: Sequence[Placement] = (),
-) -> tuple[list[dict[str, tuple[float, float, int]]], dict[str, dict[str, Tensor] | None]]:
+) -> tuple[list[dict[str, tuple[float, ...]]], dict[str, dict[str, Tensor] | None]]:
     parallel = joined(
         layout.tensor,
         layout.pipeline,
@@ -156,7 +160,10 @@ def train(
         taken.append(engine.step())
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
-    results = [{n: (r.loss, r.grad_norm, r.tokens) for n, r in step.items()} for step in taken]
+    results: list[dict[str, tuple[float, ...]]] = [
+        {n: (r.loss, r.grad_norm, r.tokens, r.router_aux_loss or 0.0) for n, r in step.items()}
+        for step in taken
+    ]
     return results, {case.name: engine.adapter_tensors(case.name) for case in cases}
 
 
@@ -165,13 +172,17 @@ def test_every_layout_gives_the_same_adapters(
     family: str, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
 ) -> None:
     path = once(f"expert-layouts-{family}", lambda directory: tiny_models.make(directory, family)) / family
-    every = cases_of(96)
+    every = cases_of(96, balanced=family != "mixtral")
     if family == "deepseek_v3":
         every = [of_latent_attention(case) for case in every]
     without = [case for case in every if "target_parameters" not in case.adapter]
     whole = {len(cases): train(joined, path, cases, Layout(1, 1, 1)) for cases in (every, without)}
     for layout in (
-        LAYOUTS if family == "mixtral" else LAYOUTS[1::3] if family == "qwen3_moe" else LAYOUTS[1::2]
+        LAYOUTS
+        if family == "mixtral"
+        else [*LAYOUTS[1::3], LAYOUTS[6]]
+        if family == "qwen3_moe"
+        else LAYOUTS[1::2]
     ):
         cases = without if layout.expert_tensor > 1 else every
         wanted, adapters = whole[len(cases)]

@@ -25,7 +25,7 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
 from tests.distributed.rendezvous import run_under_the_rules
-from tests.distributed.test_expert_layouts import Layout, cases_of, train
+from tests.distributed.test_expert_layouts import Layout, cases_of, of_latent_attention, train
 from tests.distributed.test_experts import batch_of, reference
 from tests.distributed.test_nccl_rules import Scenario, run
 from tests.end_to_end.harness import Case, assert_close, random_records
@@ -56,8 +56,10 @@ def uneven(shape: BackboneShape) -> Placement:
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", tiny_models.WITH_EXPERTS[:2])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("mixtral", "none"), ("mixtral", "full"), ("qwen3_moe", "none"), ("deepseek_v3", "full")],
+)
 def test_agrees_with_transformers_and_counts_its_bytes(
     name: str, recompute: Any, joined: Joined, checkpoints: Callable[[str], Path], stages: Any
 ) -> None:
@@ -146,13 +148,15 @@ def test_each_part_is_on_one_process(
         assert "experts" in name or not parallel.experts.is_manager or not held[name]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_adapters_come_out_as_in_one_process(
     family: str, joined: Joined, checkpoints: Callable[[str], Path]
 ) -> None:
     path = checkpoints(family)
     shape = read_shape(path)
-    cases = cases_of(96)
+    cases = cases_of(96, balanced=family == "qwen3_moe")
+    if family == "deepseek_v3":
+        cases = [of_latent_attention(case) for case in cases]
     wanted, adapters = train(joined, path, cases, Layout(1, 1, 1))
     for own_layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
         placement = uneven(shape) if own_layout.scattered else None

@@ -5,23 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
-from tests.distributed.test_expert_layouts import Layout, cases_of, train
+from tests.distributed.test_expert_layouts import Layout, cases_of, of_latent_attention, train
 from tests.distributed.test_expert_managers import uneven
 from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import assert_close
 
 Joined = Callable[..., Parallel]
+MOVED = ("lora", "experts", "few_experts", "prefix", "linear")
 LAYOUTS = [
     Layout(1, 1, 4),
     Layout(1, 1, 2, recompute="full"),
@@ -34,6 +37,14 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def checkpoint(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("expert-moves", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+
+
+@pytest.fixture(scope="module")
+def deepseek(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """With shared experts, a first layer without experts, and latent attention."""
+    return (
+        once("moves-deepseek", lambda directory: tiny_models.make(directory, "deepseek_v3")) / "deepseek_v3"
+    )
 
 
 def permuted(shape: BackboneShape, size: int) -> Placement:
@@ -58,20 +69,27 @@ def others(shape: BackboneShape, layout: Layout) -> list[Placement]:
     return [found, Placement(found.size, rotated)]
 
 
-def test_a_run_goes_on_as_if_experts_had_not_moved(checkpoint: Path, joined: Joined) -> None:
-    shape = read_shape(checkpoint)
-    cases = [case for case in cases_of(96) if case.name in ("lora", "experts", "few_experts", "prefix")]
-    without = [case for case in cases if "target_parameters" not in case.adapter]
-    whole = {len(own): train(joined, checkpoint, own, Layout(1, 1, 1)) for own in (cases, without)}
-    for layout in LAYOUTS:
-        tasks = without if layout.expert_tensor > 1 else cases
-        start = None
+def test_a_run_goes_on_as_if_experts_had_not_moved(checkpoint: Path, deepseek: Path, joined: Joined) -> None:
+    mixtral = [case for case in cases_of(96) if case.name in MOVED]
+    without = [case for case in mixtral if "target_parameters" not in case.adapter]
+    latent = [of_latent_attention(case) for case in mixtral]
+    whole: dict[str, Any] = {}
+    for layout, path, tasks in (
+        (LAYOUTS[0], deepseek, latent),
+        (LAYOUTS[1], checkpoint, mixtral),
+        (LAYOUTS[2], checkpoint, without),
+        (LAYOUTS[3], checkpoint, mixtral),
+        (LAYOUTS[4], deepseek, latent),
+    ):
+        key, shape, start = f"{path} {len(tasks)}", read_shape(path), None
+        if key not in whole:
+            whole[key] = train(joined, path, tasks, Layout(1, 1, 1))
         if layout.managers:
             assert shape.experts is not None
-            rows = tuple((1 + expert % 3,) for expert in range(shape.experts.count))
-            start = Placement(4, dict.fromkeys(range(shape.layers), rows))
-        wanted, adapters = whole[len(tasks)]
-        found, own = train(joined, checkpoint, tasks, layout, start, others(shape, layout))
+            layers = shape.experts.layers(shape.layers)
+            start = Placement.among_managers(shape.experts.count, 3, layers)
+        wanted, adapters = whole[key]
+        found, own = train(joined, path, tasks, layout, start, others(shape, layout))
         for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
             for name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-10), (layout, step, name)
@@ -79,6 +97,27 @@ def test_a_run_goes_on_as_if_experts_had_not_moved(checkpoint: Path, joined: Joi
             reference = adapters[name]
             if tensors is not None and reference is not None:
                 assert_close(tensors, reference, 1e-10, f"{layout} {name}")
+
+
+def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joined) -> None:
+    """With their experts' weights, and nothing through the master."""
+    shape = read_shape(checkpoint)
+    assert shape.experts is not None
+    parallel = joined(1, 1, False, 1, 1, 3)
+    start = Placement.among_managers(shape.experts.count, 3, range(shape.layers))
+    backbone = Backbone.load(checkpoint, parallel, torch.float64, placement=start)
+    engine = Engine(backbone, parallel)
+    engine.register_tasks([case.task for case in cases_of(96) if case.name in ("lora", "experts")])
+    engine.step()
+    after = others(shape, Layout(1, 1, 1, managers=3))[0]
+    moves = [move for layer in range(shape.layers) for move in start.moves(after, layer)]
+    weights = 3 * shape.hidden * shape.experts.ffn
+    # A and B, rank 3, of both matrices, with two moments each.
+    inner = 3 * (shape.hidden + 2 * shape.experts.ffn + shape.experts.ffn + shape.hidden)
+    assert engine.bytes_beside_expert == 3 * inner * 8
+    own = sum(move.target == parallel.experts.rank for move in moves)
+    assert engine.place_experts(after) == own * (weights + 3 * inner) * 8
+    assert not parallel.experts.is_manager or own
 
 
 def test_weights_arrive_where_they_would_be_read(checkpoint: Path, joined: Joined) -> None:

@@ -22,8 +22,18 @@ from tests.distributed.test_engine_layouts import Layout, cases_of, planning_of
 
 
 @pytest.fixture(scope="module")
-def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return once("interleaved", lambda directory: tiny_models.make(directory, "llama")) / "llama"
+def path_of(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[Layout], Path]:
+    """A model of two layers; of one for each of four stages."""
+
+    def path(layout: Layout) -> Path:
+        layers = max(2, len(layout.split))
+
+        def make(directory: Path) -> None:
+            tiny_models.make(directory, "llama", num_hidden_layers=layers)
+
+        return once(f"{layers}-layers", make) / "llama"
+
+    return path
 
 
 Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -61,9 +71,13 @@ def train(
     ],
 )
 def test_in_turns_as_one_after_another(
-    path: Path, joined: Callable[..., Parallel], layout: Layout, kind: Kind, recompute: Recompute
+    path_of: Callable[[Layout], Path],
+    joined: Callable[..., Parallel],
+    layout: Layout,
+    kind: Kind,
+    recompute: Recompute,
 ) -> None:
-    parallel = joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
+    path, parallel = path_of(layout), joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
     losses, adapters = train(path, parallel, layout, kind, recompute, interleaved=False)
     again, others = train(path, parallel, layout, kind, recompute, interleaved=True)
     assert losses == again
@@ -71,11 +85,13 @@ def test_in_turns_as_one_after_another(
         assert torch.equal(adapters[name], others[name]), name
 
 
-def test_timed_pieces_are_those_of_the_launch_order(path: Path, joined: Callable[..., Parallel]) -> None:
+def test_timed_pieces_are_those_of_the_launch_order(
+    path_of: Callable[[Layout], Path], joined: Callable[..., Parallel]
+) -> None:
     layout = Layout(2, 2)
     parallel = joined(*layout[:2])
     cases = cases_of("llama", 96)
-    stages = load_stages(path, parallel, torch.float32)
+    stages = load_stages(path_of(layout), parallel, torch.float32)
     engine = Engine(stages, parallel, planning_of("in turns", stages[0], parallel, cases, ()))
     engine.register_tasks([case.task for case in cases])
     engine.step()

@@ -22,8 +22,6 @@ from tests.end_to_end.harness import Case, assert_close, random_records
 
 STEPS = 4
 Found = tuple[dict[str, list[tuple[int, float]]], dict[str, Any], list[str]]
-_UNDISTURBED: dict[tuple[int, Split, str], Found] = {}
-"""Runs in which nothing runs out of memory, by pipeline, split and policy."""
 
 
 def cases_of() -> list[Case]:
@@ -34,7 +32,7 @@ def cases_of() -> list[Case]:
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("models", lambda directory: tiny_models.make(directory, "llama")) / "llama"
 
@@ -75,6 +73,12 @@ def trained(
     return results, {name: engine.adapter_tensors(name) or {} for name in engine.tasks}, engine.planning.news
 
 
+@pytest.fixture(scope="module")
+def undisturbed(path: Path, joined: Callable[..., Parallel]) -> Found:
+    """A run in which nothing runs out of memory: adapters come out the same however the backbone is divided."""
+    return trained(joined, path, 1, (), "spatial")
+
+
 # Each division with both policies and both ways to run out; each policy with each way on two divisions.
 DIVISIONS: dict[str, tuple[int, Split]] = {
     "DP4": (1, ()),
@@ -95,13 +99,16 @@ CROSSED = (("temporal", "ends"), ("spatial", "passes"))
     ],
 )
 def test_one_rank_out_of_memory_costs_nobody_a_step(
-    pipeline: int, split: Split, policy: str, short: str, path: Path, joined: Callable[..., Parallel]
+    pipeline: int,
+    split: Split,
+    policy: str,
+    short: str,
+    path: Path,
+    joined: Callable[..., Parallel],
+    undisturbed: Found,
 ) -> None:
-    key = (pipeline, split, policy)
-    if key not in _UNDISTURBED:
-        _UNDISTURBED[key] = trained(joined, path, *key)
-    wanted, adapters, _ = _UNDISTURBED[key]
-    found, tensors, news = trained(joined, path, *key, short)
+    wanted, adapters, _ = undisturbed
+    found, tensors, news = trained(joined, path, pipeline, split, policy, short)
     problems = []
     if not any("out of memory (rank 3 at" in said for said in news):
         problems.append(f"nothing was short: {news}")

@@ -35,7 +35,7 @@ def test_layers_are_timed_without_their_messages(
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with monkeypatch.context() as without:
-        for probes in ("_collectives", "_ends"):  # the embedding and the loss head include their messages
+        for probes in ("_messages", "_ends"):  # the embedding and the loss head include their messages
             without.setattr(Probes, probes, lambda probes: [])
         without.setattr("megatron_mux.fusion.measure._Bench._message_share", lambda bench: 0.0)
         backbone = Backbone.load(path, parallel, torch.float32)

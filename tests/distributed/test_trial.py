@@ -19,6 +19,7 @@ from megatron_mux.engine.trial import local_collectives
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import Budget, on_the_host
+from tests.distributed.exchanges import OnCopies
 from tests.end_to_end.harness import Case, assert_same, random_records
 
 STEPS = 2
@@ -52,7 +53,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return once("tied", lambda directory: tiny_models.make(directory, "llama-tied")) / "llama-tied"
+    def make(directory: Path) -> None:
+        tiny_models.make(directory, "llama-tied", num_hidden_layers=2)
+
+    return once("tied-2", make) / "llama-tied"
 
 
 class Run:
@@ -73,7 +77,7 @@ class Run:
         self.tasks[0].evaluation = random_records(32, 96, 4, 24, seed=5).as_dataset()
 
     def go(self, limit: float | None = None) -> Run:
-        with self.budget:
+        with OnCopies(), self.budget:
             self.engine.register_tasks(self.tasks)
             self.budget.limit = limit
             while self.engine.active:
@@ -140,12 +144,12 @@ def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_passes(
     parallel = joined(own.tensor, own.pipeline, own.sequence_parallel)
     run = Run(parallel, path, own, Planning("spatial", own.pipeline))
     run.engine.register_tasks(run.tasks[:1])
-    with Budget() as budget:
+    with OnCopies(), Budget() as budget:
         wanted = run.engine.evaluate("a")
     run.engine.remove_task("a")
     run.engine.register_tasks(run.tasks[:1])  # what has fitted is forgotten
     last = parallel.rank == parallel.world_size - 1
-    with Budget(0.6 * budget.peak if last else None) as limited:
+    with OnCopies(), Budget(0.6 * budget.peak if last else None) as limited:
         found = run.engine.evaluate("a")
     assert found is not None and wanted is not None
     problems = [] if bool(limited.failures) == last else [f"{limited.failures} failures"]
@@ -192,7 +196,7 @@ def test_what_no_micro_batch_fits_fails_on_every_rank_alike(
     layout = LAYOUTS["TP2xDP2"]
     run = Run(parallel, path, layout, Planning("temporal", 1))
     run.tasks = run.tasks[:1]
-    with run.budget:
+    with OnCopies(), run.budget:
         run.engine.register_tasks(run.tasks)
         run.budget.limit = run.budget.held + 1000 if parallel.rank == 2 else None
         (step,) = run.engine.steps(4)

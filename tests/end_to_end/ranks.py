@@ -7,8 +7,12 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from tests import warm
 from tests.end_to_end.forked import Fault, Run, Server
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
@@ -62,3 +66,36 @@ def run_ranks(
         waiting.discard(started[rank].pid)
     guard.cancel()
     return [runs[rank] for rank in range(ranks)]
+
+
+def run_tool(server: warm.Server, tool: str, words: Sequence[object], ranks: int) -> tuple[list[int], str]:
+    """A script of `tools/` on several ranks, to its end.
+
+    Args:
+        server: Forks them.
+        tool: The script's name.
+        words: Its arguments.
+        ranks: Processes.
+
+    Returns:
+        Their exit statuses, and what they printed as errors.
+    """
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    script = ["-W", "ignore", str(_ROOT / f"tools/{tool}.py"), *map(str, words)]
+    null = os.open(os.devnull, os.O_RDWR)
+    read, write = os.pipe()
+    running = [
+        warm.start(
+            server.address,
+            script,
+            {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            (null, null, write),
+        )
+        for rank in range(ranks)
+    ]
+    os.close(write)
+    os.close(null)
+    with os.fdopen(read) as errors:
+        said = errors.read()
+    return [process.wait() for process in running], said

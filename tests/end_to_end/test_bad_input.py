@@ -212,10 +212,11 @@ def test_a_mistake_in_the_flags(name: str, workplace: Workplace, server: Server)
     [
         (_set("lora", "data", "max_length", 500), ["lora", "max_length", "500", "64"]),
         (_set("prefix", "adapter", "num_virtual_tokens", 60), ["prefix", "max_length", "60", "64"]),
+        (_set("lora", "training", "router_aux_loss_coef", 0.1), ["lora", "router_aux_loss_coef", "gpt2"]),
     ],
-    ids=["sequences too long", "virtual tokens too many"],
+    ids=["sequences too long", "virtual tokens too many", "no experts to balance"],
 )
-def test_more_positions_than_the_backbone_has(
+def test_what_does_not_fit_the_backbone(
     change: Callable[[Workplace, dict[str, dict[str, Any]]], None],
     says: list[str],
     workplace: Workplace,

@@ -86,8 +86,9 @@ def test_a_pipeline_against_megatron_on_a_tiny_backbone(
 ) -> None:
     keep_profile(tmp_path, monkeypatch)
     command = [server.python, "benchmarks/pipeline.py", "--backbone-shape", "tiny", "--turns", "1"]
-    command += ["--steps", "1"]
+    command += ["--steps", "1", "--cases", "1", "3"]
     result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
+    assert [case["records"] for case in result["cases"]] == ["same shapes", "padded"]
     for case in result["cases"]:
         assert case["largest_loss_difference"] < 1e-5
         assert set(case["seconds"]) == {"megatron", "spatial", "temporal", "auto"}

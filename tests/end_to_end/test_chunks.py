@@ -89,8 +89,9 @@ def assert_same(found: tuple[list[float], dict[str, Tensor]], wanted: Any, limit
         assert (found[1][key] - theirs).norm() <= limit * theirs.norm(), key
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gpt_neo", "qwen3"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "micro_batches"), [("llama", 2), ("mistral", 1), ("gpt2", 2), ("gpt_neo", 1), ("qwen3", 2)]
+)
 def test_exact_in_fp64(family: str, micro_batches: int, backbone_of: BackboneOf, parallel: Parallel) -> None:
     backbone, cases = backbone_of(family, torch.float64), cases_of(family)
     whole = trained(backbone, parallel, cases, None, micro_batches)
@@ -98,7 +99,7 @@ def test_exact_in_fp64(family: str, micro_batches: int, backbone_of: BackboneOf,
         assert_same(trained(backbone, parallel, cases, chunk, micro_batches), whole, 1e-10)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neo"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
 def test_close_in_fp32(family: str, backbone_of: BackboneOf, parallel: Parallel) -> None:
     backbone, cases = backbone_of(family), cases_of(family)
     whole = trained(backbone, parallel, cases, None, 1)

@@ -51,7 +51,7 @@ def test_continued_with_fewer_managers_and_without_any(place: Workplace, server:
         (kept, 1, ()),
         (moved, 1, ()),
         (moved, 3, ("--load", moved, *managers, "2")),
-        (moved, 2, ("--load", moved, *managers, "auto", "--mux-expert-capacity", "20")),
+        (moved, 2, ("--load", moved, *managers, "auto", "--mux-expert-capacity", "20,9")),
         (moved, 2, ("--load", moved, "--expert-model-parallel-size", "2")),
     ):
         ends = save == kept or "--expert-model-parallel-size" in more
@@ -62,6 +62,7 @@ def test_continued_with_fewer_managers_and_without_any(place: Workplace, server:
         if not ends:
             gone[ranks] = said(runs)
         if ranks == 2 and not ends:
+            assert "--mux-expert-capacity 20,9: is for 2 expert managers, and there are 1" in runs[0].output
             assert "the experts of those that are gone, 7 to manager 1" in runs[0].output
             assert "the expert manager holds 20 of the backbone's 20 experts" in runs[0].output
     assert len(gone[3]) == 1, gone[3]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import assert_close
 from tests.end_to_end.ranks import run_ranks
+from tests.end_to_end.test_profile_experts import write_placement
 from tests.end_to_end.workplace import Workplace, furnish
 
 RANKS = ("--expert-model-parallel-size", "2")
@@ -34,8 +35,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     drawn = random.Random(3)
     for name, words in (("early.jsonl", ("w7", "w8")), ("late.jsonl", ("w11", "w12"))):
         made.write_records(name, [{"text": " ".join(drawn.choices(words, k=20))} for _ in range(16)])
-    late = task("late.jsonl", 2, 24, target_parameters=["mlp.experts.down_proj"])
-    made.write_tasks("tasks.yaml", {"early": task("early.jsonl", 16, 8), "late": late})
+    late = task(f"{made.root}/late.jsonl", 2, 24, target_parameters=["mlp.experts.down_proj"])
+    tasks = {"early": task(f"{made.root}/early.jsonl", 16, 8), "late": late}
+    made.write_tasks("tasks.yaml", tasks)
+    (made.root / "watched").mkdir()
+    made.write_tasks("watched/tasks.yaml", tasks)
+    (made.root / "watched" / "STOP").touch()
     # The second rank computes so slowly that popular experts belong on the first.
     workers = [{"node": node, "capacity": 10, "seconds_per_row": s} for node, s in (("a", 0.0), ("b", 1e-3))]
     content = {"workers": workers, "bandwidth": {"within_node": 1e9, "between_nodes": 1e8}}
@@ -53,6 +58,9 @@ def run(
     """A run on two ranks that is saved under a name; its directory and what it said."""
     save = place.root / name
     words = place.arguments("--save", save, "--log-interval", "2", "--save-interval", "14", *RANKS, *more)
+    if "--mux-watch" in more:
+        where = words.index("--mux-tasks")
+        del words[where : where + 2]
     runs = run_ranks(server, words, 2, faults)
     wanted = [1, -signal.SIGKILL] if faults else [0, 0]
     assert [own.status for own in runs] == wanted, "".join(own.errors for own in runs)
@@ -60,16 +68,22 @@ def run(
 
 
 def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, server: Server) -> None:
-    """Also killed after experts have moved, and continued with them where they were when it was saved."""
+    """Also killed after experts have moved, and continued with them where they were when it was saved.
+
+    Tasks come to a directory that is watched: there are none before the first step.
+    """
     kept, _ = run(place, server, "kept")
-    asked = ("--mux-expert-placement", "auto", "--mux-expert-topology", place.root / "topology.json")
+    asked: tuple[str | Path, ...] = ("--mux-expert-placement", "auto", "--mux-watch", place.root / "watched")
+    asked += ("--mux-expert-topology", place.root / "topology.json")
     fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 18, "kill before")
     save, said = run(place, server, "moved", *asked, faults={1: fault})
     assert "experts are placed: transfers of a step are predicted to take" in said
     moves = [line for line in lines_of(save) if "moved" in line]
     assert moves[-1]["steps"] == {"late": 12}  # the early task is done at 8; then rows have to be enough
     assert all(f"{len(line['moved'])} expert(s) moved" in said for line in moves)
-    where = json.loads((save / "expert_placement.json").read_text())["placement"]
+    file = json.loads((save / "expert_placement.json").read_text())
+    where = file["placement"]
+    assert file["workers_are"] == "expert ranks"
     assert all(worker in where[layer][expert] for layer, expert, _, worker in moves[-1]["moved"])
     _, said = run(place, server, "moved", *asked, "--load", save)
     assert "experts are where" in said and "placing experts" not in said
@@ -95,10 +109,16 @@ def test_bad_input_is_refused(place: Workplace, server: Server) -> None:
     ):
         (place.root / name).write_text(json.dumps({**topology, "workers": workers}))
     auto, file = ("--mux-expert-placement", "auto"), "--mux-expert-topology"
+    full = write_placement(place, "full.json", [[[0], [0], [0], [1], [1]]] * 4)
+    moving = ("--mux-expert-placement", full, "--mux-replace-experts", "auto")
     for words, complaint in (
         ((*auto, file, place.root / "three.json"), "workers: has 3 entries, but there are 2 expert ranks"),
         ((*auto, file, place.root / "small.json"), "workers: have a capacity of 18 experts together"),
         ((*auto, file, place.root / "none.json"), "none.json cannot be read"),
+        (
+            (*moving, file, place.root / "topology.json"),
+            "full.json: placement: worker 0 holds 12 experts, but its capacity is 10",
+        ),
         ((*auto, "--mux-backbone-weights", "offloaded"), "only resident experts move"),
         (
             (file, place.root / "topology.json"),

@@ -98,6 +98,17 @@ def test_gradients_together_are_those_alone(
         assert_close(together[name], moved(backbone, parallel, [case])[name], EXACT, name)
 
 
+@pytest.fixture(scope="module")
+def usual(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> tuple[dict[str, Case], dict[str, dict[str, Tensor]]]:
+    """Tasks of all kinds that accumulate, and their gradients under the plan that an engine makes by itself."""
+    training = {**PLAIN_SGD, "gradient_accumulation_steps": 2}
+    sections = kinds(FAMILIES["llama"]) | {"dropout": lora(FAMILIES["llama"].mixed, lora_dropout=0.4)}
+    cases = make_cases(path_of("llama"), sections, training)
+    return cases, moved(backbone_of("llama", torch.float64), parallel, list(cases.values()))
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -109,16 +120,16 @@ def test_gradients_together_are_those_alone(
     ],
 )
 def test_gradients_do_not_depend_on_the_plan(
-    how: Planning, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+    how: Planning,
+    usual: tuple[dict[str, Case], dict[str, dict[str, Tensor]]],
+    backbone_of: BackboneOf,
+    parallel: Parallel,
 ) -> None:
+    cases, wanted = usual
     backbone = backbone_of("llama", torch.float64)
-    training = {**PLAIN_SGD, "gradient_accumulation_steps": 2}
-    sections = kinds(FAMILIES["llama"]) | {"dropout": lora(FAMILIES["llama"].mixed, lora_dropout=0.4)}
-    cases = make_cases(path_of("llama"), sections, training)
-    usual = moved(backbone, parallel, list(cases.values()))
     other = moved(backbone, parallel, list(cases.values()), planning=how)
     for name in cases:
-        assert_close(other[name], usual[name], EXACT, name)
+        assert_close(other[name], wanted[name], EXACT, name)
 
 
 def test_dropout_masks_together_are_those_alone(

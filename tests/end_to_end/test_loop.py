@@ -186,13 +186,13 @@ def say_what_is_there(self, text, **style):
 
 checkpoint.save, Reporter.say = slowly, say_what_is_there
 
-def norm(self, action, losses, others):
+def norm(self, action, losses, *rest):
     global steps
     if "lora" in self.bucket(action.bucket).tasks:
         steps += 1
         if steps > 4:
             losses[list(self.tasks).index("lora")] = 60.0 if steps < 10 else math.nan
-    return real(self, action, losses, others)
+    return real(self, action, losses, *rest)
 
 BucketFinalizer.norm = norm
 sys.exit(pretrain_mux.main(sys.argv[1:]))

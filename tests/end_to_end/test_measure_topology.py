@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_mux.moe.topology import read_topology
 from tests import warm
-from tests.end_to_end.ranks import free_port
+from tests.end_to_end.ranks import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PAYLOAD = 1448 / 1514
@@ -54,27 +53,9 @@ def test_bandwidths_and_shared_links_of_nodes(server: warm.Server) -> None:
     assert 0.9 < crossed.payload / sum(crossed.bytes.values()) < 1
 
 
-def measure(server: warm.Server, words: Sequence[object], ranks: int = 2) -> tuple[list[int], str]:
-    """Run the tool in several processes; returns their exit statuses and what they printed as an error."""
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = ["-W", "ignore", str(ROOT / "tools/measure_topology.py"), *map(str, words)]
-    null = os.open(os.devnull, os.O_RDWR)
-    read, write = os.pipe()
-    running = [
-        warm.start(
-            server.address,
-            script,
-            {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            (null, null, write),
-        )
-        for rank in range(ranks)
-    ]
-    os.close(write)
-    os.close(null)
-    with os.fdopen(read) as errors:
-        said = errors.read()
-    return [process.wait() for process in running], said
+def measure(server: warm.Server, words: Sequence[object]) -> tuple[list[int], str]:
+    """Run the tool in two processes: see `run_tool`."""
+    return run_tool(server, "measure_topology", words, ranks=2)
 
 
 def test_the_tool_writes_a_topology(server: warm.Server, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--gpus", "4", "--stages", "2"], "--gpus: chooses --stages"),
+        (["--gpus", "4", "--stages", "2"], "--gpus: chooses how ranks are divided: leave out --stages"),
         (["--stages", "9"], "its 4 layers cannot fill 9 pipeline stages"),
         (["--device", "abacus"], "--device abacus: is not known"),
         (["--memory-limit", "100KiB"], "the memory limit of 100 KiB is less than the"),
@@ -200,7 +200,7 @@ def _drop(plan: dict[str, Any]) -> None:
         (_set(backbone="f" * 64), "backbone: the plan is for another backbone (ffffffffffff, not "),
         (_set(stages=2), "stages: the plan is for 2, this run has 1"),
         (_set(data=3), "data: the plan is for 3, this run has 1"),
-        (_set(format=4), "format: must be 5, got 4: plan anew"),
+        (_set(format=4), "format: must be 6, got 4: plan anew"),
         (_set(colour="red"), "colour: unexpected keyword argument"),
         (_drop, "'lora'"),
     ],

@@ -34,12 +34,13 @@ def reporter_of(directory: Path | None, tensorboard: Path | None = None) -> Repo
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path, tmp_path / "board")
     reporter.evaluation("a", 0, EvalResult(math.nan, 0.5, 2))
-    reporter.step("a", StepResult(1, 3, 2.5, math.inf, 0.1, 8, "running"), 1.0)
+    reporter.step("a", StepResult(1, 3, 2.5, math.inf, 0.1, 8, "running", router_aux_loss=4.25), 1.0)
     reporter.step("a", StepResult(1, 3, math.nan, math.nan, 0.1, 8, "failed", "its loss is nan", True), 1.0)
     reporter.close()
     evaluated, stepped = map(strict, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
     assert evaluated == {"step": 0, "eval_loss": None, "eval_accuracy": 0.5}
     assert (stepped["step"], stepped["loss"], stepped["grad_norm"]) == (1, 2.5, None)
+    assert stepped["router_aux_loss"] == 4.25
 
 
 def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:

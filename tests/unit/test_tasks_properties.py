@@ -51,6 +51,7 @@ training = st.fixed_dictionaries(
         "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant_with_warmup"]),
         "warmup_steps": st.integers(0, 10) | st.floats(0, 0.99),
         "max_grad_norm": st.floats(0, 5),
+        "router_aux_loss_coef": st.floats(0, 1),
         "optim": st.sampled_from(["adamw_torch", "sgd"]),
         "num_train_epochs": st.floats(0.01, 5),
         "seed": st.integers(0, 2**32 - 1),

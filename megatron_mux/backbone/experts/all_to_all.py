@@ -28,10 +28,14 @@ class AllToAll(Exchange):
     def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
         """See `Exchange.begin`: a collective."""
         choice = Choice.of(routes, self.serving, self._ranks)
-        incoming = torch.empty_like(choice.counts)
-        work = dist.all_to_all_single(incoming, choice.counts, group=self._ranks.group, async_op=True)
+        return choice, self.tell(choice.counts)
+
+    def tell(self, counts: Tensor) -> Arriving:
+        """Begin to tell each rank how many rows will come: `[ranks]` int64, and what they tell. A collective."""
+        incoming = torch.empty_like(counts)
+        work = dist.all_to_all_single(incoming, counts, group=self._ranks.group, async_op=True)
         assert work is not None
-        return choice, Arriving(incoming, [work], choice.counts)
+        return Arriving(incoming, [work], counts)
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""

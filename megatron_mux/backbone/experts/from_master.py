@@ -64,7 +64,7 @@ class FromMaster(Exchange):
     def _checked(self, header: Tensor) -> int:
         """How many rows will come, by a header."""
         rows, layer = header.tolist()
-        if layer != self._layer and rows:
+        if layer != self._layer:
             raise RuntimeError(
                 f"expert manager {self._ranks.rank} is at layer {self._layer}, the master at {layer}"
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_mux import layout
 from megatron_mux.backbone.experts.all_to_all import AllToAll
+from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
 from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
@@ -58,7 +59,7 @@ class MoELayer(nn.Module):
         self.layer, self.device = layer, parallel.device
         self.routing = shape.experts.routing
         self.sequence_parallel = parallel.sequence_parallel
-        self.tp_rank = parallel.tp_rank
+        self.tp_rank, self.tp_group = parallel.tp_rank, parallel.tp_group
         self.activation = activation
         self.exchange = _exchange(ranks, layer)
         self.place(placement)
@@ -104,10 +105,14 @@ class MoELayer(nn.Module):
     def route(self, x: Tensor, again: bool = False) -> tuple[Routes, Tensor]:
         """The experts of rows `[T, H]`, and `[T]` int64: the slot of the task that each belongs to.
 
-        Tells `observe` of them, unless the layer is computed `again` for its backward.
+        Tells `observe` of them, unless the layer is computed `again` for its backward, here or by autograd.
         """
-        routes: Routes = no_routes(self.routing, x) if self.router is None else self.router(x)
-        slots = self._slots(len(x))
+        again = again or torch._C._current_graph_task_id() != -1
+        if self.router is None:
+            routes = no_routes(self.routing, x)
+        else:
+            routes = self.router(x, self._balance(len(x), again))
+        slots = self.slots(len(x))
         if self.observe is not None and not again:
             self.observe(routes, slots)
         return routes, slots
@@ -122,9 +127,22 @@ class MoELayer(nn.Module):
         weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
-    def _slots(self, rows: int) -> Tensor:
+    def _balance(self, rows: int, again: bool) -> Balance | None:
+        """The balancing loss of this rank's rows; None: no task of the micro-batch asks for it."""
+        balanced = layout.active().balanced
+        if balanced is None:
+            return None
+        first = self._first(rows)
+        group = self.tp_group if self.sequence_parallel else None
+        return Balance(self.layer, balanced.numbers[first : first + rows], balanced.tally, group, again)
+
+    def _first(self, rows: int) -> int:
+        """Which row of the micro-batch this rank's begin with, if it has so many."""
+        return self.tp_rank * rows if self.sequence_parallel else 0
+
+    def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
-        first = self.tp_rank * rows if self.sequence_parallel else 0
+        first = self._first(rows)
         table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
         if not len(table):
             return torch.zeros(rows, dtype=torch.int64, device=table.device)

@@ -84,20 +84,24 @@ def _counts(moves: list[Move], ranks: ExpertRanks, sends: bool) -> list[int]:
 
 
 def trial_seconds(ranks: ExpertRanks, device: torch.device, size: int) -> float:
-    """Seconds in which each process sends so many bytes to that of the next expert rank. A collective.
+    """Seconds in which each process sends so many bytes to that of the next rank with experts. A collective.
 
-    Expert rank 0 of a master and its managers takes part, too. Timed the second time: the first one connects.
+    A master has no experts: it takes part, and sends nothing. Timed the second time: the first one connects.
     """
     here, count = ranks.group.rank(), ranks.group.size()
+    first = int(ranks.broker is not None)
     outgoing, incoming = [0] * count, [0] * count
-    outgoing[(here + ranks.tensor_size) % count] = size
-    incoming[(here - ranks.tensor_size) % count] = size
-    sent, came = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    if here >= first:
+        place, places, step = here - first, count - first, ranks.tensor_size
+        outgoing[first + (place + step) % places] = size
+        incoming[first + (place - step) % places] = size
+    sent, came = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (outgoing, incoming))
     seconds = 0.0
     for _ in range(2):
         dist.barrier(ranks.group)
         began = time.perf_counter()
         dist.all_to_all_single(came, sent, incoming, outgoing, group=ranks.group)
-        int(came[-1])  # until it is there
+        if len(came):
+            int(came[-1])  # until it is there
         seconds = time.perf_counter() - began
     return seconds

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.expert_shape import Routing
 
 
@@ -27,7 +28,7 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """A frozen router: never balanced, no jitter, no limit of an expert's rows.
+    """A frozen router: no jitter, no limit of an expert's rows.
 
     Args:
         routing: How it chooses.
@@ -54,8 +55,13 @@ class Router(nn.Module):
         logits = self.logits(x)
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.softmax(dim=-1)
 
-    def forward(self, x: Tensor) -> Routes:
-        """Choose experts for the rows of `x` `[R, H]`; the weights are differentiable with respect to it."""
+    def forward(self, x: Tensor, balance: Balance | None = None) -> Routes:
+        """Choose experts for the rows of `x` `[R, H]`; the weights are differentiable with respect to it.
+
+        Args:
+            x: The rows.
+            balance: The balancing loss of some of them; None: no task asks for it.
+        """
         routing, scores = self.routing, self.scores(x)
         with torch.no_grad():
             ranking = scores + self.bias if routing.bias else scores
@@ -69,7 +75,21 @@ class Router(nn.Module):
             weights = weights / (total + 1e-20 if routing.score == "sigmoid" else total)
         if routing.scale != 1.0:
             weights = weights * routing.scale
+        if balance is not None:
+            weights = balance.attach(weights, *self._balanced(scores, experts))
         return Routes(experts, weights.to(x.dtype) if routing.cast else weights)
+
+    def _balanced(self, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """What the balancing loss is about, as in Megatron-Core: normalised scores, and the best of them alone.
+
+        Neither groups of experts nor a bias have a say in it.
+        """
+        routing = self.routing
+        if routing.bias or routing.groups > 1:
+            experts = scores.detach().topk(routing.top_k, dim=-1).indices
+        if routing.score == "sigmoid":
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores, experts
 
     def _in_best_groups(self, ranking: Tensor) -> Tensor:
         """`ranking` `[R, E]` with the experts outside of each row's best groups put last."""

@@ -14,7 +14,7 @@ from megatron_mux.expert_shape import ExpertNames, Experts, Routing
 from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
 
 IGNORED = like.IGNORED | {"output_router_logits", "router_aux_loss_coef"}
-"""The balancing loss belongs to pre-training: fine-tuning without it keeps what the router has learned."""
+"""The balancing loss of pre-training. A task has one only if its `training.router_aux_loss_coef` asks for it."""
 
 
 def names(base: Names, shared: str = "mlp.shared_experts") -> Names:

@@ -2,7 +2,7 @@
 
 Local search from the placement: an expert moves to a worker with room, or two of a layer exchange workers, as long as
 the step's predicted seconds fall by more than the price of the moves; an expert that returns is free again. So as few
-experts move as their gain pays for. Layers with replicas stay as they are.
+experts move as their gain pays for. Layers with replicas: see `replace_replicas`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from megatron_mux.moe.entries import Floats, Ints
 from megatron_mux.moe.placement import Placement, held
 from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.replace_replicas import replace_replicas
 from megatron_mux.moe.solvers.search_state import SearchState
 
 _LEAST = 1e-9
@@ -43,7 +44,9 @@ def replace_experts(
         while time.perf_counter() < deadline and _change(state, int(layer), prices[layer]):
             pass
     return tuple(
-        tuple((int(worker),) for worker in state.owners[layer]) if single[layer] else row
+        tuple((int(worker),) for worker in state.owners[layer])
+        if single[layer]
+        else replace_replicas(problem, layer, row, prices[layer], state.counts, deadline)
         for layer, row in enumerate(placement)
     )
 
@@ -86,7 +89,7 @@ def prices_of(
     Args:
         placement: [L][E] where experts are.
         bandwidth: [N][N] bytes per second from worker to worker; infinite to itself.
-        expert_bytes: Bytes of an expert's weights.
+        expert_bytes: Bytes that are sent with an expert.
         slowness: How much longer transfers of experts take than the bandwidths say.
         steps: Steps to come.
     """

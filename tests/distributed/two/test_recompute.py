@@ -22,6 +22,7 @@ pytestmark = pytest.mark.versions
 
 Layout = tuple[int, int, bool] | tuple[int, int, bool, Split]
 SEQUENCE: Layout = (2, 1, True)
+VIRTUAL: Layout = (1, 2, False, (1, 1, 1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +63,16 @@ def plain(path: Path, joined: Callable[..., Parallel]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [(2, 1, False), SEQUENCE, (1, 2, False), (1, 2, False, (1, 1, 1, 1))],
-    ids=["tp", "sp", "pp", "virtual"],
+    ("recompute", "layout"),
+    [
+        ("full", SEQUENCE),
+        ("full", (1, 2, False)),
+        ("full", VIRTUAL),
+        ("selective", (2, 1, False)),
+        ("selective", SEQUENCE),
+        ("selective", VIRTUAL),
+    ],
 )
-@pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_every_kind_comes_out_the_same(
     recompute: Recompute,
     layout: Layout,

@@ -10,6 +10,7 @@ import pytest
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.registry import KINDS, by_type
+from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.shape import BackboneShape, Module
 from tests.end_to_end import test_export, test_isolation, test_memory_forms, test_parity
 from tests.end_to_end.families import FAMILIES
@@ -52,11 +53,11 @@ def test_every_kind_of_peft_is_compared_with_it(file: str) -> None:
 def test_seconds_of_a_kind_are_kept_under_its_own_name(kind: str) -> None:
     measured, shared = set(), set()
     for sample in KINDS[kind].samples():
-        for op in sample.ops:
+        for op in BASE_OPS:
             curve = sample.section(op, ["module"]).curve(1)
             assert curve is not None
             measured.add(curve.name)
-            shared |= {curve.name} if sample.pair is not None else set()
+            shared |= {curve.name} if sample.paired else set()
     assert all(name == kind or name.startswith(f"{kind}_") for name in measured)
     assert measured == shared, "two of a kind are measured together, too"
 

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.router import Router
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.balancing import BalancedSequences, Tally
+from megatron_mux.kernels.attention import Segment
 from tests import tiny_models
+from tests.reference.balanced import balancing_loss
 
 ROWS = 4096
 ROUNDING = 1e-6
@@ -58,3 +62,56 @@ def test_routes_as_transformers_does(name: str, dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(
         found.weights.gather(1, order.indices)[~near], weights.gather(1, wanted.indices)[~near]
     )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2-groups", "deepseek_v3"])
+def test_balancing_loss_is_megatrons_for_each_sequence(name: str, tmp_path: Path) -> None:
+    """A sequence in two chunks and a padded one of other tasks, between rows of a task without it that are NaN."""
+    tiny_models.config(name).save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape.experts is not None
+    routing, generator = shape.experts.routing, torch.Generator().manual_seed(1)
+    router = Router(routing, shape.experts.count, shape.hidden)
+    torch.nn.init.normal_(router.weight, std=0.2, generator=generator)
+    if routing.bias:
+        torch.nn.init.normal_(router.bias, std=0.2, generator=generator)
+    x = torch.randn(30, shape.hidden, generator=generator)
+    x[5:9] = float("nan")
+    # Task, rows, sequence, tokens of it before: the second half of the first task's sequence 7 is in another chunk.
+    chunks = (
+        (
+            Segment("a", 0, 5, 7, 0, True, 17),
+            Segment("b", 5, 4, 0, 0, False, 4),
+            Segment("c", 9, 9, 3, 0, False, 9),
+        ),
+        (Segment("a", 0, 12, 7, 5, False, 17),),
+    )
+    rows = (slice(0, 18), slice(18, 30))
+    balanced = BalancedSequences({("a", 7): 0, ("c", 3): 1}, [17, 7], [0.5 / 4, 0.1])
+    tally: Tally | None = None
+    attached, inputs = [], []
+    for segments, own in zip(chunks, rows, strict=True):
+        arrays = balanced.arrays(segments, own.stop - own.start, {"b": 0, "c": 1, "a": 2})
+        numbers, weights, tasks = map(torch.from_numpy, arrays)
+        tally = tally or Tally(weights, tasks)
+        given = x[own].clone().requires_grad_(True)
+        balance = Balance(3, numbers, tally, None, again=False)
+        routes = router(given, balance)
+        assert torch.equal(routes.weights.nan_to_num(), router(given).weights.nan_to_num())
+        attached.append(routes.weights)
+        inputs.append(given)
+    assert tally is not None
+    for routed in reversed(attached):
+        routed.backward(torch.zeros_like(routed))  # nothing but the loss's own gradient
+    losses = torch.zeros(3, dtype=torch.float64)
+    tally.add_losses(losses)
+    for task, own_rows, weight in ((2, [*range(5), *range(18, 30)], 0.5 / 4), (1, list(range(9, 16)), 0.1)):
+        alone = x[own_rows].requires_grad_(True)
+        wanted = weight * balancing_loss(router.logits(alone), routing.top_k, routing.score)
+        wanted.backward()
+        assert losses[task].item() == pytest.approx(wanted.item(), rel=1e-5)
+        found = torch.cat([given.grad for given in inputs if given.grad is not None])[own_rows]
+        assert alone.grad is not None and alone.grad.norm() > 0
+        torch.testing.assert_close(found, alone.grad, rtol=1e-4, atol=1e-7)
+    assert losses[0] == 0
+    assert inputs[0].grad is not None and (inputs[0].grad[16:] == 0).all(), "padding does not count"

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.launch_order import Interleave, LaunchOrder, decode
+from megatron_mux.fusion.launch_order import Interleave, LaunchOrder, LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps, keep_tasks
 from megatron_mux.fusion.planner import Planner
@@ -144,7 +144,10 @@ def test_predictions_for_other_pieces_are_refused() -> None:
     plan = planned("kahn", stages=2, slower=slowness(1 / 2))
     index, bucket = next((i, own) for i, own in enumerate(plan.buckets) if own.launch)
     first = bucket.turns[0]
-    passes = (dataclasses.replace(first.forward[0], shares=(0.25,) * 4), *first.forward[1:])
+    passes = (
+        dataclasses.replace(first.forward[0], kinds=(LayerCost((PieceCost(1.0, 1.0),) * 4),)),
+        *first.forward[1:],
+    )
     turns = (dataclasses.replace(first, forward=passes), *bucket.turns[1:])
     for changed, said in (
         ({"turns": turns}, rf"buckets\[{index}\].turns\[0\].forward"),

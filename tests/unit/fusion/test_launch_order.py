@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.fusion.launch_order import (
     Chain,
+    LayerCost,
     Overlap,
     PassCost,
     PieceCost,
@@ -27,6 +28,11 @@ seconds = st.integers(1, 9).map(float)
 pieces = st.builds(PieceCost, seconds, seconds)
 chain = st.lists(pieces, min_size=1, max_size=6).map(lambda found: [*found, PieceCost(1.0)])
 chains = st.lists(chain, min_size=1, max_size=4)
+
+
+def alike(*parts: float) -> LayerCost:
+    """A layer with equal messages after parts of its computation."""
+    return LayerCost(tuple(PieceCost(part, 1.0) for part in parts))
 
 
 def of(text: str) -> list[PieceCost]:
@@ -70,8 +76,8 @@ def test_two_hybrid_tasks_of_two_layers_take_the_shortest_time(
     first: float, messages: float, larger: float, share: float
 ) -> None:
     """Within 5% of the best of all 252 orders, for pieces of attention and MLP with equal messages."""
-    shares = (first, 1 - first)
-    found = [PassCost(size, messages * size, shares).chain(2, 2) for size in (1.0, larger)]
+    kinds = (alike(first, 1 - first),)
+    found = [PassCost(size, messages * size, kinds).chain([0, 0], [0, 0]) for size in (1.0, larger)]
     places = combinations(range(10), 5)
     optimum = min(
         simulate(found, [int(i in own) for i in range(10)], share).seconds for own in map(set, places)
@@ -97,17 +103,33 @@ def test_computation_is_slower_while_a_message_takes_its_share() -> None:
     assert simulate([of("2-5 1"), of("2")], [0, 1, 0], share=0.2).compute[1].end == pytest.approx(4.5)
 
 
-@pytest.mark.parametrize("layers", [1, 4, 32])
+@pytest.mark.parametrize("layers", [(0,), (0,) * 4, (0,) * 32, (1,) * 3 + (0,) * 20])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_pass_is_priced_as_its_launch_order_leads_to(layers: int, count: int) -> None:
+def test_a_pass_is_priced_as_its_launch_order_leads_to(layers: tuple[int, ...], count: int) -> None:
     overlap = Overlap("auto", (layers,))
-    passes = [PassCost(1.0 + i, 0.5, (0.3, 0.7), outside=0.25) for i in range(count)]
+    kinds = (alike(0.3, 0.7), alike(0.2, 0.3, 0.1))
+    passes = [PassCost(1.0 + i, 0.5, kinds, outside=0.25) for i in range(count)]
     wanted = [own.chain(layers, layers) for own in passes]
-    exact = simulate(wanted, decode(overlap.order(passes, 0))).seconds + 0.25 * count
+    exact = simulate(wanted, decode(overlap.order(passes, 0, backward=False))).seconds + 0.25 * count
     assert overlap.seconds(passes, 0) == pytest.approx(exact, rel=0.05)
     assert overlap.seconds(passes[:1], 0) == pytest.approx(1.75), "nothing hides one pass's own messages"
 
 
 def test_the_pieces_of_a_pass_are_those_of_its_layers() -> None:
-    chain = PassCost(8.0, 4.0, (0.25, 0.75)).chain(1, of=2)
+    chain = PassCost(8.0, 4.0, (alike(0.25, 0.75),)).chain([0], of=[0, 0])
     assert chain == [PieceCost(1.0, 1.0), PieceCost(3.0, 1.0), PieceCost(0.0)]
+
+
+def test_layers_without_messages_are_part_of_the_next_piece() -> None:
+    """A dense layer before one with experts, whose last piece is followed by the next layer's first."""
+    kinds = (LayerCost((), 3.0), LayerCost((PieceCost(1.0, 2.0),), 1.0))
+    chain = PassCost(8.0, 6.0, kinds).chain([0, 1, 1], of=[0, 1, 1])
+    scale = 8.0 / 7.0
+    assert [(round(p.compute, 9), p.message) for p in chain] == [
+        (round(4 * scale, 9), 3.0),
+        (round(2 * scale, 9), 3.0),
+        (round(scale, 9), 0.0),
+    ]
+    backward = Overlap("auto", ((0, 1, 1),))
+    passes = [PassCost(8.0, 6.0, kinds)] * 2
+    assert len(backward.order(passes, 0, backward=True)) == 2 * len(chain)

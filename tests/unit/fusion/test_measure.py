@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron_mux import runtime
-from megatron_mux.adapters.costs import Sample
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.fusion import adapter_probes
 from megatron_mux.fusion import measure as module
-from megatron_mux.fusion import probes
-from megatron_mux.fusion.probes import SEGMENT, STACK
+from megatron_mux.fusion.probed_stage import SEGMENT, STACK
+from megatron_mux.fusion.probes import Probes
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.kernels import low_rank_choice
@@ -29,6 +29,8 @@ from tests.tiny_models import make
 from tests.unit.fusion import backbone
 
 LAYERS = 4
+ENDS = {"linear_proj", "linear_fc2"}
+"""Where a bottleneck can be."""
 HALVES = {
     "attention": ("norm", "linear_qkv", "rotary", "linear_proj", "glue_attention"),
     "mlp": ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp"),
@@ -67,7 +69,9 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     bench: Any = module._Bench.__new__(module._Bench)
     bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
     bench.device, bench.dtype = torch.device("cpu"), torch.float32
-    bench.probes = SimpleNamespace(layers=[None] * LAYERS, most_tokens=2048, chosen=())
+    depths = dict.fromkeys(HALVES, STACK)
+    stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, depths=depths, divided=1)
+    bench.probes = SimpleNamespace(stage=stage, adapters=SimpleNamespace(chosen=()))
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
     monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
     monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
@@ -115,27 +119,25 @@ def test_what_a_message_takes_from_computation(message: float, monkeypatch: pyte
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.all_reduce)
     bench: Any = module._Bench.__new__(module._Bench)
     bench.rounds, bench.device, bench.dtype = 3, torch.device("cpu"), torch.float32
-    bench.probes = SimpleNamespace(rows=[2])
+    bench.probes = SimpleNamespace(stage=SimpleNamespace(rows=[2]))
     ops = [SimpleNamespace(module=SimpleNamespace(weight=clock))]
-    parallel = SimpleNamespace(tp_group=None, most=lambda values: values)
+    parallel = SimpleNamespace(tp_size=2, tp_group=None, most=lambda values: values)
     bench.backbone = SimpleNamespace(parallel=parallel, shape=SimpleNamespace(hidden=4), base_ops=lambda: ops)
     assert bench._message_share() == pytest.approx(0.25)
 
 
-def test_samples_of_every_kind_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a kind that the backbone cannot have."""
+def test_samples_of_every_kind_run(tmp_path: Path) -> None:
+    """But where the backbone cannot have them."""
     parallel = runtime.initialize(device="cpu")
     try:
-        found = probes.Probes(Backbone.load(make(tmp_path, "llama"), parallel), 32)
-        made = found._adapters()
+        found = Probes(Backbone.load(make(tmp_path, "llama"), parallel), 32)
+        made = found.adapters.all()
         kinds = {probe.name.partition(":")[0].removesuffix("_DROPOUT") for probe in made}
         assert kinds == {name for name, kind in KINDS.items() if kind.samples()}
         for probe in made:
             output, wanted = probe.make()()
             torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-        refused = Sample(KINDS["BOTTLENECK"].samples()[0].section, ("linear_qkv",))
-        monkeypatch.setattr(probes, "adapter_samples", lambda: [refused])
-        assert not found._adapters()
+        assert {probe.name.split(":")[1] for probe in made if probe.name.startswith("BOTTLENECK")} == ENDS
     finally:
         runtime.shutdown()
 
@@ -195,7 +197,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], list[str]]:
             used.append(name)
             return kernels[name]
 
-        for owner in (probes, low_rank_choice):
+        for owner in (adapter_probes, low_rank_choice):
             monkeypatch.setattr(owner, "alternatives", lambda device, dtype: tuple(kernels))
         monkeypatch.setattr(low_rank_choice, "_kernels", named)
         return used
@@ -207,13 +209,16 @@ def test_kernels_are_chosen_by_measurement(
     stage: Backbone, clock: Clock, install: Callable[[Kernels], list[str]]
 ) -> None:
     """Of two, the fastest at each BaseOp; the profile keeps them, its adapters are timed with them."""
-    assert module._Bench(stage, 32, 1).probes.kernels() == [], "on a CPU there is one"
+    assert module._Bench(stage, 32, 1).probes.adapters.kernels() == [], "on a CPU there is one"
     used = install({"triton": slow(clock, lambda groups: 5e-3), "loop": LoopKernels})
     bench = module._Bench(stage, 32, 1)
     bench.choose_kernels()
-    assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "loop") and set(used) == {"triton", "loop"}
+    assert dict(bench.probes.adapters.chosen) == dict.fromkeys(BASE_OPS, "loop") and set(used) == {
+        "triton",
+        "loop",
+    }
     used.clear()
-    adapted = bench.probes._adapted(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
+    adapted = bench.probes.adapters.of(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
     bench.take_turns(adapted)
     assert set(used) == {"loop"}
 
@@ -228,4 +233,4 @@ def test_default_kernels_stay_unless_others_are_always_faster(
     install({"triton": slow(clock, lambda groups: 5e-3), "loop": slow(clock, seconds)})
     bench = module._Bench(stage, 32, 1)
     bench.choose_kernels()
-    assert dict(bench.probes.chosen) == dict.fromkeys(BASE_OPS, "triton")
+    assert dict(bench.probes.adapters.chosen) == dict.fromkeys(BASE_OPS, "triton")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.launch_order import decode
+from megatron_mux.fusion.launch_order import LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.predicted_turns import with_turns
@@ -68,7 +68,10 @@ def test_predictions_for_other_pieces_are_refused() -> None:
     plan = planned("kahn", slower=slowness(1 / 2))
     index = next(i for i, bucket in enumerate(plan.buckets) if bucket.launch)
     (turns,) = plan.buckets[index].turns
-    fewer, uneven = replace(turns, forward=turns.forward[1:]), replace(turns.forward[0], shares=(0.2,) * 5)
+    fewer, uneven = (
+        replace(turns, forward=turns.forward[1:]),
+        replace(turns.forward[0], kinds=(LayerCost((PieceCost(1.0, 1.0),) * 5),)),
+    )
     for wrong in (fewer, replace(turns, forward=(uneven,) * len(turns.forward))):
         buckets = list(plan.buckets)
         buckets[index] = replace(buckets[index], turns=(wrong,))

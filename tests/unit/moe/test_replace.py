@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from megatron_mux.moe.links import Traffic
-from megatron_mux.moe.placement import held
+from megatron_mux.moe.placement import check_placement, held
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.solvers.replace import prices_of, replace_experts
 from megatron_mux.moe.solvers.solve import solve
@@ -54,15 +54,33 @@ def test_prices_are_those_of_the_fastest_source() -> None:
     assert prices.tolist() == [[[0.0, 5.0, 50.0], [0.0, 0.0, 10.0]]]
 
 
-def test_layers_with_replicas_stay() -> None:
+def test_replicas_follow_the_skew() -> None:
+    """Cheap changes bring most of what solving anew would; none is made that costs more than it gains."""
+    topology = make_topology([2, 2], 12, master_node=None)
+    old = solve(make_profile(4, 8, seed=0), topology, TRAFFIC, "full").solution.placement
+    assert all(max(map(len, row)) > 1 for row in old), "every layer has replicas"
+    problem = make_problem(make_profile(4, 8, seed=1), topology, TRAFFIC, "full")
+    best = solve(make_profile(4, 8, seed=1), topology, TRAFFIC, "full").solution.objective
+    before = problem.placement_cost(old)
+    for slowness in (1e-6, 1e6):
+        prices = prices_of(old, topology.between_workers(), 1e5, slowness, 100)
+        new = replace_experts(problem, old, prices, 20.0)
+        check_placement(new, 4, 8, 4, problem.capacities)
+        if slowness == 1e6:
+            assert new == old
+        else:
+            assert before - problem.placement_cost(new) > 0.5 * (before - best) > 0
+
+
+def test_layers_with_and_without_replicas_get_better() -> None:
     topology = make_topology([2, 2], 4, master_node=None)
     problem = make_problem(make_profile(2, 4, seed=2), topology, TRAFFIC, "full")
     changed = 0
     for owners in [*product(range(4), repeat=4)][::8]:
         old = (((0, 1), (0,), (0,), (0,)), tuple((worker,) for worker in owners))
         new = replace_experts(problem, old, np.zeros((2, 4, 4)), 5.0)
-        assert new[0] == old[0]
+        check_placement(new, 2, 4, 4)
         assert (held(new, 4) <= np.maximum(problem.capacities, held(old, 4))).all()
         assert problem.placement_cost(new) <= problem.placement_cost(old) * (1 + 1e-9)
-        changed += new != old
+        changed += new[0] != old[0] and new[1] != old[1]
     assert changed > 5

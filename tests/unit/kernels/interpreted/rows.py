@@ -136,8 +136,7 @@ def check(terms: Sequence[Term], groups: RowGroups, tolerance: float = 2e-6, n: 
         assert (found[name].double() - value).norm() <= tolerance * value.norm(), name
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rank", [1, 13, 33, 64])
+@pytest.mark.parametrize(("activation", "rank"), zip(ACTIVATIONS, (1, 13, 33, 64), strict=True))
 def test_bottlenecks(activation: str, rank: int) -> None:
     check([bottleneck(0, rank, activation)], groups_of([0], [(2, 70)]))
 

@@ -1,0 +1,174 @@
+"""The balancing loss of tasks that ask for it: which rows count, and what each sequence selects in each layer.
+
+For a sequence of T tokens and a layer with experts it is `E / K sum_e f_e P_e`: f_e is the share of the tokens whose K
+best scores include that of expert e, P_e the mean of its normalised scores. A task's `router_aux_loss` sums it over
+layers and averages it over the sequences of a step; its coefficient times that is added to what the task minimises.
+This is DeepSeek-V3's sequence-wise loss (Megatron-Core's `seq_aux_loss`). Since a sequence is balanced by itself, a
+task's updates depend neither on its neighbours nor on how sequences are put into micro-batches.
+
+Shapes: T rows of the micro-batch, R of them on this rank, B balanced sequences, E experts, K of them for a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.kernels.attention import Segment
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class BalancedSequences:
+    """The sequences of a micro-batch, all its chunks together, whose tasks ask for the loss; in host memory.
+
+    Attributes:
+        numbers: Task and sequence to its number, from 0.
+        tokens: `[B]`, of each sequence, padding left out.
+        weights: `[B]`, the coefficient of its task over the sequences of the task's step.
+    """
+
+    numbers: Mapping[tuple[str, int], int]
+    tokens: Sequence[int]
+    weights: Sequence[float]
+
+    def arrays(self, segments: Sequence[Segment], rows: int, order: Mapping[str, int]) -> tuple[Array, ...]:
+        """What the device needs of a chunk; empty arrays if no row of it counts.
+
+        Args:
+            segments: Of the chunk.
+            rows: T.
+            order: Task name to its index among the tasks of the step.
+
+        Returns:
+            `[T]` int64, the number of each row's sequence, B for rows that do not count; and for each number up to
+            B its fp64 weight for a pair of a selection and a score (0 for B) and the int64 index of its task.
+        """
+        numbers = np.full(rows, len(self.tokens), np.int64)
+        found = False
+        for segment in segments:
+            number = self.numbers.get((segment.task, segment.sequence))
+            if number is not None:
+                stop = segment.start + min(segment.length, max(0, self.tokens[number] - segment.past))
+                numbers[segment.start : stop] = number
+                found = True
+        if not found:
+            return NOT_BALANCED
+        weights = np.array(self.weights, np.float64) / np.array(self.tokens, np.float64) ** 2
+        tasks = np.array([order[task] for task, _ in self.numbers], np.int64)
+        return numbers, np.append(weights, 0.0), np.append(tasks, 0)
+
+
+NOT_BALANCED: tuple[Array, ...] = (np.empty(0, np.int64), np.empty(0, np.float64), np.empty(0, np.int64))
+"""The arrays of a chunk without rows that count."""
+
+
+class Tally:
+    """What the balanced sequences of a micro-batch select in each layer of this rank; its chunks share it.
+
+    All chunks are computed forward before any of them backward: what a backward pass reads is complete.
+
+    Args:
+        weights: `[B + 1]` fp64, see `BalancedSequences.arrays`.
+        tasks: `[B + 1]` int64.
+    """
+
+    def __init__(self, weights: Tensor, tasks: Tensor) -> None:
+        self._weights, self._tasks = weights, tasks
+        self._layers: dict[int, tuple[Tensor, Tensor, float]] = {}
+
+    def add(
+        self, layer: int, numbers: Tensor, scores: Tensor, chosen: Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        """Count the rows of a chunk in a layer.
+
+        Args:
+            layer: Global index of the layer.
+            numbers: `[R]` int64, the number of each row's sequence.
+            scores: `[R, E]`, normalised.
+            chosen: `[R, K]` int64, the experts with the best scores.
+            group: The ranks that divide the rows of each sequence; None: this one has them all.
+        """
+        size, experts = len(self._weights), scores.shape[1]
+        counts = scores.new_zeros(size * experts)
+        places = (numbers.unsqueeze(1) * experts + chosen).flatten()
+        counts.scatter_add_(0, places, counts.new_ones(1).expand(len(places)))
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        sums = scores.new_zeros(size, experts).index_add_(0, numbers, scores.detach())
+        if layer in self._layers:
+            earlier = self._layers[layer]
+            earlier[0].add_(counts.view(size, experts))
+            earlier[1].add_(sums)
+        else:
+            self._layers[layer] = counts.view(size, experts), sums, experts / chosen.shape[1]
+
+    def gradient(self, layer: int, numbers: Tensor) -> Tensor:
+        """`[R, E]`: the gradient of the weighted loss for the normalised scores of rows in a layer."""
+        counts, _, scale = self._layers[layer]
+        return (counts * (self._weights * scale).to(counts.dtype).unsqueeze(1))[numbers]
+
+    def add_losses(self, losses: Tensor) -> None:
+        """Add the weighted loss of all layers to `[tasks]` fp64, by index of the task."""
+        for counts, sums, scale in self._layers.values():
+            # Rows that do not count come last, and may hold anything.
+            own = (counts.double() * sums.double()).sum(dim=1)[:-1] * (self._weights[:-1] * scale)
+            losses.index_add_(0, self._tasks[:-1], own)
+
+
+@dataclass(frozen=True)
+class BalancedRows:
+    """The rows of a chunk that count for the loss, on the device.
+
+    Attributes:
+        numbers: `[T]` int64, see `BalancedSequences.arrays`.
+        tally: Of its micro-batch.
+    """
+
+    numbers: Tensor
+    tally: Tally
+
+    @classmethod
+    def of(cls, arrays: Sequence[Tensor], tally: Tally | None) -> BalancedRows | None:
+        """Rows by the arrays of a chunk; None if they are empty.
+
+        Args:
+            arrays: Those of `BalancedSequences.arrays`, as int64: of the weights, the bits.
+            tally: That of the micro-batch, if an earlier chunk has made it.
+        """
+        numbers, weights, tasks = arrays
+        if not len(tasks):
+            return None
+        return cls(numbers, tally or Tally(weights.view(torch.float64), tasks))
+
+
+def balanced_sequences(
+    pieces: Mapping[Any, Sequence[tuple[str, int]]],
+    coefficients: Mapping[str, float],
+    lengths: Mapping[str, Sequence[int]],
+) -> dict[Any, BalancedSequences]:
+    """The balanced sequences of each micro-batch that has any.
+
+    Args:
+        pieces: For each micro-batch the tasks and sequences that its chunks hold; a sequence may come several times.
+        coefficients: Of each task that asks for the loss.
+        lengths: Tokens of each sequence of those tasks' steps, over all pipelines.
+    """
+    found = {}
+    for micro_batch, own in pieces.items():
+        keys = dict.fromkeys(key for key in own if key[0] in coefficients)
+        if keys:
+            found[micro_batch] = BalancedSequences(
+                {key: number for number, key in enumerate(keys)},
+                [lengths[task][sequence] for task, sequence in keys],
+                [coefficients[task] / len(lengths[task]) for task, _ in keys],
+            )
+    return found

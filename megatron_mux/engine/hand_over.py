@@ -1,0 +1,171 @@
+"""Adapters and optimizer states of routed experts, sent from their old expert manager to their new one.
+
+An expert manager has a task's LoRA of its own experts only. When experts move, so does that part, straight from manager
+to manager; all else of a task's state stays on the rank that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.kind import AdapterTensor
+from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_parameters
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.expert_ranks import ExpertRanks
+from megatron_mux.expert_shape import Placement
+
+
+class _Part(NamedTuple):
+    """A tensor of a task's state, as far as this rank holds it.
+
+    Attributes:
+        key: Of the adapter's tensor.
+        kind: `value`, or the name of an optimizer moment.
+        held: Global positions, along the dimension that has all experts' ranks, of what is held here.
+        value: The tensor.
+    """
+
+    key: str
+    kind: str
+    held: Array | Tensor | None
+    value: Tensor
+
+
+class HandOver:
+    """Sends the parts of tasks' states that belong to experts after them. Every expert rank makes one.
+
+    Args:
+        ranks: The master and its expert managers.
+        before, after: Where experts were, and where they are by now; each is on one rank.
+    """
+
+    def __init__(self, ranks: ExpertRanks, before: Placement, after: Placement) -> None:
+        self._ranks, self._before, self._after = ranks, before, after
+
+    def attach(self, task: TaskState, adapters: AdapterSet, old: LocalState) -> int:
+        """Attach a task anew, in the state that it had before experts moved. A collective.
+
+        Args:
+            task: The task.
+            adapters: Where to.
+            old: What this rank held of its state.
+
+        Returns:
+            Bytes that this rank received.
+        """
+        old.memory.wait()
+        values = {key: c.tensor() for (key, _, _, _, kind), c in _zip(old) if kind == "value"}
+        # What an adapter computes from tensors as it is made, it must have; no expert's part is among them.
+        whole = {key: v for key, v in values.items() if v.shape == task.adapter.tensors[key].shape}
+        task.attach(adapters, whole)
+        with torch.no_grad():
+            return self._fill(task, old)
+
+    def _fill(self, task: TaskState, old: LocalState) -> int:
+        """Give a task that was made anew its old state; returns the bytes that this rank received."""
+        adapter, extra = task.adapter, dict[str, Tensor]()
+        new = {(part.key, part.kind): part for part in _parts_of(task)}
+        leaving: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
+        for (key, _, _, index, kind), copy in _zip(old):
+            tensor, value = adapter.tensors[key], copy.tensor()
+            if kind == "extra":
+                extra[key] = value
+            elif tensor.expert_dim is None:
+                new[key, kind].value.copy_(value)
+            else:
+                part = _Part(key, kind, index, value)
+                for target, places in self._moving(adapter, tensor, self._ranks.rank, None):
+                    taken = _taken(part, tensor, places)
+                    if target == self._ranks.rank:
+                        _put(new[key, kind], tensor, places, taken.to(new[key, kind].value.device))
+                    else:
+                        leaving[target].append(taken.flatten())
+        received = 0
+        if any(tensor.expert_dim is not None for tensor in adapter.tensors.values()):
+            received = self._exchange(adapter, new, leaving)
+        adapter.load_state(extra)
+        adapter.arena.refresh()
+        return received
+
+    def _exchange(
+        self, adapter: TaskAdapter, new: Mapping[tuple[str, str], _Part], leaving: list[list[Tensor]]
+    ) -> int:
+        """Send what leaves this rank, and put what comes in its place."""
+        own, host = self._ranks.rank, adapter.host
+        coming: list[list[tuple[_Part, Tensor]]] = [[] for _ in range(self._ranks.size)]
+        for part in new.values():
+            tensor = adapter.tensors[part.key]
+            if tensor.expert_dim is not None:
+                for source, places in self._moving(adapter, tensor, None, own):
+                    if source != own:
+                        coming[source].append((part, places))
+        sizes = [[_size(adapter, *one) for one in ones] for ones in coming]
+        incoming, outgoing = [sum(one) for one in sizes], [sum(map(len, one)) for one in leaving]
+        nothing = torch.empty(0, dtype=host.parameter_dtype)
+        sent = torch.cat([nothing, *(value for one in leaving for value in one)]).to(host.device)
+        came = sent.new_empty(sum(incoming))
+        dist.all_to_all_single(came, sent, incoming, outgoing, group=self._ranks.group)
+        values = came.split([size for one in sizes for size in one])
+        for (part, places), value in zip((one for ones in coming for one in ones), values, strict=True):
+            _put(part, adapter.tensors[part.key], places, value)
+        return came.nbytes
+
+    def _moving(
+        self, adapter: TaskAdapter, tensor: AdapterTensor, source: int | None, target: int | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each other end, and places along `expert_dim` of the experts that go from the one to the other."""
+        assert tensor.layer is not None
+        for other in range(self._ranks.size):
+            old, new = (other if end is None else end for end in (source, target))
+            after = set(self._after.held(tensor.layer, new))
+            experts = [expert for expert in self._before.held(tensor.layer, old) if expert in after]
+            if experts:
+                yield other, adapter.places_of_experts(tensor, experts)
+
+
+def _zip(state: LocalState) -> Iterator[tuple[Any, HostCopy]]:
+    return zip(state.places, state.copies, strict=True)
+
+
+def _parts_of(task: TaskState) -> Iterator[_Part]:
+    """What this rank holds of a task's state, in the order of `copy_states`; its values may be written to."""
+    moments = task.optimizer.state()
+    for p in stored_parameters(task.adapter):
+        for kind, value in {"value": p.value.detach(), **moments.get(p.key, {})}.items():
+            yield _Part(p.key, kind, p.index, value)
+
+
+def _here(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
+    """Where this rank's part of a tensor has global places."""
+    assert part.held is not None and tensor.expert_dim is not None
+    index = torch.as_tensor(np.asarray(part.held))
+    found = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
+    found[index] = torch.arange(len(index))
+    return found[places].to(part.value.device)
+
+
+def _taken(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
+    assert tensor.expert_dim is not None
+    return part.value.index_select(tensor.expert_dim, _here(part, tensor, places))
+
+
+def _put(part: _Part, tensor: AdapterTensor, places: Tensor, value: Tensor) -> None:
+    dim, shape = tensor.expert_dim, list(tensor.shape)
+    assert dim is not None
+    shape[dim] = len(places)
+    part.value.index_copy_(dim, _here(part, tensor, places), value.view(shape))
+
+
+def _size(adapter: TaskAdapter, part: _Part, places: Tensor) -> int:
+    """Values of a tensor at places along `expert_dim`."""
+    tensor = adapter.tensors[part.key]
+    assert tensor.expert_dim is not None
+    return len(places) * tensor.shape[1 - tensor.expert_dim]

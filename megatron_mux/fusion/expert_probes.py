@@ -1,0 +1,233 @@
+"""What is timed of a layer's experts, selected evenly; without messages, and the messages alone.
+
+Expert ranks would send each other alike messages, so a rank stands in for the others: it computes the rows that it
+would send, as if they had come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout, megatron_core
+from megatron_mux.backbone.experts.all_to_all import AllToAll
+from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
+from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.router import Routes
+from megatron_mux.backbone.experts.traffic import Traffic
+from megatron_mux.expert_ranks import ExpertRanks
+from megatron_mux.fusion.even_experts import even_selection
+from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
+from megatron_mux.layout import MicroBatch
+
+
+@dataclass(frozen=True)
+class Given:
+    """The rows that a rank's experts compute.
+
+    Attributes:
+        experts: `[N, K]` int64, as `Pairs.of` takes them.
+        slots: `[N]` int64.
+    """
+
+    experts: Tensor
+    slots: Tensor
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self.slots)
+
+
+class ExpertProbes:
+    """Makes the probes of a stage's layers with experts.
+
+    Args:
+        stage: One that has such layers.
+    """
+
+    def __init__(self, stage: ProbedStage) -> None:
+        self.stage = stage
+        self.layer: MoELayer = stage.routed[0].mlp
+        self.ranks = stage.parallel.experts
+        experts = stage.shape.experts
+        assert experts is not None
+        selected = even_selection(experts.count, experts.routing, stage.own(stage.most_tokens))
+        self._selected = torch.from_numpy(selected).to(stage.device)
+        self._echo = None if self.ranks.group.size() == 1 else _Echo(self.layer, self.ranks)
+
+    def routes(self, rows: int) -> Routes:
+        """Experts of this rank's rows of a micro-batch of so many."""
+        own = self._selected[: self.stage.own(rows)]
+        return Routes(own, torch.ones(own.shape, dtype=self.stage.dtype, device=own.device))
+
+    def given(self, batch: MicroBatch) -> Given:
+        """What this rank's experts would compute of a micro-batch."""
+        routes = self.routes(batch.rows)
+        with layout.activate(batch):
+            slots = self.layer.slots(len(routes.experts))
+        if self._echo is None:
+            return Given(routes.experts, slots)
+        choice, _ = self._echo.begin(routes)
+        return Given(choice.experts, slots[choice.rows])
+
+    def pairs(self, given: Given) -> Pairs:
+        """Their order."""
+        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held))
+
+    def operators(self, rows: int) -> list[Probe]:
+        """The operators of a layer's second half, and all of it."""
+        layer, stage = self.layer, self.stage
+        computed: dict[str, tuple[Callable[[Tensor, Pairs], Tensor], int]] = {
+            "experts_fc1": (layer.experts_fc1, layer.experts_fc1.in_features),
+            "experts_activation": (lambda x, pairs: layer.activation(x), layer.experts_fc1.out_features),
+            "experts_fc2": (layer.experts_fc2, layer.experts_fc2.in_features),
+        }
+        found = [
+            Probe(name, rows, partial(self._of_pairs, module, rows, width))
+            for name, (module, width) in computed.items()
+        ]
+        if layer.shared_experts is not None:
+            first, second = stage.ops["shared_fc1"].module, stage.ops["shared_fc2"].module
+            whole = stage.shape.out_features("shared_fc1") // stage.parallel.tp_size
+            modules: dict[str, tuple[Any, int]] = {
+                "shared_fc1": (first, stage.width("shared_fc1")),
+                "shared_activation": (activation(layer.shared_experts), whole),
+                "shared_fc2": (second, stage.width("shared_fc2")),
+            }
+            found += [
+                Probe(name, rows, partial(stage.of_module, module, rows, width))
+                for name, (module, width) in modules.items()
+            ]
+        found.append(Probe("router", rows, partial(self._router, rows)))
+        found.append(Probe("experts_half", rows, partial(self._half, rows), cold=True))
+        return found
+
+    def _of_pairs(self, module: Callable[[Tensor, Pairs], Tensor], rows: int, width: int) -> Run:
+        pairs = self.pairs(self.given(self.stage.batch(rows)))
+        x = self.stage.input(len(pairs.rows), width)
+        return lambda: (module(x, pairs), (x,))
+
+    def _router(self, rows: int) -> Run:
+        """Its product and choice, and the order of the pairs that this rank computes."""
+        stage, batch = self.stage, self.stage.batch(rows)
+        x, given = stage.input(stage.own(rows), stage.shape.hidden), self.given(batch)
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            with layout.activate(batch):
+                routes, _ = self.layer.route(x)
+                self.pairs(given)
+            return routes.weights, (x,)
+
+        return run
+
+    def _half(self, rows: int) -> Run:
+        """Half layers on top of each other, each with its own routers' weights for experts selected evenly."""
+        stage, batch = self.stage, self.stage.batch(rows)
+        x = stage.input(stage.own(rows), 1, stage.shape.hidden)
+        layers, routes = stage.stacks["experts"], self.routes(rows)
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            out = x
+            with layout.activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
+                for layer in layers:
+                    out = megatron_core.mlp_half(layer, out)
+            return out, (x,)
+
+        return run
+
+    def messages(self) -> list[Probe]:
+        """One message of rows, and agreeing on the sizes of messages; none where a process has all experts."""
+        if self.ranks.group.size() == 1:
+            return []
+        found = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
+        return [*found, Probe("exchange_sizes", 1, self._sizes)]
+
+    def message(self, rows: int) -> Callable[[], Arriving]:
+        """A function that begins to send a micro-batch's rows to their experts. Every rank calls it."""
+        exchange = AllToAll(self.ranks)
+        exchange.serving = self.serving
+        sent = exchange.send_to(self.routes(rows))
+        x = self.stage.input(len(sent.rows), self.stage.shape.hidden).detach()
+        return lambda: sent.forth(x, "result gradients")  # nothing but rows
+
+    @property
+    def serving(self) -> Tensor:
+        """Of each expert, the rank that computes this rank's rows."""
+        assert self.layer.exchange is not None
+        return self.layer.exchange.serving
+
+    def _exchange(self, rows: int) -> Run:
+        begin = self.message(rows)
+        return lambda: (begin().wait(), ())
+
+    def _sizes(self) -> Run:
+        exchange = AllToAll(self.ranks)
+        counts = Choice.of(self.routes(self.stage.rows[-1]), self.serving, self.ranks).counts
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            sizes = exchange.tell(counts).wait()
+            sizes.tolist()  # the host reads them
+            return sizes, ()
+
+        return run
+
+
+class _Echo(Exchange):
+    """Does everything that an exchange does but sending: what this rank sends comes back for its own experts."""
+
+    def __init__(self, layer: MoELayer, ranks: ExpertRanks) -> None:
+        assert layer.exchange is not None
+        self._ranks = ranks
+        self.serving, self.traffic = layer.exchange.serving, Traffic(ranks.group.size())
+        places: dict[int, int] = {}
+        own = []
+        for rank in self.serving.tolist():
+            places[rank] = places.get(rank, -1) + 1
+            own.append(layer.held[places[rank] % len(layer.held)])
+        self._own = torch.tensor([*own, -1], device=self.serving.device)  # the last one: no expert
+
+    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+        """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""
+        choice = Choice.of(routes, self.serving, self._ranks)
+        return replace(choice, experts=self._own[choice.experts]), Arriving(choice.counts, [])
+
+    def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
+        """See `Exchange.agreed`."""
+        outgoing = tuple(sizes.tolist())
+        return _Returned(choice, outgoing, outgoing, self.traffic)
+
+
+class _Returned(Sent):
+    def _forth(self, x: Tensor) -> Arriving:
+        return Arriving(x, [])
+
+    def _back(self, y: Tensor) -> Arriving:
+        return Arriving(y, [])
+
+
+@contextmanager
+def _even(layers: Sequence[MoELayer], routes: Routes, echo: _Echo | None) -> Iterator[None]:
+    """Context in which layers select experts evenly, with their routers' weights, and send nothing."""
+
+    def select(router: Any, args: Any, made: Routes) -> Routes:
+        return made._replace(experts=routes.experts)
+
+    before = [layer.exchange for layer in layers]
+    hooks = [layer.router.register_forward_hook(select) for layer in layers if layer.router is not None]
+    try:
+        for layer in layers:
+            layer.exchange = echo
+        yield
+    finally:
+        for layer, exchange in zip(layers, before, strict=True):
+            layer.exchange = exchange
+        for hook in hooks:
+            hook.remove()

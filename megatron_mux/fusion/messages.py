@@ -1,0 +1,242 @@
+"""Messages of tensor ranks and expert ranks: how long they take, and what a layer computes between them.
+
+The pieces are those of `backbone.cut_layer` and `backbone.cut_experts`, in the same order.
+
+Shapes: B batches, S stages; arrays `[2, ...]` hold forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.base_ops import ATTENTION_OPS, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS
+from megatron_mux.fusion.frozen import Frozen
+from megatron_mux.fusion.launch_order import LayerCost, PieceCost
+from megatron_mux.fusion.layer_operators import ORDER, attention_operators, mlp_operators
+from megatron_mux.fusion.profile import summed
+from megatron_mux.shape import BackboneShape
+
+Array = npt.NDArray[np.float64]
+
+Part = Literal["attention", "mlp", "router", "shared", "experts"]
+"""What a layer computes between messages. `router`: all of the half layer that is neither shared nor routed experts."""
+
+PARTS: Mapping[Part, tuple[str, ...]] = {
+    "attention": (*ATTENTION_OPS, *LATENT_OPS),
+    "mlp": MLP_OPS,
+    "router": (),
+    "shared": SHARED_OPS,
+    "experts": EXPERT_OPS,
+}
+"""The BaseOps of each part."""
+
+_NAMED: tuple[Part, ...] = ("shared", "experts")
+"""Parts whose operators are named after them."""
+
+_Steps = Iterator[tuple[float, float | None]]
+"""Seconds of computation, and of the message after it; None: there is none."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide layers.
+
+    Attributes:
+        tensor: Whether several ranks share each layer.
+        sequence_parallel: Whether they divide the rows between its halves.
+        exchanges: Whether rows go to other ranks for their experts.
+        recomputes: Whether layers are computed again in the backward pass.
+    """
+
+    tensor: bool = False
+    sequence_parallel: bool = False
+    exchanges: bool = False
+    recomputes: bool = False
+
+
+class Messages:
+    """Messages of passes through stages.
+
+    Args:
+        frozen: Seconds of layers without them.
+        shape: The backbone's.
+        layout: How ranks divide layers.
+    """
+
+    def __init__(self, frozen: Frozen, shape: BackboneShape, layout: Layout) -> None:
+        self._frozen, self._layout = frozen, layout
+        self._curves = frozen.curves
+        self._with_experts = [float(own) for own in frozen.experts]
+        self._last_has_experts = shape.has_experts(shape.layers - 1)
+        self._parts = {
+            part: summed([self._curves[op] for op in operators])
+            for part, operators in _operators(shape, frozen.experts).items()
+        }
+
+    @property
+    def any(self) -> bool:
+        """Whether passes have messages."""
+        return self._layout.tensor or (self._layout.exchanges and any(self._frozen.experts))
+
+    def seconds(self, rows: Array, labels: Array, lowest: npt.NDArray[np.int64]) -> Array:
+        """`[B, 2, S]` seconds of the messages of passes.
+
+        Args:
+            rows, labels: `[B]`.
+            lowest: See `Frozen.seconds`.
+        """
+        found = np.zeros((len(rows), 2, self._frozen.layers.shape[1]))
+        if self._layout.tensor:
+            one = self._curves["all_reduce"].many(rows)[0]
+            found += one[:, None, None] * self._all_reduces(lowest)
+        if self._layout.exchanges and any(self._frozen.experts):
+            found += self._exchanges(rows, labels, lowest // len(ORDER))
+        return found
+
+    def _all_reduces(self, lowest: npt.NDArray[np.int64]) -> Array:
+        """`[B, 2, S]` sums of hidden states over tensor ranks: one for each half layer that they divide, in either
+        pass, but none of a gradient that nothing needs; and those of layers that are recomputed."""
+        layer, op = np.divmod(lowest, len(ORDER))
+        each = np.array([1.0 if experts else 2.0 for experts in self._frozen.experts])
+        above = np.einsum("m,bms->bs", each, self._frozen.above[layer])
+        found = np.empty((len(lowest), 2, above.shape[1]))
+        found[:, 0] = each @ self._frozen.layers
+        found[:, 1] = above * (2 if self._layout.recomputes else 1)
+        # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
+        in_mlp = (op == ORDER.index("linear_fc1")) | (op == ORDER.index("linear_fc2"))
+        found[:, 1] -= self._frozen.is_at(layer) * np.where(in_mlp, 2, 1)[:, None]
+        return found
+
+    def _exchanges(self, rows: Array, labels: Array, layer: npt.NDArray[np.int64]) -> Array:
+        """`[B, 2, S]` seconds in which rows and gradients go to experts and back."""
+        sizes = self._curves["exchange_sizes"].many(rows)[0]
+        there, back = self._curves["exchange"].many(rows)
+        forward, backward = (sizes + 2 * there)[:, None], (2 * back)[:, None]
+        above = np.einsum("m,bms->bs", self._with_experts, self._frozen.above[layer])
+        found = np.empty((len(rows), 2, above.shape[1]))
+        found[:, 0] = forward * (self._with_experts @ self._frozen.layers)
+        found[:, 1] = (backward + forward * self._layout.recomputes) * above
+        if self._last_has_experts and not self._layout.sequence_parallel:  # labelled rows only
+            trimmed, less = self._curves["exchange"].many(labels)
+            found[:, 0, -1] += 2 * (trimmed - there)
+            both = less - back + (trimmed - there) * self._layout.recomputes
+            found[:, 1, -1] += 2 * both * (above[:, -1] > 0)
+        return np.maximum(found, 0.0)
+
+    def layers(
+        self, rows: Array, attention: Array, adapters: Array
+    ) -> list[tuple[tuple[LayerCost, ...], tuple[LayerCost, ...]]]:
+        """For each batch, a layer of each kind in the forward and in the backward pass.
+
+        Args:
+            rows: `[B]`.
+            attention: `[B, 2]` seconds in one layer.
+            adapters: `[B, 2, ops]` seconds of adapters at each BaseOp, of all layers together.
+        """
+        seconds = {part: curve.many(rows).T for part, curve in self._parts.items()}
+        seconds["attention"] = seconds["attention"] + attention
+        count = self._frozen.layers.sum(axis=1)  # [M]
+        for part, ops in PARTS.items():
+            kinds = [m for m, experts in enumerate(self._frozen.experts) if _has(part, experts)]
+            if part in seconds and ops and kinds:
+                own = adapters[:, :, [ORDER.index(op) for op in ops]].sum(axis=2)
+                seconds[part] = seconds[part] + own / max(1.0, count[kinds].sum())
+        messages = {
+            name: self._curves[name].many(rows)
+            for name in ("all_reduce", "exchange", "exchange_sizes")
+            if name in self._curves
+        }
+        found = []
+        for b in range(len(rows)):
+            ways = []
+            for backward in (False, True):
+                one = _LayerSteps(
+                    self._layout,
+                    {part: (float(own[b, 0]), float(own[b, 1])) for part, own in seconds.items()},
+                    {name: (float(own[0, b]), float(own[1, b])) for name, own in messages.items()},
+                )
+                ways.append(tuple(one.cost(experts, backward) for experts in self._frozen.experts))
+            found.append((ways[0], ways[1]))
+        return found
+
+
+def _operators(shape: BackboneShape, kinds: Sequence[bool]) -> dict[Part, list[str]]:
+    """The operators of each part that layers of these kinds have."""
+    found: dict[Part, list[str]] = {"attention": list(attention_operators(shape))}
+    for experts in kinds:
+        for operator in mlp_operators(shape, experts):
+            part: Part = "router" if experts else "mlp"
+            part = next((own for own in _NAMED if experts and operator.startswith(own)), part)
+            found.setdefault(part, []).append(operator)
+    return found
+
+
+def _has(part: Part, experts: bool) -> bool:
+    return part == "attention" or (part == "mlp") != experts
+
+
+@dataclass(frozen=True)
+class _LayerSteps:
+    """What a layer computes and sends, in order.
+
+    Attributes:
+        layout: How ranks divide it.
+        parts, messages: Seconds of each, forward and backward.
+    """
+
+    layout: Layout
+    parts: Mapping[str, tuple[float, float]]
+    messages: Mapping[str, tuple[float, float]]
+
+    def cost(self, experts: bool, backward: bool) -> LayerCost:
+        """The layer in a forward or in a backward pass, with what that computes again."""
+        ways = (False, True) if backward and self.layout.recomputes else (backward,)
+        pieces, before = [], 0.0
+        for compute, message in (step for way in ways for step in self._steps(experts, way)):
+            before += compute
+            if message is not None:
+                pieces.append(PieceCost(before, message))
+                before = 0.0
+        return LayerCost(tuple(pieces), before)
+
+    def _steps(self, experts: bool, backward: bool) -> _Steps:
+        mlp = self._experts if experts else self._mlp
+        if backward:
+            yield from mlp(backward)
+        yield from self._divided("attention", backward)
+        if not backward:
+            yield from mlp(backward)
+
+    def _mlp(self, backward: bool) -> _Steps:
+        yield from self._divided("mlp", backward)
+
+    def _divided(self, part: Part, backward: bool) -> _Steps:
+        """A half layer that tensor ranks divide, if there are several."""
+        seconds = self.parts[part][backward]
+        if not self.layout.tensor:
+            yield seconds, None
+            return
+        message = self.messages["all_reduce"][0]
+        if self.layout.sequence_parallel:  # rows are gathered before it, and sums scattered behind it
+            yield 0.0, message / 2
+            message /= 2
+        yield seconds, message
+
+    def _experts(self, backward: bool) -> _Steps:
+        parts: tuple[Part, ...] = ("router", "shared", "experts")
+        router, shared, routed = (self.parts.get(part, (0.0, 0.0))[backward] for part in parts)
+        if not self.layout.exchanges:
+            yield router + shared + routed, None
+            return
+        message = self.messages["exchange"][backward]
+        if not backward:
+            yield router, self.messages["exchange_sizes"][0]
+        yield shared, message
+        yield routed, message
+        if backward:
+            yield router, None

@@ -1,0 +1,100 @@
+"""Plans, and what they were compared with, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from megatron_mux.console import make_console
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner import Comparison
+
+
+def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], seconds: float) -> None:
+    """Print a plan as tables.
+
+    Args:
+        plan: The plan.
+        comparison: What it is compared with.
+        tokens: Of a step of each task.
+        seconds: How long planning has taken.
+    """
+    console = make_console()
+    layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
+    table = Table(
+        title=f"{plan.stages} stage(s){layers} x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)"
+    )
+    for column in (
+        "bucket",
+        "hybrid task",
+        "tokens a step",
+        "micro-batches",
+        "chunk",
+        "chunks",
+        "forward ms",
+        "backward ms",
+    ):
+        table.add_column(column, justify="left" if column == "hybrid task" else "right")
+    for b, bucket in enumerate(plan.buckets):
+        for h, hybrid in enumerate(bucket.hybrid_tasks):
+            counts = sorted(set(bucket.chunks))
+            shown = [
+                str(b),
+                " + ".join(hybrid.tasks),
+                str(sum(tokens[name] for name in hybrid.tasks)),
+                str(len(bucket.chunks)),
+                str(bucket.chunk or "-"),
+                "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
+                " ".join(f"{t * 1e3:.1f}" for t in bucket.forward),
+                " ".join(f"{t * 1e3:.1f}" for t in bucket.backward),
+            ]
+            table.add_row(*(shown if h == 0 else ["", *shown[1:3], "", "", "", "", ""]))
+    console.print(table)
+    compared = Table(title="predicted seconds of one step of every task")
+    compared.add_column("policy")
+    compared.add_column("seconds", justify="right")
+    compared.add_column("against this plan", justify="right")
+    latency = plan.predicted_latency_s or 0.0
+    compared.add_row("this plan", f"{latency:.4g}", "")
+    for name, value in comparison.alternatives.items():
+        compared.add_row(
+            {"padded": "zero-padded", "interleave_off": "--interleave off"}.get(name, name),
+            "does not fit" if value is None else f"{value:.4g}",
+            "" if value is None or not latency else f"{value / latency:.2f}x",
+        )
+    console.print(compared)
+    shares = comparison.padding
+    console.print(
+        f"share of padding: {shares['plan']:.1%}; if padded within each task "
+        f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
+    )
+    memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
+    limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
+    console.print(f"predicted memory of each stage: {memory}{limit} GiB")
+    console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
+
+
+def print_meshes(plans: Sequence[tuple[Plan, str]], refused: Mapping[Mesh, str]) -> None:
+    """Print ways to divide the ranks, with their predictions and flags.
+
+    Args:
+        plans: The best plan of each way, and the flags of a run.
+        refused: Ways that do not fit into memory, and why.
+    """
+    meshes = [*(plan.mesh for plan, _ in plans), *refused]
+    experts = any(mesh.expert_tensor is not None for mesh in meshes)
+    columns = ["tensor", "stages", "pipelines", *["experts"] * experts, "seconds a step", "most memory GiB"]
+    table = Table(title="ways to divide the ranks")
+    for column in (*columns, "flags"):
+        table.add_column(column, justify="left" if column == "flags" else "right")
+    shown = [
+        (f"{plan.predicted_latency_s:.4g}", f"{max(plan.memory_bytes) / (1 << 30):.2f}", words)
+        for plan, words in plans
+    ]
+    shown += [("-", "-", f"does not fit: {why}") for why in refused.values()]
+    for mesh, cells in zip(meshes, shown, strict=True):
+        degrees = (mesh.tensor, mesh.pipeline, mesh.data, *[mesh.expert] * experts)
+        table.add_row(*map(str, degrees), *cells)
+    make_console().print(table)

@@ -1,0 +1,162 @@
+"""A stage of a backbone as probes see it: a layer of each kind, and inputs of many sizes.
+
+With sequence parallelism a tensor rank has its own rows of hidden states. Products see all rows on every rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.base_ops import BaseOpInfo, BaseOpName
+from megatron_mux.fusion.profile import grid_up_to
+from megatron_mux.layout import MicroBatch
+
+SEGMENT = 64
+"""Tokens of a sequence where only the number of rows matters."""
+
+STACK = 4
+"""Layers that are run on top of each other to measure what a layer takes beyond its operators."""
+
+_MOST_READ = 1 << 28
+"""Bytes of weights that are read before a cold probe: more than caches hold."""
+
+Run = Callable[[], tuple[Tensor, Sequence[Tensor]]]
+"""A forward pass: gives outputs, and the tensors whose gradients are wanted."""
+
+
+@dataclass
+class Probe:
+    """One forward and backward pass to be timed.
+
+    Attributes:
+        name: The curve it is a point of.
+        size: The point.
+        make: Prepares what one pass needs, and gives the pass.
+        cold: Whether its weights are to be out of the caches when it begins, as in a step, which uses each layer's
+            weights once a pass.
+        rounds: Forward and backward seconds of each round.
+    """
+
+    name: str
+    size: float
+    make: Callable[[], Run]
+    cold: bool = False
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Medians."""
+        return statistics.median(f for f, _ in self.rounds), statistics.median(b for _, b in self.rounds)
+
+
+class ProbedStage:
+    """The stage. The first layer with a module stands for all that have it.
+
+    Args:
+        backbone: One without adapters.
+        most_tokens: Rows of the largest probes.
+
+    Attributes:
+        layers: All of them.
+        dense, routed: Those with an MLP, and those with experts.
+        ops: The BaseOps that some layer has.
+        rows: Sizes of probes of which there are few, and `coarse` of those of which there are many.
+    """
+
+    def __init__(self, backbone: Backbone, most_tokens: int) -> None:
+        self.backbone, self.shape, self.parallel = backbone, backbone.shape, backbone.parallel
+        self.most_tokens, self.device, self.dtype = most_tokens, backbone.device, backbone.dtype
+        self.layers: list[Any] = list(backbone.model.decoder.layers)
+        of_kind: dict[bool, list[Any]] = {False: [], True: []}
+        for index, layer in zip(backbone.layers, self.layers, strict=True):
+            of_kind[backbone.shape.has_experts(index)].append(layer)
+        self.dense, self.routed = of_kind[False], of_kind[True]
+        self.ops: dict[BaseOpName, BaseOpInfo] = {}
+        for info in backbone.base_ops():
+            self.ops.setdefault(info.name, info)
+        self.rows = grid_up_to(most_tokens)
+        self.coarse = [n for n in (32, 128, 512, 2048, 8192) if n <= most_tokens]
+
+    @property
+    def divided(self) -> int:
+        """Tensor ranks that divide the rows of hidden states."""
+        return self.parallel.tp_size if self.parallel.sequence_parallel else 1
+
+    def own(self, rows: int) -> int:
+        """Rows of hidden states that this rank has of a micro-batch's."""
+        return rows // self.divided
+
+    @property
+    def stacks(self) -> dict[str, list[Any]]:
+        """The layers whose halves are run on top of each other, by half."""
+        halves = {"attention": self.layers, "mlp": self.dense, "experts": self.routed}
+        return {half: layers[:STACK] for half, layers in halves.items() if layers}
+
+    @property
+    def depths(self) -> dict[str, int]:
+        """How many they are."""
+        return {half: len(layers) for half, layers in self.stacks.items()}
+
+    def read_other_layers(self) -> None:
+        """Read weights that no probe uses, so that the caches no longer hold those that one uses."""
+        used = {id(layer) for layers in self.stacks.values() for layer in layers}
+        read = 0
+        for p in (p for layer in self.layers if id(layer) not in used for p in layer.parameters()):
+            if read < _MOST_READ:
+                p.detach().sum()
+                read += p.nbytes
+
+    def batch(self, rows: int, tasks: int = 1) -> MicroBatch:
+        """Rows of several tasks, each made of short sequences."""
+        sequences: list[layout.PackedSequence] = []
+        for task in range(tasks):
+            left = rows // tasks
+            while left:
+                length = min(SEGMENT, left)
+                tokens = torch.zeros(length, dtype=torch.int64)
+                labelled = torch.zeros(length, dtype=torch.bool)
+                labelled[length // 2 :] = True
+                sequences.append((f"probe-{task}", len(sequences), tokens, labelled, 1.0))
+                left -= length
+        names = tuple(f"probe-{task}" for task in range(tasks))
+        return layout.pack(sequences, names, dict.fromkeys(names, 0)).to(self.device)
+
+    def input(self, *shape: int) -> Tensor:
+        """Random values that need a gradient."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(0.1).requires_grad_()
+
+    def width(self, op: BaseOpName) -> int:
+        """Input width of a BaseOp on this rank."""
+        return len(self.ops[op].inputs)
+
+    def of_module(self, module: Callable[[Tensor], Any], rows: int, width: int) -> Run:
+        """A pass of a module that takes `[rows, 1, width]`."""
+        x, batch = self.input(rows, 1, width), self.batch(rows)
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            with layout.activate(batch):
+                out = module(x)
+            return (out[0] if isinstance(out, tuple) else out), (x,)
+
+        return run
+
+
+def activation(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """What an MLP of Megatron's does between its products."""
+    function: Callable[[Tensor], Tensor] = mlp.activation_func
+    if not mlp.config.gated_linear_unit:
+        return function
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return gated

@@ -1,0 +1,109 @@
+"""A profile of expert ranks: experts without their messages, and messages of as many rows as a run sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mux import layout
+from megatron_mux.backbone.experts.exchange import dispatch
+from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.fusion import measure as module
+from megatron_mux.fusion.even_experts import ExpertShares
+from megatron_mux.fusion.expert_probes import ExpertProbes
+from megatron_mux.fusion.layer_operators import layer_operators
+from megatron_mux.fusion.probed_stage import ProbedStage
+from megatron_mux.fusion.probes import Probes
+from megatron_mux.fusion.profile_store import about_run
+from megatron_mux.fusion.roofline import roofline
+from megatron_mux.runtime import Parallel
+from tests import tiny_models
+
+OWN = 256
+"""Rows of a rank: as many as a roofline counts the ranks of."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expert_tensor"),
+    [(1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)],
+    ids=["data", "data of four", "tensor", "divided", "both"],
+)
+def test_ranks_compute_and_send_what_a_roofline_counts(
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+) -> None:
+    """With rows sent for real and experts selected evenly, each rank computes as many pairs as the probes do."""
+    path = (
+        once("expert-profile", lambda directory: tiny_models.make(directory, "deepseek_v3")) / "deepseek_v3"
+    )
+    parallel = joined(tensor, 1, tensor > 1, expert=expert, expert_tensor=expert_tensor)
+    backbone = Backbone.load(path, parallel, torch.float32)
+    rows = OWN * tensor
+    stage = ProbedStage(backbone, rows)
+    experts = ExpertProbes(stage)
+    shares = ExpertShares.of(backbone.shape, tensor, expert, expert_tensor)
+    batch = stage.batch(rows)
+    given = experts.given(batch)
+    pairs = experts.pairs(given)
+    assert len(pairs.rows) == rows * shares.pairs
+    assert given.rows == pytest.approx(rows * shares.sent)
+    layer, routes = experts.layer, experts.routes(rows)
+    with layout.activate(batch):
+        assert layer.exchange is not None
+        sent = layer.exchange.send_to(routes)
+        x = torch.zeros(len(routes.experts), backbone.shape.hidden)
+        received = dispatch(x, routes, layer.slots(len(x)), sent, layer.anchor)
+    assert sum(sent.outgoing) == given.rows
+    real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held))
+    sources = parallel.experts.size * expert_tensor
+    assert len(real.rows) == pytest.approx(len(pairs.rows), abs=2 * len(layer.held) * sources)
+
+
+def test_halves_are_timed_without_messages(
+    once: Callable[[str, Callable[[Path], object]], Path],
+    joined: Callable[..., Parallel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of tensor ranks or of expert ranks; what is measured is what a roofline estimates."""
+    path = (
+        once("expert-profile", lambda directory: tiny_models.make(directory, "deepseek_v3")) / "deepseek_v3"
+    )
+    parallel = joined(2, 1, True, expert=2, expert_tensor=1)
+    backbone = Backbone.load(path, parallel, torch.float32)
+    about = about_run(backbone.shape, "cpu", torch.float32, 2, expert_parallel=2, expert_tensor=1)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 1e-9)  # each probe once
+    sent = 0
+
+    def counted(original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += kwargs.get("group") in (parallel.tp_group, parallel.experts.group)
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, counted(getattr(dist, name)))
+    with monkeypatch.context() as without:
+        for probes in ("_messages", "_ends"):  # the embedding and the loss head include their messages
+            without.setattr(Probes, probes, lambda probes: [])
+        without.setattr("megatron_mux.fusion.measure._Bench._message_share", lambda bench: 0.0)
+        module.measure(backbone, about, 32, rounds=1)
+        assert sent == 0, "layers are timed without their messages"
+    found = module.measure(backbone, about, 32, rounds=1)
+    assert sent > 0
+    estimated = roofline(backbone.shape, about, 4, 2, most_tokens=32)
+    assert set(layer_operators(backbone.shape)) | {"exchange", "exchange_sizes"} <= set(found.curves)
+    missing = {name for name in estimated.curves if ":" not in name} - set(found.curves)
+    assert not missing
+    assert min(found.curves["exchange"].forward) > 0 and min(found.curves["exchange"].backward) > 0
+    assert len(found.curves["exchange_sizes"].sizes) == 1

@@ -1,0 +1,52 @@
+"""The tool measures backbones with experts as a run divides them, and finds what it has measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux.backbone.registry import read_shape
+from megatron_mux.fusion.profile_store import find_profile
+from tests import tiny_models, warm
+from tests.end_to_end.ranks import run_tool
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[warm.Server]:
+    with warm.Server() as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
+def test_a_profile_of_expert_ranks_is_found(name: str, server: warm.Server, tmp_path: Path) -> None:
+    path, cache = tiny_models.make(tmp_path, name), tmp_path / "profiles"
+    words = ["--backbone", path, "--fp32", "--most-tokens", "32", "--rounds", "1", "--directory", cache]
+    statuses, errors = run_tool(server, "profile_backbone", [*words, "--expert-model-parallel-size", "2"], 2)
+    assert statuses == [0, 0], errors
+
+    (file,) = cache.iterdir()
+    about = json.loads(file.read_text())["about"]
+    assert about["busy"] == 2 and about["expert_parallel"] == 2
+
+    def found(ranks: int) -> str:
+        shape, threads = read_shape(path), about["threads"]
+        return find_profile(
+            shape, "cpu", torch.float32, 1, threads, cache, busy=2, expert_parallel=ranks
+        ).source
+
+    assert found(2) == "measured"
+    assert found(1) == "roofline", "that of undivided experts is another one"
+
+
+def test_divisions_that_cannot_be_are_refused(server: warm.Server, tmp_path: Path) -> None:
+    words = ["--backbone", tiny_models.make(tmp_path, "mixtral"), "--fp32", "--directory", tmp_path]
+    for more, said in (
+        (["--tensor-model-parallel-size", "2"], "a backbone with experts needs --sequence-parallel"),
+        (["--expert-model-parallel-size", "6"], "its 5 experts cannot fill 6 expert ranks"),
+    ):
+        statuses, errors = run_tool(server, "profile_backbone", [*words, *more], 2)
+        assert statuses == [2, 2] and said in errors, errors
