@@ -104,9 +104,9 @@ def topology_of_hosts(parallel: Parallel, room: Sequence[int], measured: bool) -
     took = parallel.most([time.perf_counter() - began])[0]
     topology = Topology(
         workers=workers,
-        bandwidth=found.bandwidth[np.ix_(group[first:], group[first:])],
+        bandwidth=found.bandwidth[np.ix_(group[first:], group[first:])].tolist(),
         master_node=master_node,
-        master_bandwidth=_both_ways(found.bandwidth, group) if first else None,
+        master_bandwidth=_both_ways(found.bandwidth, group).tolist() if first else None,
         uplinks={
             node: Uplink(up=found.up[node], down=found.down[node])
             for node in {hosts[rank] for rank in group}
