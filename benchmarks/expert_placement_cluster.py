@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +21,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from tests import warm
 
 _WORKER = str(Path(__file__).with_name("expert_placement_worker.py"))
+_LAST_LINES = 30
+
+
+class ProcessEnded(RuntimeError):
+    """A process ended before it was told to; says how, and what it printed last."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a team.
+
+    Attributes:
+        process: To wait for its end.
+        commands, answers: Lines of JSON.
+        errors: What it prints to its standard error.
+    """
+
+    process: warm.Process
+    commands: IO[str]
+    answers: IO[str]
+    errors: Path
+
+    def ended(self, who: str, what: str) -> ProcessEnded:
+        """An error that says how it ended."""
+        status = self.process.wait()
+        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        killed = " (out of memory? see dmesg)" if status == -signal.SIGKILL else ""
+        lines = self.errors.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        said = "\n".join(f"  {line}" for line in lines) or "  nothing"
+        return ProcessEnded(
+            f"{who} ended with {how}{killed} while it was to do {what!r}; it printed:\n{said}"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,25 +60,38 @@ class Team:
     """Processes that train together.
 
     Attributes:
-        commands, answers: Of each process, lines of JSON.
+        name: What to call it.
+        members: By rank.
     """
 
-    commands: tuple[IO[str], ...]
-    answers: tuple[IO[str], ...]
+    name: str
+    members: tuple[Member, ...]
 
     def ask(self, what: str, **about: Any) -> list[Any]:
         """Have all processes do something; returns what each answers.
 
         Raises:
-            RuntimeError: One has ended; it has printed why.
+            ProcessEnded: One has ended.
         """
-        for pipe in self.commands:
-            pipe.write(json.dumps({"do": what, **about}) + "\n")
-            pipe.flush()
-        lines = [pipe.readline() for pipe in self.answers]
-        if not all(lines):
-            raise RuntimeError(f"process {lines.index('')} ended while it was to do {what!r}")
-        return [json.loads(line) for line in lines]
+        for rank, member in enumerate(self.members):
+            try:
+                member.commands.write(json.dumps({"do": what, **about}) + "\n")
+                member.commands.flush()
+            except BrokenPipeError:
+                raise member.ended(f"process {rank} of {self.name}", what) from None
+        found: dict[int, Any] = {}
+        with selectors.DefaultSelector() as waiting:
+            for rank, member in enumerate(self.members):
+                waiting.register(member.answers, selectors.EVENT_READ, rank)
+            # The first one to end is the one to report: the others fail because it is gone.
+            while len(found) < len(self.members):
+                for key, _ in waiting.select():
+                    line = self.members[key.data].answers.readline()
+                    if not line:
+                        raise self.members[key.data].ended(f"process {key.data} of {self.name}", what)
+                    found[key.data] = json.loads(line)
+                    waiting.unregister(key.fileobj)
+        return [found[rank] for rank in range(len(self.members))]
 
 
 @contextmanager
@@ -57,28 +105,43 @@ def started(
         network: Where they run.
         members: Indices of their places, rank by rank.
         port: At which rank 0 gathers them.
-        mode: `ep` or `broker`.
+        mode: `ep`, `broker`, or another name for a process alone.
     """
     places = [network.places[i] for i in members]
     with ExitStack() as cleanup:
-        commands, answers, processes = [], [], []
-        for rank, place in enumerate(places):
-            process, command, answer = _start(server, places, rank, place, port, mode)
-            processes.append(process)
-            commands.append(cleanup.enter_context(command))
-            answers.append(cleanup.enter_context(answer))
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="expert-placement-")))
+        team = [
+            _start(server, places, rank, place, port, mode, folder / str(rank))
+            for rank, place in enumerate(places)
+        ]
         try:
-            yield Team(tuple(commands), tuple(answers))
+            yield Team(mode, tuple(team))
+        except BaseException:
+            for member in team:  # one may wait for another that has ended
+                with suppress(ProcessLookupError):
+                    os.kill(member.process.pid, signal.SIGKILL)
+                with suppress(BrokenPipeError):
+                    member.commands.close()
+            raise
+        else:
+            for member in team:
+                member.commands.close()
+            for member in team:
+                member.process.wait()
         finally:
-            for command in commands:
-                command.close()
-            for process in processes:
-                process.wait()
+            for member in team:
+                member.answers.close()
 
 
 def _start(
-    server: warm.Server, places: Sequence[Place], rank: int, place: Place, port: int, mode: str
-) -> tuple[warm.Process, IO[str], IO[str]]:
+    server: warm.Server,
+    places: Sequence[Place],
+    rank: int,
+    place: Place,
+    port: int,
+    mode: str,
+    errors: Path,
+) -> Member:
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
@@ -96,7 +159,9 @@ def _start(
     }
     in_read, in_write = os.pipe()
     out_read, out_write = os.pipe()
-    process = warm.start(server.address, ["-W", "ignore", _WORKER], environment, (in_read, out_write, 2))
+    with errors.open("wb") as printed:
+        streams = (in_read, out_write, printed.fileno())
+        process = warm.start(server.address, ["-W", "ignore", _WORKER], environment, streams)
     os.close(in_read)
     os.close(out_write)
-    return process, os.fdopen(in_write, "w"), os.fdopen(out_read)
+    return Member(process, os.fdopen(in_write, "w"), os.fdopen(out_read), errors)

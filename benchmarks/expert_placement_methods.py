@@ -106,3 +106,17 @@ def place(
                 found.problem.placement_cost(placement),
             )
     return placed
+
+
+def gradient_seconds(summed: int, topology: Topology) -> float:
+    """Seconds in which workers sum adapters' gradients on a ring, as gloo does; none with a master.
+
+    Args:
+        summed: Bytes of the gradients.
+        topology: Of the workers; each node's uplink carries what one of them passes on.
+    """
+    if topology.master_node is not None:
+        return 0.0
+    slowest = min(min(link.up, link.down) for link in topology.uplinks.values())
+    count = len(topology.workers)
+    return 2 * (count - 1) / count * summed / slowest

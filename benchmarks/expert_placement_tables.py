@@ -15,18 +15,19 @@ from script import table
 def markdown(result: Mapping[str, Any]) -> str:
     """Render the tables."""
     setup = (
-        f"{result['hardware']}. Three network namespaces with two workers each; {result['between_mb_s']:g} MB/s "
-        f"between nodes, shared by a node's workers, {result['local_mb_s']:g} MB/s within; bf16; LoRA r=4 on q and v. "
-        f"{result['rounds']} turns of {result['steps']} step(s) of each method, medians of seconds and means of "
+        f"{result['hardware']}. Three network namespaces with two workers each; links between nodes, shared by a "
+        "node's workers, are a sixteenth as fast as those within; bf16; LoRA r=4 on q and v. "
+        f"{_turns(result['cases'])} of each method, medians of seconds and means of "
         f"bytes; {result['minutes']:.0f} minutes."
     )
     columns = (
-        "Against: expert parallelism with expert e on worker e mod N. Bytes are those between nodes, rows and "
+        "In brackets: entropy of experts' use, of its largest value. Against: expert parallelism with expert e on "
+        "worker e mod N. Bytes are those between nodes, rows and "
         "results, by the exchange's counters. Compute: seconds of a step over links without limits, over those of a "
         "step. Interface: bytes without packets' headers that the nodes' uplinks counted, over what was sent and the "
         "adapters' gradients."
     )
-    lines = [setup, "", columns]
+    lines = [setup, "", *_summary(result["cases"]), columns]
     for case in result["cases"]:
         lines += ["", _heading(case), ""]
         usual = case["methods"].get("ep")
@@ -52,10 +53,51 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _turns(cases: Sequence[Mapping[str, Any]]) -> str:
+    found = sorted({(case["rounds"], case["steps"]) for case in cases})
+    return " or ".join(f"{rounds} turns of {steps} step{'s' * (steps > 1)}" for rounds, steps in found)
+
+
+def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Bytes and seconds of all methods against expert parallelism, a table for each number of slots."""
+    lines: list[str] = []
+    for slack in sorted({case["slack"] for case in cases}):
+        own = [case for case in cases if case["slack"] == slack and "ep" in case["methods"]]
+        names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in own)]
+        rows = [
+            (
+                METHODS[name],
+                *(
+                    ", ".join(_less(_of(case, name, key), _of(case, "ep", key)) for key in _MEASURED)
+                    for case in own
+                ),
+            )
+            for name in names
+        ]
+        headings = [f"{_slots(slack)}: bytes, seconds against EP", *(_named(case) for case in own)]
+        lines += [*table(" | ".join(headings), rows), ""]
+    return lines
+
+
+_MEASURED = ("mean_bytes", "median_s")
+
+
+def _of(case: Mapping[str, Any], method: str, key: str) -> float:
+    return float(case["methods"][method][key])
+
+
+def _named(case: Mapping[str, Any]) -> str:
+    return f"{case['case']} ({case['entropy']:.2f})"
+
+
+def _slots(slack: float) -> str:
+    return "no slot to spare" if slack == 1 else f"{slack:g} slots for each expert"
+
+
 def _heading(case: Mapping[str, Any]) -> str:
-    slots = "no slot to spare" if case["slack"] == 1 else f"{case['slack']:g} slots for each expert"
     return (
-        f"**{case['case']}, {slots}** ({case['tokens']} tokens in a step; entropy of experts' use "
+        f"**{case['case']}, {_slots(case['slack'])}** ({case['between_mb_s']:g} MB/s between nodes, "
+        f"{case['local_mb_s']:g} MB/s within; {case['tokens']} tokens in a step; entropy of experts' use "
         f"{case['entropy']:.3f} of its largest)"
     )
 
@@ -79,6 +121,13 @@ def _checks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         f"every step. Interfaces differ by {interface:.1%} at most, predicted bytes by {bytes_off:.1%}, predicted "
         f"seconds by {max(off):.1%} (median {statistics.median(off):.1%}; {within} of {len(off)} within 10%)."
     )
+    shares = [case["methods"]["ep"]["compute_share"] for case in cases if "ep" in case["methods"]]
+    if shares:
+        every = sorted(one["compute_share"] for one in own)
+        said += (
+            f" Computing takes {min(shares):.0%} to {max(shares):.0%} of the steps of expert parallelism, at most "
+            f"{every[-1]:.0%} of any method's, and at most 30% in {sum(one <= 0.3 for one in every)} of {len(every)}."
+        )
     return [said]
 
 
@@ -121,38 +170,53 @@ def draw(result: Mapping[str, Any], output: Path) -> None:
 def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
     from matplotlib import pyplot
 
-    figure, both = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True)
+    slacks = sorted({case["slack"] for case in cases})
+    figure, every = pyplot.subplots(
+        2,
+        len(slacks),
+        figsize=(6.5 * len(slacks), 6),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        layout="constrained",
+    )
     names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in cases)]
     width = 0.8 / len(names)
-    for axes, key, label in zip(
-        both, ("mean_bytes", "median_s"), ("bytes between nodes", "seconds"), strict=True
-    ):
-        for i, name in enumerate(names):
-            places = [j + (i - len(names) / 2 + 0.5) * width for j in range(len(cases))]
-            values = [case["methods"][name][key] / case["methods"]["ep"][key] for case in cases]
-            axes.bar(places, values, width, label=METHODS[name])
-        axes.axhline(1, color="grey", linewidth=0.8)
+    for column, slack in enumerate(slacks):
+        own = [case for case in cases if case["slack"] == slack]
+        for axes, key in zip(every[:, column], ("mean_bytes", "median_s"), strict=True):
+            for i, name in enumerate(names):
+                places = [j + (i - len(names) / 2 + 0.5) * width for j in range(len(own))]
+                values = [case["methods"][name][key] / case["methods"]["ep"][key] for case in own]
+                axes.bar(places, values, width, label=METHODS[name])
+            axes.axhline(1, color="grey", linewidth=0.8)
+        every[0][column].set_title(f"{slack:g} slots for each expert", fontsize=9)
+        every[1][column].set_xticks(range(len(own)), [case["case"] for case in own], fontsize=8)
+    for axes, label in zip(every[:, 0], ("bytes between nodes", "seconds"), strict=True):
         axes.set_ylabel(f"{label}, of e mod N's")
-    both[0].legend(fontsize=7, ncols=3)
-    both[1].set_xticks(
-        range(len(cases)), [f"{case['case']}\n{case['slack']:g}x slots" for case in cases], fontsize=7
-    )
-    figure.tight_layout()
+    handles, labels = every[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=3)
     figure.savefig(file, metadata={"Date": None})
 
 
 def _draw_traffic(traffic: Mapping[str, Mapping[str, Sequence[float]]], file: Path) -> None:
     from matplotlib import pyplot
 
-    figure, every = pyplot.subplots(1, len(traffic), figsize=(5 * len(traffic), 3.5), squeeze=False)
-    for axes, (case, methods) in zip(every[0], traffic.items(), strict=True):
+    columns = min(3, len(traffic))
+    rows = -(-len(traffic) // columns)
+    figure, every = pyplot.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False)
+    for axes in every.flat[len(traffic) :]:
+        axes.set_axis_off()
+    for axes, (case, methods) in zip(every.flat, traffic.items(), strict=False):
         for name, sizes in methods.items():
             style = "--" if team_of(name) == "ep" else "-"
             axes.plot([size / 1e6 for size in sizes], style, label=METHODS[name], linewidth=1)
         axes.set_title(case, fontsize=9)
-        axes.set_xlabel("step")
-        axes.set_ylabel("MB between nodes in a step")
         axes.set_ylim(bottom=0)
+    for axes in every[:, 0]:
+        axes.set_ylabel("MB between nodes")
+    for axes in every[-1]:
+        axes.set_xlabel("step")
     every[0][0].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})

@@ -6,6 +6,7 @@ It reads one JSON object a line from standard input and answers each with one on
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -98,6 +99,7 @@ class Worker:
             placements: Method to [L][E] workers.
         """
         self.methods.clear()
+        _release()
         tokens, pairs = _read(records)
         shared: dict[str, Tensor] = {}
         for name, ranks in placements.items():
@@ -168,6 +170,7 @@ class Worker:
 
     def profile(self, backbone: str, records: str) -> dict[str, Any]:
         """Count which experts the records select; for a team of one."""
+        _release()
         tokens, pairs = _read(records)
         loaded = Backbone.load(backbone, self.parallel, torch.bfloat16)
         found = profile_tasks(loaded, {"task": Records(pairs).as_dataset()}, tokens.numel())
@@ -192,6 +195,7 @@ class Worker:
             placements: Method to [L][E] workers.
             nodes: Of each worker.
         """
+        _release()
         own = Worker(self.parallel, nodes)
         tokens, pairs = _read(records)
         engine = Engine(Backbone.load(backbone, self.parallel, torch.bfloat16), self.parallel)
@@ -226,6 +230,12 @@ class Worker:
             "up": found.up,
             "down": found.down,
         }
+
+
+def _release() -> None:
+    """Free models of earlier cases: engines are in reference cycles, and few objects are made that would start it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -4,8 +4,11 @@ A transfer is one of the four of a layer: tokens to the workers and results back
 gradients back. Each takes as long as its slowest link: a pair of processes by itself, or the uplink or downlink that
 all pairs of a node share.
 
-A master's workers answer one after the other, each as soon as it has its rows: on shared links, answers travel while
-other rows are still on their way. There only the last answer comes on top, over the link of one pair.
+A master's workers answer each as soon as it has its rows, so that answers travel while other rows are still on their
+way. How much comes on top depends on how messages share a link. One after the other: the largest answer. Evenly: once
+the m-th largest message has arrived, all smaller ones and m times its bytes have left, and no more than the m largest
+answers are still to come, so m times the m-th largest comes on top, for the worst m; all answers if they are equally
+large. TCP connections that begin at once get uneven shares, which nobody knows: the middle of both is taken.
 """
 
 from __future__ import annotations
@@ -100,8 +103,17 @@ class Links:
             outward = max(outward, left / up, entered / down)
             both_ways = max(both_ways, entered / up, left / down)
         if self.answers_overlap:
+            inward = max(inward, answers_on_top(visits[0] * self.shared_seconds))
             return float(2.0 * (max(outward, both_ways) + inward))
         return float(2.0 * (outward + max(inward, both_ways)))
+
+    @property
+    def shared_seconds(self) -> Floats:
+        """[N] seconds on the link of a master's node if all tokens visit the worker; 0 beside the master."""
+        node = self.sender_nodes[0]
+        if not self.answers_overlap or node not in self.shared:
+            return np.zeros(len(self.worker_nodes))
+        return np.asarray(self.away[0] * self.bytes_sent[0] / min(self.shared[node]))
 
     @property
     def answers_overlap(self) -> bool:
@@ -128,6 +140,20 @@ class Links:
     @staticmethod
     def _on(nodes: Sequence[str], node: str) -> np.ndarray:
         return np.array([name == node for name in nodes])
+
+
+def answers_on_top(seconds: Floats) -> Floats:
+    """Seconds that answers over a shared link need beyond those of the rows: the middle of the least and the most.
+
+    Args:
+        seconds: [N, ...] that each answer takes alone.
+
+    Returns:
+        [...]
+    """
+    order = np.arange(len(seconds), 0, -1).reshape(-1, *[1] * (seconds.ndim - 1))
+    smallest_first = np.sort(seconds, axis=0)
+    return np.asarray(((smallest_first * order).max(axis=0) + smallest_first[-1]) / 2)
 
 
 def _without_idle(matrix: Floats) -> Floats:

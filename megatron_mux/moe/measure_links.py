@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_mux.moe.entries import Floats
 from megatron_mux.runtime import Parallel
 
-_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28
+_FIRST_BYTES, _MOST_BYTES = 1 << 15, 1 << 28
 _SMALL = 8
 """A transfer is compared with one of an eighth of its bytes: what both take alike is latency."""
 _REPEATS = 3

@@ -15,7 +15,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
-from megatron_mux.moe.links import Links, Traffic, links_of, paper_seconds
+from megatron_mux.moe.links import Links, Traffic, answers_on_top, links_of, paper_seconds
 from megatron_mux.moe.placement import Placement, has_replicas, to_owners
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
 from megatron_mux.moe.topology import Topology
@@ -29,13 +29,15 @@ class PlacementProblem:
     """What a solver needs to know. L: layers, E: experts, N: workers.
 
     A layer takes the sum, over groups of links, of the longest time of a link in the group, plus the longest compute of
-    a worker. Seconds of a link are a row of `link_seconds` times the layer's visits.
+    a worker. Seconds of a link are a row of `link_seconds` times the layer's visits. The first N links of each group
+    are those of single workers. The last group takes longer if answers share a link: see `links`.
 
     Attributes:
         access: [L][E] probability that a token selects the expert.
         capacities: [N] experts that a worker can hold over all layers.
         link_seconds: [links][N] seconds for each worker that all tokens visit, each group after the other.
         groups: Index of the first row of each group in `link_seconds`.
+        sharing: [N] seconds of a worker's answer on a link that a master's answers share, over those on its own link.
         compute_seconds: [N] seconds of compute if every token selects one expert on the worker.
         sets: [L] sets of experts that tokens select; None: each selected expert is a visit of its own (`vela`).
         links: The links, for placements with replicas.
@@ -46,6 +48,7 @@ class PlacementProblem:
     capacities: Ints
     link_seconds: Floats
     groups: tuple[int, ...]
+    sharing: Floats
     compute_seconds: Floats
     sets: tuple[RoutedSets, ...] | None
     links: Links
@@ -96,11 +99,20 @@ class PlacementProblem:
         Returns:
             [...]
         """
-        times = visits @ self.link_seconds.T
-        return np.asarray(
-            np.maximum.reduceat(times, self.groups, axis=-1).sum(axis=-1)
-            + (rows * self.compute_seconds).max(axis=-1)
-        )
+        times = np.moveaxis(visits @ self.link_seconds.T, -1, 0)
+        return np.asarray(self.transfer_seconds(times) + (rows * self.compute_seconds).max(axis=-1))
+
+    def transfer_seconds(self, times: Floats) -> Floats:
+        """[...] seconds of a layer's transfers, from those of each link, [links, ...]."""
+        parts = np.maximum.reduceat(times, self.groups, axis=0)
+        if self.sharing.any():
+            parts[-1] = np.maximum(parts[-1], answers_on_top(self.shared_answers(times)))
+        return np.asarray(parts.sum(axis=0))
+
+    def shared_answers(self, times: Floats) -> Floats:
+        """[N, ...] seconds of each worker's answer on the link that answers share; `times` is [links, ...]."""
+        own = times[self.groups[-1] :][: self.workers]
+        return own * self.sharing.reshape(-1, *[1] * (own.ndim - 1))
 
     def layer_cost(self, layer: int, owners: Ints) -> float:
         """Seconds of a layer; `owners` is [E]."""
@@ -176,9 +188,12 @@ def make_problem(
     if objective == "vela":
         seconds, groups = np.diag(paper_seconds(topology, traffic)), [0]
         compute, sets = np.zeros(len(topology.workers)), None
+        sharing = np.zeros(len(topology.workers))
     elif objective == "full":
         outward, inward = links.matrices()
         seconds, groups = 2.0 * np.concatenate([outward, inward]), [0, len(outward)]
+        own, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
+        sharing = np.divide(shared, own, out=np.zeros_like(shared), where=shared > 0)
         compute, sets = traffic.tokens * topology.row_seconds, sets_of(profile, seed)
     else:
         raise UserError(f"objective: must be vela or full, got {objective!r}")
@@ -187,6 +202,7 @@ def make_problem(
         topology.capacities,
         seconds,
         tuple(groups),
+        sharing,
         compute,
         sets,
         links,

@@ -72,10 +72,7 @@ class SearchState:
 
     def _score(self, times: Floats, computes: Floats) -> Floats:
         """[...] scores of layers with these seconds: [links, ...] and [N, ...]."""
-        ends = (*self.problem.groups[1:], len(times))
-        slowest = sum(
-            times[first:end].max(axis=0) for first, end in zip(self.problem.groups, ends, strict=True)
-        )
+        slowest = self.problem.transfer_seconds(times)
         others = np.sqrt(np.einsum("i...,i...->...", times, times) / len(times))
         return np.asarray(slowest + computes.max(axis=0) + _TIE * others)
 
@@ -99,6 +96,10 @@ class SearchState:
         for first, last in zip(starts[:-1], starts[1:], strict=True):
             slowest = times[first:last] >= times[first:last].max() * (1 - 1e-9)
             used |= self._matrix[first:last][slowest].any(axis=0)
+        answers = self.problem.shared_answers(times)
+        worst = answers * (1 + np.argsort(np.argsort(-answers)))
+        if worst.max() >= times[starts[-2] :].max():
+            used |= answers >= answers[worst.argmax()]
         if self._computes:
             seconds = self._rows[layer] * self.problem.compute_seconds
             used |= seconds >= seconds.max() * (1 - 1e-9)

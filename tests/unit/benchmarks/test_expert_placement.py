@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +47,57 @@ def test_routers_select_experts_as_zipfs_law_says() -> None:
 
 
 def test_bytes_on_a_ring() -> None:
-    from expert_placement import _ring_bytes
+    from expert_placement_bench import _ring_bytes
 
     # Of six processes on three nodes, three pass on to another node, each ten sixths of what is summed.
     assert _ring_bytes(600, "aabbcc") == pytest.approx(3 * 1000)
     assert _ring_bytes(600, "aaa") == 0
+
+
+def test_cases_are_added_to_those_that_the_file_has(tmp_path: Path) -> None:
+    from expert_placement_results import Results
+
+    def case(name: str, slack: float, seconds: float) -> dict[str, Any]:
+        return {"case": name, "slack": slack, "seconds": seconds}
+
+    def opened() -> Results:
+        return Results("a machine", ["movie", "zipf-0.8"], tmp_path / "result.json")
+
+    first = opened()
+    first.links(0.5, 8)["ep"] = {"up": 5e5}
+    first.add_case(case("zipf-0.8", 1.0, 3.0))
+    second = opened()
+    assert second.links(0.5, 8) == {"ep": {"up": 5e5}} and second.links(1, 16) == {}
+    assert (
+        second.case("zipf-0.8", 1.0) == case("zipf-0.8", 1.0, 3.0) and second.case("zipf-0.8", 1.25) is None
+    )
+    second.add_case(case("movie", 1.25, 2.0))
+    second.add_case(case("movie", 1.0, 2.0))
+    second.add_case(case("zipf-0.8", 1.0, 4.0))
+    found = [tuple(own.values()) for own in opened().content["cases"]]
+    assert found == [("movie", 1.0, 2.0), ("movie", 1.25, 2.0), ("zipf-0.8", 1.0, 4.0)]
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_process_that_ended_is_reported_with_what_it_printed(tmp_path: Path, reads_first: bool) -> None:
+    from expert_placement_cluster import Member, ProcessEnded, Team
+
+    class Killed:
+        def wait(self) -> int:
+            return -signal.SIGKILL
+
+    (tmp_path / "errors").write_text("loading\nMemoryError\n")
+    command_read, command_write = os.pipe()
+    answer_read, answer_write = os.pipe()
+    os.close(answer_write)
+    if not reads_first:
+        os.close(command_read)
+    with os.fdopen(answer_read) as answers:
+        commands = os.fdopen(command_write, "w")
+        team = Team("single", (Member(Killed(), commands, answers, tmp_path / "errors"),))
+        with pytest.raises(ProcessEnded, match=r"(?s)process 0 of single.*SIGKILL.*'trace'.*MemoryError"):
+            team.ask("trace")
+        with contextlib.suppress(BrokenPipeError):
+            commands.close()
+    if reads_first:
+        os.close(command_read)

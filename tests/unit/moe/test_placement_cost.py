@@ -11,7 +11,7 @@ import pytest
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
-from megatron_mux.moe.links import Traffic, links_of
+from megatron_mux.moe.links import Traffic, answers_on_top, links_of
 from megatron_mux.moe.placement import Placement, from_owners
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
@@ -97,6 +97,11 @@ def written_out(problem: PlacementProblem, topology: Topology, placement: Placem
             out += [left / link.up, entered / link.down]
             # A master's workers answer while others' rows are on their way.
             (back if master is None else out).extend([entered / link.up, left / link.down])
+        if master is not None and master in topology.uplinks:
+            link = topology.uplinks[master]
+            away = sorted((float(pair[0, n]) for n, name in enumerate(names) if name != master), reverse=True)
+            even = max(m * size for m, size in enumerate(away, start=1))
+            back.append((away[0] + even) / 2 / min(link.up, link.down))
         compute = max(rows[n] * topology.workers[n].seconds_per_row for n in range(len(names)))
         seconds += 2 * max(out) + 2 * max(back) + compute
         crossing += 4 * sum(float(pair[s, n]) for s, n in every if senders[s][1] != names[n]) / 100
@@ -125,7 +130,8 @@ def test_links_take_as_long_by_sender_as_all_together() -> None:
         links = links_of(make_topology([2, 1, 3], 9, master_node=master), TRAFFIC)
         visits = np.random.default_rng(0).uniform(0, 1, 6)
         outward, inward = links.matrices()
-        together = 2 * (outward @ visits).max() + 2 * (inward @ visits).max()
+        back = max((inward @ visits).max(), float(answers_on_top(visits * links.shared_seconds)))
+        together = 2 * (outward @ visits).max() + 2 * back
         assert links.seconds(np.tile(visits, (len(links.senders), 1))) == pytest.approx(together, rel=1e-12)
 
 
@@ -194,3 +200,27 @@ def test_an_unknown_objective_and_too_few_slots_are_refused() -> None:
         make_problem(make_profile(1, 4), make_topology([1], 4), TRAFFIC, "bytes")
     with pytest.raises(UserError, match="capacity of 3 experts together"):
         make_problem(make_profile(1, 4), make_topology([1], 3), TRAFFIC, "vela")
+
+
+def shared_evenly(sizes: list[float]) -> float:
+    """When all answers are back if messages on a link share it evenly, and answers go over another one."""
+    forth, now = dict(enumerate(sizes)), 0.0
+    back: dict[int, float] = {}
+    while forth or back:
+        step = min(len(link) * min(link.values()) for link in (forth, back) if link)
+        now += step
+        arrived = []
+        for link in (forth, back):
+            for message in [*link]:
+                link[message] -= step / len(link)
+            arrived.append([message for message in link if link[message] < 1e-12])
+        back = {message: left for message, left in back.items() if message not in arrived[1]}
+        back |= {message: sizes[message] for message in arrived[0]}
+        forth = {message: left for message, left in forth.items() if message not in arrived[0]}
+    return now
+
+
+@pytest.mark.parametrize("sizes", [[1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 9.0], [5.0, 0.5, 4.0, 4.5, 0.1]])
+def test_answers_on_top_are_between_messages_in_turn_and_evenly_shared_links(sizes: list[float]) -> None:
+    in_turn, evenly = sum(sizes) + max(sizes), shared_evenly(sizes)
+    assert sum(sizes) + float(answers_on_top(np.array(sizes))) == pytest.approx((in_turn + evenly) / 2)
