@@ -106,7 +106,7 @@ def topology_of_hosts(parallel: Parallel, room: Sequence[int], measured: bool) -
         workers=workers,
         bandwidth=found.bandwidth[np.ix_(group[first:], group[first:])].tolist(),
         master_node=master_node,
-        master_bandwidth=_both_ways(found.bandwidth, group).tolist() if first else None,
+        master_bandwidth=_both_ways(found.bandwidth, group) if first else None,
         uplinks={
             node: Uplink(up=found.up[node], down=found.down[node])
             for node in {hosts[rank] for rank in group}
