@@ -49,7 +49,8 @@ class Batches(dict[Any, Any]):
 def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
     if not training:
         return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, 3, 7, failed)  # type: ignore[list-item]
-    finalizer: Any = SimpleNamespace(failed=failed, tokens=[{}], buckets=[0], tasks={}, parallel=parallel())
+    known: dict[str, Any] = {"tokens": [{}], "buckets": [0], "tasks": {}, "coefficients": {}}
+    finalizer: Any = SimpleNamespace(failed=failed, parallel=parallel(), **known)
     batches: Any = Batches()
     return TrainingCompute(stages, batches, finalizer, exchange=None)  # type: ignore[arg-type]
 
