@@ -204,7 +204,8 @@ def _draw_traffic(traffic: Mapping[str, Mapping[str, Sequence[float]]], file: Pa
 
     columns = min(3, len(traffic))
     rows = -(-len(traffic) // columns)
-    figure, every = pyplot.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False)
+    size = (4 * columns, 2.8 * rows + 0.6)
+    figure, every = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axes in every.flat[len(traffic) :]:
         axes.set_axis_off()
     for axes, (case, methods) in zip(every.flat, traffic.items(), strict=False):
@@ -217,6 +218,6 @@ def _draw_traffic(traffic: Mapping[str, Mapping[str, Sequence[float]]], file: Pa
         axes.set_ylabel("MB between nodes")
     for axes in every[-1]:
         axes.set_xlabel("step")
-    every[0][0].legend(fontsize=6)
-    figure.tight_layout()
+    handles, labels = every[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=4)
     figure.savefig(file, metadata={"Date": None})

@@ -156,15 +156,14 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.meshes import possible_meshes
+    from megatron_mux.fusion.meshes import adapts_experts, possible_meshes
     from megatron_mux.fusion.plan_tables import print_meshes, print_plan
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.task_setup import open_tasks
 
     given = [getattr(arguments, name) for name in _DEGREES]
     if arguments.gpus is not None and any(value is not None for value in given):
-        flags_of_mesh = ", ".join(f"--{name.replace('_', '-')}" for name in _DEGREES)
-        raise UserError(f"--gpus: chooses how ranks are divided: leave out {flags_of_mesh}")
+        raise UserError(f"--gpus: chooses how ranks are divided: leave out {_flags_of(_DEGREES)}")
     if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
         raise UserError("--virtual-stages: needs --stages of at least 2")
     if arguments.subgraphs and arguments.gpus is None and (arguments.tensor_parallel or 1) == 1:
@@ -173,12 +172,16 @@ def run(arguments: argparse.Namespace) -> None:
         )
     specs = load_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone)
+    if arguments.subgraphs:
+        info.shape.refuse_latent("--subgraphs")
+        info.shape.refuse_experts("--subgraphs")
     tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
-        meshes = [_mesh(arguments, info)]
+        meshes = [_mesh(arguments, info, loads)]
     else:
-        meshes = possible_meshes(info.shape, arguments.gpus, arguments.virtual_stages)
+        whole = adapts_experts(loads.values())
+        meshes = possible_meshes(info.shape, arguments.gpus, arguments.virtual_stages, whole)
     # The modules loaded by now live until the end: without this, one collection of garbage while plans are compared
     # takes 0.3 s to look at them.
     gc.freeze()
@@ -204,7 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"run it with: {_command(arguments, planner.context)}")
 
 
-def _mesh(arguments: argparse.Namespace, info: Any) -> Mesh:
+def _mesh(arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad]) -> Mesh:
     """The mesh that the flags ask for.
 
     Raises:
@@ -212,6 +215,7 @@ def _mesh(arguments: argparse.Namespace, info: Any) -> Mesh:
     """
     from megatron_mux.expert_ranks import size_problems
     from megatron_mux.fusion.mesh import Mesh
+    from megatron_mux.fusion.meshes import adapts_experts
 
     stages, tensor, data, expert, expert_tensor, managers = (
         getattr(arguments, name) or 0 for name in _DEGREES
@@ -222,17 +226,33 @@ def _mesh(arguments: argparse.Namespace, info: Any) -> Mesh:
             mesh, expert=expert or 1, expert_tensor=expert_tensor or mesh.tensor, managers=managers
         )
     elif expert or expert_tensor or managers:
-        raise UserError(f"--expert-...: a {info.shape.family} has no experts: remove these flags")
+        given = [name for name in _DEGREES if name.startswith("expert") and getattr(arguments, name)]
+        raise UserError(f"{_flags_of(given)}: a {info.shape.family} has no experts: remove it")
     divided = (mesh.expert, mesh.expert_tensor or 1)
     info.check_parallel(mesh.tensor, mesh.pipeline * arguments.virtual_stages, *divided)
     if managers and mesh.ranks > managers + 1:
-        raise UserError("--expert-managers: their master is one rank: leave out the other degrees")
+        given = [name for name in _DEGREES[:-1] if getattr(arguments, name)]
+        raise UserError(f"--expert-managers: their master is one rank: leave out {_flags_of(given)}")
     problems = size_problems(mesh.ranks - managers, mesh.tensor, mesh.pipeline, *divided)
     if problems:
         raise UserError(*problems)
     if mesh.tensor > 1 and mesh.expert_tensor is not None and not arguments.sequence_parallel:
         raise UserError("--tensor-parallel: with experts it needs --sequence-parallel: add it")
+    if (mesh.expert_tensor or 1) > 1 and adapts_experts(loads.values()):
+        raise UserError(
+            "--tensor-parallel: some task adapts routed experts, which tensor ranks cannot divide then: add "
+            "--expert-tensor-parallel 1"
+        )
+    if arguments.memory_limit and not mesh.predicts_memory:
+        raise UserError(
+            "--memory-limit: memory is not predicted for expert managers, nor where tensor ranks hold whole experts "
+            "without --expert-parallel: leave it out"
+        )
     return mesh
+
+
+def _flags_of(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _plans(
@@ -343,7 +363,7 @@ def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
         words.append("--bf16" if arguments.bf16 else "--mux-fp32")
     if arguments.backbone_weights != "resident":
         words.append(f"--mux-backbone-weights {arguments.backbone_weights}")
-    if context.sequence_parallel:
+    if context.sequence_parallel and context.mesh.expert_tensor is None:  # else among the mesh's own
         words.append("--sequence-parallel")
     if arguments.memory_limit:
         words.append(f"--mux-memory-limit {arguments.memory_limit}")

@@ -56,7 +56,7 @@ class ExpertFiles:
         layers = experts.layers(shape.layers)
         model = identity(BackboneInfo(Path(), shape, "", {}))  # by its config: weights are not needed
         if self.placement is not None:
-            file = read_placement(self.placement, model)
+            file = read_placement(self.placement, model, workers_are="expert ranks")
             rows = dict(zip(layers, file.placement, strict=True))
             placement = Placement(file.workers, rows, file.nodes or ())
         if self.profile is not None:

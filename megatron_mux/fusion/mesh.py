@@ -45,6 +45,12 @@ class Mesh:
         return self._expert_ranks > self.tensor
 
     @property
+    def predicts_memory(self) -> bool:
+        """Whether closed forms know its memory: not that of expert managers and their master, nor of tensor ranks that
+        hold more of the experts than their part."""
+        return not self.managers and (self.expert_tensor is None or self._expert_ranks >= self.tensor)
+
+    @property
     def _expert_ranks(self) -> int:
         """Ranks that together hold each expert once."""
         return self.expert * (self.expert_tensor or 1)
@@ -60,6 +66,17 @@ class Mesh:
         return self.stages // self.pipeline
 
     @property
+    def description(self) -> str:
+        """How ranks are divided, for people."""
+        words = [f"{self.tensor} tensor rank(s)", f"{self.data} pipeline(s)"]
+        if self.managers:
+            words.append(f"{self.managers} expert manager(s)")
+        elif self.expert_tensor is not None:
+            shared = f" of {self.expert_tensor} tensor ranks each" if self.expert_tensor > 1 else ""
+            words.append(f"{self.expert} expert rank(s){shared}")
+        return ", ".join(words)
+
+    @property
     def flags(self) -> list[str]:
         """Command-line flags of a run; data parallelism follows from the number of processes."""
         words = []
@@ -71,6 +88,8 @@ class Mesh:
             words += ["--expert-model-parallel-size", str(self.expert)]
         if self.expert_tensor not in (None, self.tensor):
             words += ["--expert-tensor-parallel-size", str(self.expert_tensor)]
+        if self.tensor > 1 and self.expert_tensor is not None:
+            words.append("--sequence-parallel")
         if self.managers:
             words += ["--mux-expert-managers", str(self.managers)]
         return words

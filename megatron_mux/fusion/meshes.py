@@ -1,31 +1,48 @@
-"""The ways to divide ranks that a backbone allows."""
+"""The ways to divide ranks that a backbone and its tasks allow."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from megatron_mux.base_ops import EXPERT_OPS
+from megatron_mux.expert_ranks import size_problems
+from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.shape import BackboneShape
 
 
-def possible_meshes(shape: BackboneShape, ranks: int, virtual: int = 1) -> list[Mesh]:
-    """List the ways to divide so many ranks. Experts are divided among pipelines, each of them as layers are.
+def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
+    """Whether some task has adapters on routed experts, whose matrices tensor ranks then do not divide."""
+    return any(site.op in EXPERT_OPS for load in loads for site in load.ops)
+
+
+def possible_meshes(
+    shape: BackboneShape, ranks: int, virtual: int = 1, whole_experts: bool = False
+) -> list[Mesh]:
+    """List the ways to divide so many ranks.
 
     Args:
         shape: The backbone's.
         ranks: Number of ranks.
         virtual: Pipeline stages of each rank, where there are several ranks to a pipeline.
+        whole_experts: Whether tensor ranks may not divide an expert; else they divide each as they do layers.
     """
     found = []
     for tensor in _divisors(ranks):
         for pipeline in _divisors(ranks // tensor):
-            data = ranks // (tensor * pipeline)
             stages = pipeline * (virtual if pipeline > 1 else 1)
+            mesh = Mesh(tensor, pipeline, ranks // (tensor * pipeline))
             if shape.experts is None:
                 if not shape.parallel_problems(tensor, stages):
-                    found.append(Mesh(tensor, pipeline, data))
+                    found.append(mesh)
                 continue
-            for expert in _divisors(data):
-                if not shape.parallel_problems(tensor, stages, expert, tensor):
-                    found.append(Mesh(tensor, pipeline, data, expert=expert, expert_tensor=tensor))
+            share = 1 if whole_experts else tensor
+            for expert in _divisors(ranks // (pipeline * share)):
+                if not (
+                    shape.parallel_problems(tensor, stages, expert, share)
+                    or size_problems(ranks, tensor, pipeline, expert, share)
+                ):
+                    found.append(Mesh(tensor, pipeline, mesh.data, expert=expert, expert_tensor=share))
     return found
 
 

@@ -23,9 +23,7 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
     """
     console = make_console()
     layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
-    table = Table(
-        title=f"{plan.stages} stage(s){layers} x {plan.tensor} tensor rank(s) x {plan.data} pipeline(s)"
-    )
+    table = Table(title=f"{plan.stages} stage(s){layers} x {plan.mesh.description}")
     for column in (
         "bucket",
         "hybrid task",
@@ -70,9 +68,12 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
         f"share of padding: {shares['plan']:.1%}; if padded within each task "
         f"{shares['within_tasks']:.1%}, to the longest of all {shares['zero_padded']:.1%}"
     )
-    memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
-    limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
-    console.print(f"predicted memory of each stage: {memory}{limit} GiB")
+    if plan.memory_bytes:
+        memory = ", ".join(f"{count / (1 << 30):.2f}" for count in plan.memory_bytes)
+        limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
+        console.print(f"predicted memory of each stage: {memory}{limit} GiB")
+    else:
+        console.print("memory is not predicted for experts that are divided so")
     console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
 
 
@@ -89,12 +90,13 @@ def print_meshes(plans: Sequence[tuple[Plan, str]], refused: Mapping[Mesh, str])
     table = Table(title="ways to divide the ranks")
     for column in (*columns, "flags"):
         table.add_column(column, justify="left" if column == "flags" else "right")
-    shown = [
-        (f"{plan.predicted_latency_s:.4g}", f"{max(plan.memory_bytes) / (1 << 30):.2f}", words)
-        for plan, words in plans
-    ]
+    shown = [(f"{plan.predicted_latency_s:.4g}", _most_memory(plan), words) for plan, words in plans]
     shown += [("-", "-", f"does not fit: {why}") for why in refused.values()]
     for mesh, cells in zip(meshes, shown, strict=True):
         degrees = (mesh.tensor, mesh.pipeline, mesh.data, *[mesh.expert] * experts)
         table.add_row(*map(str, degrees), *cells)
     make_console().print(table)
+
+
+def _most_memory(plan: Plan) -> str:
+    return f"{max(plan.memory_bytes) / (1 << 30):.2f}" if plan.memory_bytes else "not predicted"

@@ -205,7 +205,8 @@ class Planner:
         return [None, *sorted(size for size in sizes if size < longest)]
 
     def _with_predictions(self, evaluator: PlanEvaluator, found: Evaluation) -> Plan:
-        plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=found.memory)
+        memory = found.memory if self.context.mesh.predicts_memory else ()
+        plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=memory)
         return self._described(evaluator.with_launch_orders(plan))
 
     def _described(self, plan: Plan) -> Plan:

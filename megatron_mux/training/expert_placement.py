@@ -104,7 +104,12 @@ def kind_of_workers(managers: int) -> WorkerKind:
 
 
 def placement_on_managers(
-    file: Path | None, capacity: Sequence[int], info: BackboneInfo, managers: int, continued: bool
+    file: Path | None,
+    capacity: Sequence[int],
+    info: BackboneInfo,
+    managers: int,
+    continued: bool,
+    kept: bool = False,
 ) -> tuple[Placement, list[str]]:
     """Which expert managers hold which experts: manager n is expert rank n, and worker n - 1 of a placement file.
 
@@ -115,6 +120,7 @@ def placement_on_managers(
         managers: How many there are.
         continued: Whether the run continues a save: then the file and the capacities may be for more managers, of
             which the first are left, and the experts of those that are gone go where there is most room.
+        kept: Whether the run itself has kept the file: then experts that no longer fit go there, too.
 
     Returns:
         The placement, and what a user should know.
@@ -139,12 +145,16 @@ def placement_on_managers(
     else:
         found = read_placement(file, identity(info), replicas=False, workers_are="expert managers")
         gone = continued and found.workers > managers
-        if not gone:
+        if not gone and not kept:
             read_placement(file, workers=managers, capacities=np.array(room))
         wanted = [[one for (one,) in row] for row in found.placement]
         owners = _fitted(wanted, room)
         if gone:
             news.append(_moved(file, found.workers, wanted, owners, managers))
+        elif wanted != owners:
+            news.append(
+                f"{file}: some experts no longer fit where it has them, and go where there is most room"
+            )
     counts = Counter(owner for row in owners for owner in row)
     held_ = ", ".join(str(counts[manager]) for manager in range(managers))
     who = "the expert manager holds" if managers == 1 else f"{managers} expert managers hold"

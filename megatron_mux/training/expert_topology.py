@@ -106,7 +106,7 @@ def topology_of_hosts(parallel: Parallel, room: Sequence[int], measured: bool) -
         workers=workers,
         bandwidth=found.bandwidth[np.ix_(group[first:], group[first:])].tolist(),
         master_node=master_node,
-        master_bandwidth=_both_ways(found.bandwidth, group).tolist() if first else None,
+        master_bandwidth=_both_ways(found.bandwidth, group) if first else None,
         uplinks={
             node: Uplink(up=found.up[node], down=found.down[node])
             for node in {hosts[rank] for rank in group}
@@ -116,9 +116,10 @@ def topology_of_hosts(parallel: Parallel, room: Sequence[int], measured: bool) -
     return from_first(topology, parallel), _described(found, hosts, took)
 
 
-def _both_ways(bandwidth: Floats, group: Sequence[int]) -> Floats:
+def _both_ways(bandwidth: Floats, group: Sequence[int]) -> list[float]:
     """[N] bandwidth between the master, the first of a group, and each of the others."""
-    return np.minimum(bandwidth[group[0], group[1:]], bandwidth[group[1:], group[0]])
+    both: list[float] = np.minimum(bandwidth[group[0], group[1:]], bandwidth[group[1:], group[0]]).tolist()
+    return both
 
 
 def _described(found: MeasuredLinks, hosts: Sequence[str], seconds: float) -> str:

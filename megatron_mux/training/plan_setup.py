@@ -109,7 +109,7 @@ def _context(
         mesh_of(arguments, info, parallel),
         arguments.dtype.itemsize,
         arguments.recompute_granularity or "none",
-        memory_limit(arguments, parallel, say),
+        memory_limit(arguments, mesh_of(arguments, info, parallel), parallel, say),
         arguments.mux_align,
         arguments.mux_chunk_size,
         arguments.mux_micro_batches,
@@ -131,17 +131,28 @@ def mesh_of(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel) -> 
     return replace(mesh, expert=expert, expert_tensor=expert_tensor, managers=arguments.expert_managers)
 
 
-def memory_limit(arguments: MuxArguments, parallel: Parallel, say: Progress) -> float | None:
+def memory_limit(arguments: MuxArguments, mesh: Mesh, parallel: Parallel, say: Progress) -> float | None:
     """Bytes that a rank may use, the same on every rank; None: no limit. Every rank calls it.
 
     Only the planner keeps to a limit: by default the other policies have none.
 
     Args:
         arguments: The command line.
+        mesh: How the ranks are divided.
         parallel: This rank's place.
         say: Told of a limit that no flag asked for.
+
+    Raises:
+        UserError: A limit is asked for where memory is not predicted.
     """
     given = arguments.mux_memory_limit
+    if not mesh.predicts_memory:
+        if given not in ("auto", None):
+            raise UserError(
+                "--mux-memory-limit: memory is not predicted for expert managers, nor where tensor ranks hold whole "
+                "experts without --expert-model-parallel-size: remove it"
+            )
+        return None
     if given != "auto":
         return given
     own = device_memory(parallel.device) if arguments.mux_policy == "auto" else None

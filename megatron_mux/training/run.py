@@ -127,7 +127,9 @@ def _place_experts(
     if not arguments.expert_managers:
         return expert_placement(file, info, arguments.expert_model_parallel_size, capacities), []
     capacity = arguments.mux_expert_capacity if capacities is None else capacities.tolist()
-    return placement_on_managers(file, capacity, info, arguments.expert_managers, continued)
+    return placement_on_managers(
+        file, capacity, info, arguments.expert_managers, continued, kept=kept is not None
+    )
 
 
 def _join_world(

@@ -81,7 +81,12 @@ def test_a_plan_for_expert_ranks_is_followed_by_them_alone(
         (["--expert-parallel", "9", "--data-parallel", "9"], "experts cannot fill 9 expert ranks"),
         (["--expert-parallel", "2"], "does not divide the 1 processes"),
         (["--tensor-parallel", "2"], "needs --sequence-parallel"),
-        (["--expert-managers", "2", "--data-parallel", "2"], "--expert-managers: their master is one rank"),
+        (
+            ["--expert-managers", "2", "--data-parallel", "2"],
+            "their master is one rank: leave out --data-parallel",
+        ),
+        (["--expert-managers", "2", "--memory-limit", "1GiB"], "--memory-limit: memory is not predicted"),
+        (["--tensor-parallel", "2", "--subgraphs"], "--subgraphs does not know"),
     ],
 )
 def test_divisions_that_cannot_be(plan: Call, more: list[str], said: str) -> None:

@@ -21,7 +21,7 @@ from megatron_mux.memory.forms import expert_layer, latent_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.beginnings import BEGINS, First
 from megatron_mux.memory.kernel_scratch import flash
-from megatron_mux.memory.sdpa import AttentionCall, backward_scratch
+from megatron_mux.memory.sdpa import AttentionCall, Kernel, backward_scratch, kernel
 
 
 @dataclass(frozen=True)
@@ -179,14 +179,18 @@ class EngineLayer:
         grouped = a.heads != a.kv_heads
         changed = a.rotary or a.qk_norm
         short = self.short and not selective
-        values_copied = (self.one_kernel or short) and not selective
+        products = self._by_products and not selective
+        values_copied = (self.one_kernel or short or products) and not selective
         if short:
             yield from self.short_attention()
+        elif products:
+            yield Row("queries, and keys and values of every head", "columns", 3 * a.queries)
+            yield Row("attention's weights", "columns", a.heads * self.length)
         elif changed or grouped:
             yield Row("queries", "columns", a.queries)
-        if changed and not short:
+        if changed and not short and not products:
             yield Row("keys", "columns", a.keys)
-        if values_copied and not short:
+        if values_copied and not short and not products:
             yield Row("values", "columns", a.keys)
         normed = a.qk_norm and begins <= BEGINS["linear_qkv"]  # else nothing trained lies below them
         if normed or not ((changed or short) and values_copied):
@@ -198,6 +202,7 @@ class EngineLayer:
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
         if not selective and not short:
             yield Row("output of attention", "columns", a.queries)
+        if not selective and not short and not products:
             yield Row("log-sum-exp", "columns", a.heads, 4)
 
     def short_attention(self) -> Iterator[Row]:
@@ -213,6 +218,17 @@ class EngineLayer:
     def short(self) -> bool:
         """Whether attention is computed by products of short segments."""
         return self.device == "cpu" and self.length <= LONGEST and not self.prefixed
+
+    @property
+    def _by_products(self) -> bool:
+        """Whether a GPU has no kernel for attention: then PyTorch multiplies, and keeps attention's weights."""
+        return self.device == "cuda" and not self.one_kernel and kernel(self.gpu, self._call) == Kernel.MATH
+
+    @property
+    def _call(self) -> AttentionCall:
+        a, length = self.architecture, self.length
+        dtype = "float32" if self.size == 4 else "float64"
+        return AttentionCall(dtype, a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
 
     @property
     def one_kernel(self) -> bool:
@@ -284,6 +300,5 @@ class EngineLayer:
         if self.one_kernel:
             sizes = flash(length + 128, length, a.heads, a.kv_heads, a.head_dim, self.size)
         else:
-            asked = AttentionCall("float32", a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
-            sizes = backward_scratch(self.gpu, asked, 1)
+            sizes = backward_scratch(self.gpu, self._call, 1)
         return sum(one.size for one in sizes) / length

@@ -16,6 +16,7 @@ import torch
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.recompute import choose_recompute
@@ -45,9 +46,15 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-def limit(said: list[str], parallel: Any, given: Any = "auto", policy: str = "auto") -> float | None:
+def limit(
+    said: list[str],
+    parallel: Any,
+    given: Any = "auto",
+    policy: str = "auto",
+    mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
+) -> float | None:
     arguments: Any = SimpleNamespace(mux_memory_limit=given, mux_policy=policy)
-    return memory_limit(arguments, parallel, said.append)
+    return memory_limit(arguments, mesh, parallel, said.append)
 
 
 def test_a_gpu_has_what_it_has_less_a_margin(said: list[str]) -> None:
@@ -69,6 +76,14 @@ def test_without_a_planner_or_a_gpu_there_is_none(said: list[str]) -> None:
     assert limit(said, rank("cuda"), policy="spatial") is None
     assert limit(said, rank("cpu")) is None
     assert not said
+
+
+@pytest.mark.parametrize("mesh", [Mesh(managers=2, expert_tensor=1), Mesh(2, expert_tensor=1)])
+def test_there_is_none_where_memory_is_not_predicted(said: list[str], mesh: Mesh) -> None:
+    assert limit(said, rank("cuda"), mesh=mesh) is None
+    with pytest.raises(UserError, match="--mux-memory-limit: memory is not predicted"):
+        limit(said, rank("cuda"), 5 * GIB, mesh=mesh)
+    assert limit(said, rank("cuda"), 5 * GIB, mesh=Mesh(2, expert=2, expert_tensor=1)) == 5 * GIB
 
 
 def fits(context: PlanningContext, recompute: Recompute, limit: float) -> bool:

@@ -83,6 +83,15 @@ def test_short_attention_keeps_padded_tensors_and_weights_of_pairs() -> None:
     assert kept["attention's weights"] == 8 * 16 * 16 / 10
 
 
+def test_a_gpu_without_a_kernel_keeps_the_weights_of_attention() -> None:
+    """In fp32, where heads share keys: PyTorch multiplies keys and values that it has copied for every head."""
+    kept = {row.what: row.width for row in layer(llama(), 4).kept()}
+    assert kept["queries, and keys and values of every head"] == 3 * 256
+    assert kept["attention's weights"] == 8 * 128
+    assert not {"queries", "keys", "values", "product of linear_qkv", "log-sum-exp"} & set(kept)
+    assert "log-sum-exp" in {row.what for row in layer(llama(kv_heads=8), 4).kept()}, "one that has a kernel"
+
+
 def test_norms() -> None:
     statistics = {one.what: one.width for one in layer(gpt2()).kept() if "statistics" in one.what}
     assert set(statistics.values()) == {2}, "of a LayerNorm, mean and deviation"
