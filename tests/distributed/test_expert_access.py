@@ -159,7 +159,7 @@ def test_links_are_measured_without_a_topology(joined: Joined, monkeypatch: pyte
     monkeypatch.setattr("socket.gethostname", lambda: "ab"[parallel.rank // 2])
     found, said = topology_of_hosts(parallel, [10, 8, 6], measured=True)
     seconds = re.fullmatch(
-        r"links measured in ([\d.]+) s: .* GB/s within a host, .* GB/s between hosts, .* by a host's ranks",
+        r"links measured in ([\d.]+) s: .* GB/s within a host, .* GB/s between hosts, .* shared by a host's ranks",
         said,
     )
     assert seconds is not None and float(seconds[1]) < 30, said  # 2 on a machine that does nothing else
