@@ -88,7 +88,8 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
     _, said = run(place, server, "moved", *asked, "--load", save)
     assert "experts are where" in said and "placing experts" not in said
     lines = lines_of(save)
-    assert [line for line in lines if "moved" in line] == moves
+    # Whether a further move pays depends on how long the last ones took.
+    assert [line for line in lines if "moved" in line][: len(moves)] == moves
     counted = [line for line in lines if "access" in line]
     assert max(counted[0]["drift"]) == 0 and max(counted[-1]["drift"]) > 0.3
     # Rows of all ranks, once each, wherever their experts are; the last layer computes labelled ones only.
