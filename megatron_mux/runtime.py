@@ -101,6 +101,13 @@ class Parallel:
         return largest
 
     @property
+    def sizes(self) -> tuple[object, ...]:
+        """Everything that `initialize` divides the world by, in the order of its arguments; and the device."""
+        own = self.experts
+        experts = (1, 1, own.size - 1) if own.broker else (own.size, own.tensor_size, 0)
+        return (self.tp_size, self.pp_size, self.sequence_parallel, self.device, *experts)
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this stage embeds tokens."""
         return self.pp_rank == 0
@@ -148,13 +155,14 @@ def initialize(
     global _current
     rank, world_size = _world()
     _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
-    problems = size_problems(
-        world_size, tensor_parallel, pipeline_parallel, expert_parallel, expert_tensor_parallel
+    _check_expert_sizes(
+        world_size,
+        tensor_parallel,
+        pipeline_parallel,
+        expert_parallel,
+        expert_tensor_parallel,
+        expert_managers,
     )
-    if expert_managers:
-        problems += manager_problems(world_size, expert_managers)
-    if problems:
-        raise UserError(*problems)
     chosen = _choose_device(device)
     _join_world(rank, world_size, chosen, timeout_minutes)
     # torch renames collectives faster than Megatron-Core follows.
@@ -167,13 +175,10 @@ def initialize(
         from megatron.core import parallel_state as mpu
     if chosen.type == "cpu" or not is_dry_run():  # a dry run replaces what it needs to by itself
         megatron_core.adapt_to(chosen)
-    if _current is not None:
-        own = _current.experts
-        experts = (1, 1, own.size - 1) if own.broker else (own.size, own.tensor_size, 0)
-        here = (_current.tp_size, _current.pp_size, _current.sequence_parallel, _current.device, *experts)
-        wanted = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen)
-        if here == (*wanted, expert_parallel, expert_tensor_parallel, expert_managers):
-            return _current
+    wanted: tuple[object, ...] = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen)
+    wanted += (expert_parallel, expert_tensor_parallel, expert_managers)
+    if _current is not None and _current.sizes == wanted:
+        return _current
     _leave_groups(mpu)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
@@ -299,6 +304,16 @@ def _check_sizes(world_size: int, tensor: int, pipeline: int, sequence_parallel:
         )
     if not problems and sequence_parallel and tensor == 1:
         problems.append("Sequence parallelism needs a tensor parallel size of at least 2.")
+    if problems:
+        raise UserError(*problems)
+
+
+def _check_expert_sizes(
+    world_size: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, managers: int
+) -> None:
+    problems = size_problems(world_size, tensor, pipeline, expert, expert_tensor)
+    if managers:
+        problems += manager_problems(world_size, managers)
     if problems:
         raise UserError(*problems)
 

@@ -182,6 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         whole = adapts_experts(loads.values())
         meshes = possible_meshes(info.shape, arguments.gpus, arguments.virtual_stages, whole)
+        meshes = [mesh for mesh in meshes if mesh.predicts_memory or not arguments.memory_limit]
     # The modules loaded by now live until the end: without this, one collection of garbage while plans are compared
     # takes 0.3 s to look at them.
     gc.freeze()
@@ -243,11 +244,8 @@ def _mesh(arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad
             "--tensor-parallel: some task adapts routed experts, which tensor ranks cannot divide then: add "
             "--expert-tensor-parallel 1"
         )
-    if arguments.memory_limit and not mesh.predicts_memory:
-        raise UserError(
-            "--memory-limit: memory is not predicted for expert managers, nor where tensor ranks hold whole experts "
-            "without --expert-parallel: leave it out"
-        )
+    if arguments.memory_limit:
+        mesh.refuse_memory_limit("--memory-limit")
     return mesh
 
 
@@ -260,10 +258,8 @@ def _plans(
 ) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
     from megatron_mux.fusion.balance import balanced_split
-    from megatron_mux.fusion.expert_managers import with_managers
     from megatron_mux.fusion.planner import Planner
-    from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
-    from megatron_mux.fusion.profile_store import find_profile
+    from megatron_mux.fusion.profile_store import profile_of_mesh
     from megatron_mux.fusion.recompute import choose_recompute
 
     kind, dtype = _device(arguments)
@@ -273,44 +269,17 @@ def _plans(
     threads = arguments.threads or (None if ranks == 1 else 1)
 
     @cache  # what is said of a profile is said once
-    def profile(tensor: int, expert: int, expert_tensor: int | None, managers: int) -> Profile:
-        found = find_profile(
-            info.shape,
-            kind,
-            dtype,
-            tensor,
-            threads,
-            arguments.profiles,
-            _say,
-            ranks,
-            expert_parallel=expert,
-            expert_tensor=expert_tensor,
-        )
-        return with_managers(found, info.shape, managers) if managers else found
+    def profile(alike: Mesh) -> Profile:
+        return profile_of_mesh(alike, info.shape, kind, dtype, threads, arguments.profiles, _say, ranks)
 
     def divide(context: PlanningContext) -> PlanningContext:
         alone = context.mesh.pipeline == 1
         return context if alone else context.with_split(balanced_split(context, arguments.virtual_stages))
 
     for mesh in meshes:
-        context = PlanningContext(
-            profile(mesh.tensor, mesh.expert, mesh.expert_tensor, mesh.managers),
-            info,
-            mesh,
-            dtype.itemsize,
-            arguments.recompute_granularity or "none",
-            arguments.memory_limit,
-            arguments.align,
-            arguments.chunk_size,
-            arguments.micro_batches,
-            rolling=ROLLING_STEPS,
-            residence=arguments.backbone_weights,
-            # With experts tensor parallelism needs it.
-            sequence_parallel=mesh.tensor > 1
-            and (arguments.sequence_parallel or info.shape.experts is not None),
-            interleave=arguments.interleave,
-            tasks=loads,
-        )
+        # A stage's profile is that of a rank, whatever the number of stages and pipelines.
+        own = profile(replace(mesh, pipeline=1, data=1))
+        context = _context(arguments, info, loads, mesh, own, dtype.itemsize)
         start = time.perf_counter()
         say = _say if len(meshes) == 1 else _say_nothing  # of several, the flags tell
         planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
@@ -323,6 +292,37 @@ def _plans(
     if not found:
         raise UserError(*dict.fromkeys(refused.values()))
     return sorted(found, key=lambda entry: entry[1].predicted_latency_s or 0.0), refused
+
+
+def _context(
+    arguments: argparse.Namespace,
+    info: Any,
+    loads: Mapping[str, TaskLoad],
+    mesh: Mesh,
+    profile: Profile,
+    itemsize: int,
+) -> PlanningContext:
+    """What the flags ask for on a mesh, before layers are divided into stages."""
+    from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+
+    # With experts tensor parallelism needs it.
+    divides_rows = arguments.sequence_parallel or info.shape.experts is not None
+    return PlanningContext(
+        profile,
+        info,
+        mesh,
+        itemsize,
+        arguments.recompute_granularity or "none",
+        arguments.memory_limit,
+        arguments.align,
+        arguments.chunk_size,
+        arguments.micro_batches,
+        rolling=ROLLING_STEPS,
+        residence=arguments.backbone_weights,
+        sequence_parallel=mesh.tensor > 1 and divides_rows,
+        interleave=arguments.interleave,
+        tasks=loads,
+    )
 
 
 def _device(arguments: argparse.Namespace) -> tuple[str, Any]:

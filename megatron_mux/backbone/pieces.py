@@ -10,14 +10,16 @@ has nothing to send it yields None, so that how often it yields depends on the p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_mux.attributes import replaced_in
 
 MessageKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Made = TypeVar("Made")
@@ -158,17 +160,9 @@ class _Input(torch.autograd.Function):
         return None, None, None, None
 
 
-@contextmanager
-def without_collectives(*modules: Any) -> Iterator[None]:
+def without_collectives(*modules: Any) -> AbstractContextManager[None]:
     """Context in which Megatron's parallel linear modules leave their collectives to the caller.
 
     The flag is Megatron's own, made for experts, whose dispatcher does them. Adapters on a module heed it too.
     """
-    before = [module.explicit_expert_comm for module in modules]
-    for module in modules:
-        module.explicit_expert_comm = True
-    try:
-        yield
-    finally:
-        for module, flag in zip(modules, before, strict=True):
-            module.explicit_expert_comm = flag
+    return replaced_in(modules, "explicit_expert_comm", True)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import runtime
+from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
@@ -25,7 +26,7 @@ from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
+from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
 from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
 from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
 from megatron_mux.memory.kernel_scratch import scratch_of

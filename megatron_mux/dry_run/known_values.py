@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_mux.attributes import replaced
 from megatron_mux.backbone.experts import layer as moe_layer
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.balance import Balance
@@ -26,7 +27,6 @@ from megatron_mux.backbone.experts.router import Router, Routes
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement, Routing
 from megatron_mux.memory.assumed_routes import Access, assumed_experts
-from megatron_mux.memory.fake_gpu.device import replaced
 
 _KNOWN = "_known_values"
 _INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.base_op import AttachedBaseOp
+from megatron_mux.attributes import replaced
 from megatron_mux.dry_run.process import in_forks
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.waits import host_waits
@@ -28,7 +29,6 @@ from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
 from megatron_mux.kernels import bucket_update, grouped_rows, low_rank
 from megatron_mux.kernels.low_rank_choice import DryKernels
-from megatron_mux.memory.fake_gpu.device import replaced
 from megatron_mux.memory.worker import Worker
 
 _ALLOCATIONS = frozenset(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
@@ -170,18 +171,10 @@ class Trials:
                 task.optimizer.zero()
 
 
-@contextmanager
-def _unobserved(stages: Stages) -> Iterator[None]:
+def _unobserved(stages: Stages) -> AbstractContextManager[None]:
     """Context in which nobody looks at the routes of experts: a trial's rows do not count."""
     layers = [m for stage in stages.values() for m in stage.model.modules() if isinstance(m, MoELayer)]
-    observers = [layer.observe for layer in layers]
-    try:
-        for layer in layers:
-            layer.observe = None
-        yield
-    finally:
-        for layer, observe in zip(layers, observers, strict=True):
-            layer.observe = observe
+    return replaced_in(layers, "observe", None)
 
 
 def _covers(tried: Size, size: Size) -> bool:

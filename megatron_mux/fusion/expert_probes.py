@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import layout, megatron_core
+from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
@@ -220,14 +221,10 @@ def _even(layers: Sequence[MoELayer], routes: Routes, echo: _Echo | None) -> Ite
     def select(router: Any, args: Any, made: Routes) -> Routes:
         return made._replace(experts=routes.experts)
 
-    before = [layer.exchange for layer in layers]
     hooks = [layer.router.register_forward_hook(select) for layer in layers if layer.router is not None]
     try:
-        for layer in layers:
-            layer.exchange = echo
-        yield
+        with replaced_in(layers, "exchange", echo):
+            yield
     finally:
-        for layer, exchange in zip(layers, before, strict=True):
-            layer.exchange = exchange
         for hook in hooks:
             hook.remove()

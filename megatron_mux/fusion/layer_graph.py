@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from megatron_mux import layout, megatron_core
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.attributes import replaced
 from megatron_mux.backbone import spec
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.kernels.attention import Segment
@@ -33,7 +34,6 @@ from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.pointwise import ACTIVATIONS
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.layout import MicroBatch
-from megatron_mux.memory.fake_gpu.device import replaced
 
 ADAPTER = "adapter"
 """Key in a node's `meta["custom"]` that marks operators of adapters, forward and backward."""

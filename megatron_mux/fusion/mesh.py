@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_mux.backbone.split import Split, even_split, stage_layers
+from megatron_mux.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,21 @@ class Mesh:
         """Whether closed forms know its memory: not that of expert managers and their master, nor of tensor ranks that
         hold more of the experts than their part."""
         return not self.managers and (self.expert_tensor is None or self._expert_ranks >= self.tensor)
+
+    def refuse_memory_limit(self, flag: str) -> None:
+        """Refuse a limit of memory that is not predicted.
+
+        Args:
+            flag: That gives the limit.
+
+        Raises:
+            UserError: It is not: see `predicts_memory`.
+        """
+        if not self.predicts_memory:
+            raise UserError(
+                f"{flag}: memory is not predicted for expert managers, nor for tensor ranks that hold whole experts "
+                "unless enough expert ranks divide them: remove it"
+            )
 
     @property
     def _expert_ranks(self) -> int:

@@ -11,6 +11,8 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Comparison
 
+_BUCKET_COLUMNS = ("tokens a step", "micro-batches", "chunk", "chunks", "forward ms", "backward ms")
+
 
 def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], seconds: float) -> None:
     """Print a plan as tables.
@@ -22,47 +24,8 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
         seconds: How long planning has taken.
     """
     console = make_console()
-    layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
-    table = Table(title=f"{plan.stages} stage(s){layers} x {plan.mesh.description}")
-    for column in (
-        "bucket",
-        "hybrid task",
-        "tokens a step",
-        "micro-batches",
-        "chunk",
-        "chunks",
-        "forward ms",
-        "backward ms",
-    ):
-        table.add_column(column, justify="left" if column == "hybrid task" else "right")
-    for b, bucket in enumerate(plan.buckets):
-        for h, hybrid in enumerate(bucket.hybrid_tasks):
-            counts = sorted(set(bucket.chunks))
-            shown = [
-                str(b),
-                " + ".join(hybrid.tasks),
-                str(sum(tokens[name] for name in hybrid.tasks)),
-                str(len(bucket.chunks)),
-                str(bucket.chunk or "-"),
-                "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
-                " ".join(f"{t * 1e3:.1f}" for t in bucket.forward),
-                " ".join(f"{t * 1e3:.1f}" for t in bucket.backward),
-            ]
-            table.add_row(*(shown if h == 0 else ["", *shown[1:3], "", "", "", "", ""]))
-    console.print(table)
-    compared = Table(title="predicted seconds of one step of every task")
-    compared.add_column("policy")
-    compared.add_column("seconds", justify="right")
-    compared.add_column("against this plan", justify="right")
-    latency = plan.predicted_latency_s or 0.0
-    compared.add_row("this plan", f"{latency:.4g}", "")
-    for name, value in comparison.alternatives.items():
-        compared.add_row(
-            {"padded": "zero-padded", "interleave_off": "--interleave off"}.get(name, name),
-            "does not fit" if value is None else f"{value:.4g}",
-            "" if value is None or not latency else f"{value / latency:.2f}x",
-        )
-    console.print(compared)
+    console.print(_buckets(plan, tokens))
+    console.print(_compared(plan.predicted_latency_s or 0.0, comparison.alternatives))
     shares = comparison.padding
     console.print(
         f"share of padding: {shares['plan']:.1%}; if padded within each task "
@@ -75,6 +38,42 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
     else:
         console.print("memory is not predicted for experts that are divided so")
     console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
+
+
+def _buckets(plan: Plan, tokens: Mapping[str, int]) -> Table:
+    """A row for each hybrid task; what holds for its bucket stands on the first one's."""
+    layers = f" of {'+'.join(map(str, plan.split))} layers" if plan.split else ""
+    table = Table(title=f"{plan.stages} stage(s){layers} x {plan.mesh.description}")
+    for column in ("bucket", "hybrid task", *_BUCKET_COLUMNS):
+        table.add_column(column, justify="left" if column == "hybrid task" else "right")
+    for b, bucket in enumerate(plan.buckets):
+        counts = sorted(set(bucket.chunks))
+        of_bucket = (
+            str(len(bucket.chunks)),
+            str(bucket.chunk or "-"),
+            "-".join(map(str, counts[:: max(1, len(counts) - 1)])),
+            " ".join(f"{t * 1e3:.1f}" for t in bucket.forward),
+            " ".join(f"{t * 1e3:.1f}" for t in bucket.backward),
+        )
+        for h, hybrid in enumerate(bucket.hybrid_tasks):
+            of_hybrid = (" + ".join(hybrid.tasks), str(sum(tokens[name] for name in hybrid.tasks)))
+            table.add_row("" if h else str(b), *of_hybrid, *(() if h else of_bucket))
+    return table
+
+
+def _compared(latency: float, alternatives: Mapping[str, float | None]) -> Table:
+    table = Table(title="predicted seconds of one step of every task")
+    table.add_column("policy")
+    table.add_column("seconds", justify="right")
+    table.add_column("against this plan", justify="right")
+    table.add_row("this plan", f"{latency:.4g}", "")
+    for name, value in alternatives.items():
+        table.add_row(
+            {"padded": "zero-padded", "interleave_off": "--interleave off"}.get(name, name),
+            "does not fit" if value is None else f"{value:.4g}",
+            "" if value is None or not latency else f"{value / latency:.2f}x",
+        )
+    return table
 
 
 def print_meshes(plans: Sequence[tuple[Plan, str]], refused: Mapping[Mesh, str]) -> None:

@@ -17,9 +17,12 @@ from pydantic import TypeAdapter
 from megatron_mux.errors import UserError
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.fusion.device import cpu_name
+from megatron_mux.fusion.expert_managers import with_managers
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.profile import Profile, key_of
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.runtime import uses_tf32
+from megatron_mux.shape import BackboneShape
 
 
 def about_run(
@@ -124,6 +127,30 @@ def find_profile(
         if found is not None:
             return found
     return roofline(shape, about, dtype.itemsize, tensor_parallel)
+
+
+def profile_of_mesh(
+    mesh: Mesh,
+    shape: BackboneShape,
+    kind: str,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    directory: Path | None = None,
+    say: Callable[[str], None] | None = None,
+    busy: int | None = None,
+) -> Profile:
+    """The profile of a rank of a run, or of the master of expert managers.
+
+    Args:
+        mesh: How the run's ranks are divided.
+        shape, kind, dtype, threads, directory, say, busy: See `find_profile`.
+
+    Raises:
+        UserError: The file is not a profile.
+    """
+    tensor, sizes = mesh.tensor, (mesh.expert, mesh.expert_tensor)
+    found = find_profile(shape, kind, dtype, tensor, threads, directory, say, busy, *sizes)
+    return with_managers(found, shape, mesh.managers) if mesh.managers else found
 
 
 def profile_directory() -> Path:

@@ -20,14 +20,13 @@ from megatron_mux.engine import Planning, Task
 from megatron_mux.engine.agreement import from_first
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
-from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.profile_store import find_profile
+from megatron_mux.fusion.profile_store import profile_of_mesh
 from megatron_mux.fusion.recompute import choose_recompute
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
@@ -148,10 +147,7 @@ def memory_limit(arguments: MuxArguments, mesh: Mesh, parallel: Parallel, say: P
     given = arguments.mux_memory_limit
     if not mesh.predicts_memory:
         if given not in ("auto", None):
-            raise UserError(
-                "--mux-memory-limit: memory is not predicted for expert managers, nor where tensor ranks hold whole "
-                "experts without --expert-model-parallel-size: remove it"
-            )
+            mesh.refuse_memory_limit("--mux-memory-limit")
         return None
     if given != "auto":
         return given
@@ -181,17 +177,7 @@ def _profile(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel, sa
     found = None
     if parallel.rank == 0:
         mesh = mesh_of(arguments, info, parallel)
-        found = find_profile(
-            info.shape,
-            parallel.device.type,
-            arguments.dtype,
-            parallel.tp_size,
-            say=say,
-            expert_parallel=mesh.expert,
-            expert_tensor=mesh.expert_tensor,
-        )
-        if mesh.managers:
-            found = with_managers(found, info.shape, mesh.managers)
+        found = profile_of_mesh(mesh, info.shape, parallel.device.type, arguments.dtype, say=say)
     shared = from_first(found, parallel)
     assert shared is not None  # the first rank's
     return shared

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -74,12 +75,7 @@ def run(arguments: MuxArguments) -> None:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
-        topology, of_topology = _check_experts(arguments, info, manifest is not None)
-        capacities = None if topology is None else topology.capacities
-        kept, said = kept_placement(arguments, info, manifest is not None, capacities)
-        placement, news = _place_experts(arguments, info, kept, manifest is not None, capacities)
-        for line in filter(None, [of_topology, said, *news]):
-            reporter.say(line)
+        experts = _place_experts(arguments, info, manifest is not None, reporter)
         specs = merge_saved(specs, manifest)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
@@ -92,9 +88,9 @@ def run(arguments: MuxArguments) -> None:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             raise_on_every_rank(checkpoint.prepare(save) if leader and save is not None else "", parallel)
             exchange = _make_exchange(arguments, parallel, reporter)
-            backbone = _load_backbone(arguments, parallel, planning, placement, reporter)
+            backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
-            watch = watch_experts(arguments, engine, reporter, topology, kept is not None)
+            watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
             with closing(loop):
                 loop.registry.register(tasks)
@@ -118,7 +114,34 @@ def _check_experts(
     return None, ""
 
 
+class _Experts(NamedTuple):
+    """Where experts are to begin with.
+
+    Attributes:
+        placement: Which expert ranks hold which experts; None: the default.
+        kept: Whether the continued run has kept it.
+        topology: That they are placed by, if a file gives it.
+    """
+
+    placement: Placement | None
+    kept: bool
+    topology: Topology | None
+
+
 def _place_experts(
+    arguments: MuxArguments, info: BackboneInfo, continued: bool, reporter: Reporter
+) -> _Experts:
+    """Find out where experts are to begin with, before a weight is read; says what a user should know of it."""
+    topology, of_topology = _check_experts(arguments, info, continued)
+    capacities = None if topology is None else topology.capacities
+    kept, of_kept = kept_placement(arguments, info, continued, capacities)
+    placement, news = _placement(arguments, info, kept, continued, capacities)
+    for line in filter(None, [of_topology, of_kept, *news]):
+        reporter.say(line)
+    return _Experts(placement, kept is not None, topology)
+
+
+def _placement(
     arguments: MuxArguments, info: BackboneInfo, kept: Path | None, continued: bool, capacities: Ints | None
 ) -> tuple[Placement | None, list[str]]:
     """Which expert ranks hold which experts to begin with, and what a user should know of it."""

@@ -32,21 +32,25 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def plan(
-    workplace: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Call:
-    """Runs tools/plan.py on the workplace's tasks: status, output, errors."""
-    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
+def caller(place: Workplace, capsys: pytest.CaptureFixture[str], threads: int) -> Call:
+    """Runs tools/plan.py on a workplace's tasks: status, output, errors."""
 
     def call(*more: str | Path) -> tuple[int, str, str]:
-        usual = ["--backbone", workplace.backbone, "--tasks", workplace.tasks, "--threads", "2"]
+        usual = ["--backbone", place.backbone, "--tasks", place.tasks, "--threads", threads]
         capsys.readouterr()
         status = tool("plan").main([str(part) for part in [*usual, *more]])
         said = capsys.readouterr()
         return status, said.out, said.err
 
     return call
+
+
+@pytest.fixture
+def plan(
+    workplace: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
+    monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
+    return caller(workplace, capsys, threads=2)
 
 
 def test_what_programs_read(plan: Call) -> None:

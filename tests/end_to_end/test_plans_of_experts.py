@@ -10,7 +10,7 @@ import pytest
 from megatron_mux.fusion.plan import Plan
 from tests.end_to_end.forked import Server
 from tests.end_to_end.ranks import run_ranks
-from tests.end_to_end.test_plans import Call, tool
+from tests.end_to_end.test_plans import Call, caller
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
 STEPS = 2
@@ -35,17 +35,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def plan(
     place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Call:
-    """Runs tools/plan.py: status, output, errors."""
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
-
-    def call(*more: str | Path) -> tuple[int, str, str]:
-        usual = ["--backbone", place.backbone, "--tasks", place.tasks, "--threads", "1"]
-        capsys.readouterr()
-        status = tool("plan").main([str(part) for part in [*usual, *more]])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+    return caller(place, capsys, threads=1)
 
 
 def test_experts_are_divided_too(plan: Call) -> None:

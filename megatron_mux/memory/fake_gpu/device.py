@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_mux.attributes import replaced
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.fake_gpu.attention import Attention
 from megatron_mux.memory.fake_gpu.guard import fake_guard
@@ -61,14 +62,3 @@ def _whole_operators() -> Iterator[None]:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
                 library.impl(name, unreached, "CUDA")
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

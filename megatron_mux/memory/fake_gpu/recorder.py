@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_mux.memory.fake_gpu.device import replaced
+from megatron_mux.attributes import replaced
 from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
 from megatron_mux.memory.kernel_scratch import Scratch
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder

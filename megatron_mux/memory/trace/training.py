@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu, replaced
+from megatron_mux.attributes import replaced
+from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
 from megatron_mux.memory.fake_gpu.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.kernel_scratch import scratch_of
