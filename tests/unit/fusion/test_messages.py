@@ -12,6 +12,7 @@ import pytest
 from megatron_mux.backbone.cut_layer import TensorMessages
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.fusion.frozen import Frozen
 from megatron_mux.fusion.layer_operators import ORDER
 from megatron_mux.fusion.messages import Layout, Messages
@@ -103,3 +104,23 @@ def test_only_labelled_rows_go_to_the_experts_of_the_last_layer() -> None:
     fewer = messages.seconds(rows, labels, lowest)[0, :, 0]
     saved = frozen.curves["exchange"].many(rows)[0] - frozen.curves["exchange"].many(labels)[0]
     assert all_rows - fewer == pytest.approx([2 * saved[0]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "trained"),
+    [
+        ("experts_fc2", ["glue_experts"]),
+        ("experts_fc1", ["experts_activation", "experts_fc2", "glue_experts"]),
+        (
+            "shared_fc2",
+            ["experts_fc1", "experts_activation", "experts_fc2", "glue_experts"],
+        ),
+    ],
+)
+def test_below_the_lowest_adapter_nothing_goes_back(op: BaseOpName, trained: list[str]) -> None:
+    """An adapter in the last layer, of which the lowest is at this BaseOp."""
+    frozen, _ = made("deepseek_v3", Layout())
+    rows, attention = np.array([128.0]), np.array([[1e-3, 2e-3]])
+    lowest = np.array([(shape_of("deepseek_v3").layers - 1) * len(ORDER) + ORDER.index(op)])
+    backward = frozen.seconds(rows, rows, attention, lowest, recomputes=False)[0, 1, 0]
+    assert backward == pytest.approx(sum(frozen.curves[name].at(128.0)[1] for name in trained))

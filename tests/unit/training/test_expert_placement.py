@@ -81,6 +81,18 @@ def test_numbers_for_more_managers_are_those_of_the_first(
     assert counts[1] <= 12 and counts[2] <= 9 and counts.total() == 20
 
 
+def test_a_kept_placement_gives_way_to_new_capacities(info: BackboneInfo, write: Callable[..., Path]) -> None:
+    """One that a user gives does not."""
+    file = write(FILE)
+    with pytest.raises(UserError, match="its capacity is"):
+        placement_on_managers(file, (4, 10, 10), info, 3, True)
+    placement, news = placement_on_managers(file, (4, 10, 10), info, 3, True, kept=True)
+    assert news[0] == f"{file}: some experts no longer fit where it has them, and go where there is most room"
+    counts = Counter(rank for ranks in placement.ranks.values() for (rank,) in ranks)
+    assert counts[1] == 4 and counts.total() == 20
+    assert len(placement_on_managers(file, (), info, 3, True, kept=True)[1]) == 1, "nothing to say of it"
+
+
 def topology_file(directory: Path, *capacities: int) -> Path:
     workers = [{"node": "abc"[n], "capacity": capacity} for n, capacity in enumerate(capacities)]
     matrix = [[0.0 if i == j else 10.0 * i + j + 1 for j in range(len(workers))] for i in range(len(workers))]
