@@ -74,6 +74,29 @@ class Parallel:
     sequence_parallel: bool
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
+    @classmethod
+    def alone(cls, device: torch.device | str) -> Parallel:
+        """A process by itself, without process groups: it needs neither Megatron-Core nor torch's world."""
+        nothing: Any = None
+        experts = ExpertRanks(0, 1, 0, 1, nothing, nothing, over_data=False)
+        own = (0, 1, nothing)
+        return cls(0, 1, *own, *own, *own, nothing, experts, torch.device(device), sequence_parallel=False)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether `alone` made it."""
+        return self.tp_group is None
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """The ranks of this pipeline, stage by stage."""
+        return [0] if self.is_alone else dist.get_process_group_ranks(self.pp_group)
+
+    @property
+    def model_ranks(self) -> list[int]:
+        """The ranks that together hold one copy of the backbone."""
+        return [0] if self.is_alone else dist.get_process_group_ranks(self.model_group)
+
     def total(self, flags: Sequence[bool]) -> list[int]:
         """Count the ranks of the world that raise each flag. A collective: every rank must call it.
 

@@ -15,17 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_mux import megatron_core
 from megatron_mux.base_ops import LATENT_OPS, REPLICATED
 from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
-
-with megatron_core.quiet():
-    from megatron.core.tensor_parallel.mappings import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
 
 
 class LocalLinear(nn.Module):
@@ -139,11 +132,13 @@ class LatentAttention(nn.Module):
         if self.parallel.tp_size == 1 or self.explicit_expert_comm:
             # A view, cut into pieces or not: its strides decide which product a matrix library computes, to the bit.
             return hidden.view_as(hidden)
+        from megatron.core.tensor_parallel import mappings
+
         group = self.parallel.tp_group
         if self.parallel.sequence_parallel:
-            gathered: Tensor = gather_from_sequence_parallel_region(
+            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
             )
             return gathered
-        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=group)
+        copied: Tensor = mappings.copy_to_tensor_model_parallel_region(hidden, group=group)
         return copied

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_mux import layout
-from megatron_mux.backbone import columns, spec, weights
+from megatron_mux.backbone import columns, plain, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
 from megatron_mux.backbone.experts.at_start import check_experts, placement_or_default
@@ -37,11 +37,6 @@ from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
-from megatron.core.tensor_parallel.mappings import (  # isort: skip  after spec, which silences its remarks
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-
 Recompute = Literal["none", "full", "selective"]
 
 
@@ -56,7 +51,7 @@ class Backbone:
         device: Of the weights.
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
-        model: Megatron's `GPTModel` (a container here: its `forward` is not used).
+        model: Megatron's `GPTModel` (a container here: its `forward` is not used), or plain modules called alike.
         placement: Which expert ranks hold which experts; None without experts.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
         lowest_adapter: On an expert manager, returns the lowest layer in which some task has an adapter.
@@ -72,6 +67,8 @@ class Backbone:
         residence: Kind,
         source: Checkpoint | NoWeights,
         placement: Placement | None = None,
+        ends: bool = True,
+        embedding: nn.Parameter | None = None,
     ) -> None:
         self.info = info
         padded = -(-info.shape.vocab // parallel.tp_size) * parallel.tp_size
@@ -81,11 +78,12 @@ class Backbone:
         self.recompute = recompute
         self.device = parallel.device
         self.layers = layers
-        self.first, self.last = layers.start == 0, layers.stop == shape.layers
+        self.first, self.last = ends and layers.start == 0, ends and layers.stop == shape.layers
         self.placement = placement_or_default(shape, parallel, placement)
-        self.model = spec.build(shape, parallel, dtype, layers, recompute == "selective", self.placement)
+        self.model = self._build(recompute == "selective")
         self.residence = Residence(residence, parallel)
-        weights.load(self.model, shape, layers, source, info.stored, self.residence, self.placement)
+        part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
+        weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
         self.lowest_adapter: Callable[[], int] = lambda: shape.layers
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._embedding_scale: Tensor | None = None
@@ -99,6 +97,22 @@ class Backbone:
             if rope is not None
         }
 
+    def _build(self, recompute_attention: bool) -> nn.Module:
+        """This stage's model on the meta device: Megatron's, or plain modules in a process without its groups."""
+        if self.parallel.is_alone:
+            return plain.build(self.shape, self.dtype, self.layers, recompute_attention, (self.first, self.last))
+        from megatron_mux.backbone import spec  # imports Megatron-Core, which takes seconds
+
+        return spec.build(
+            self.shape,
+            self.parallel,
+            self.dtype,
+            self.layers,
+            recompute_attention,
+            self.placement,
+            (self.first, self.last),
+        )
+
     @classmethod
     def load(
         cls,
@@ -111,6 +125,7 @@ class Backbone:
         residence: Kind = "resident",
         config_only: bool = False,
         placement: Placement | None = None,
+        ends: bool = True,
     ) -> Backbone:
         """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
@@ -124,6 +139,7 @@ class Backbone:
             residence: Where weights live between uses: see `Residence`.
             config_only: Do not look for weights: make parameters with undefined values.
             placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
+            ends: Whether the first stage embeds tokens, and the last one has the final norm and the output layer.
 
         Raises:
             UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
@@ -137,11 +153,17 @@ class Backbone:
             parallel.pp_rank if stage is None else stage
         ]
         source = NoWeights() if config_only else Checkpoint(info.path)
-        return cls(info, parallel, layers, dtype, recompute, residence, source, placement)
+        return cls(info, parallel, layers, dtype, recompute, residence, source, placement, ends)
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: MicroBatch, hidden: Tensor | None = None, labelled_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None = None,
+        labelled_only: bool = False,
+        part: range | None = None,
+    ) -> Tensor:
         """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
 
         Args:
@@ -152,6 +174,7 @@ class Backbone:
             labelled_only: On the last stage, compute the last layer's MLP and the final norm on labelled rows only.
                 Ignored with sequence parallelism, which divides the rows, and where a router needs all of them for a
                 balancing loss.
+            part: Global indices of the layers to compute; None: all of the stage.
 
         Returns:
             Hidden states of `hidden_shape(batch)`, after the final norm on the last stage; `[N, 1, H]` with
@@ -162,8 +185,10 @@ class Backbone:
             hidden = self.embed(batch)
         angles = self.angles(batch)
         labelled_only = labelled_only and self._selects_labelled(batch)
+        if not self.layers:
+            return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
         layers = self.residence.layers(hidden, self._trained_from)
-        for i in range(len(self.layers)):
+        for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
         return layers.hidden
 
@@ -229,7 +254,9 @@ class Backbone:
                 places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
                 hidden = hidden + places.unsqueeze(1)
             if self.parallel.sequence_parallel:
-                hidden = scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
+                from megatron.core.tensor_parallel import mappings
+
+                hidden = mappings.scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
             return hidden.contiguous()
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
@@ -378,10 +405,20 @@ class Backbone:
                 hidden = decoder.final_layernorm(hidden)
         return hidden
 
+    def _final_norm(self, batch: MicroBatch, hidden: Tensor, labelled_only: bool) -> Tensor:
+        """The last stage without layers: the final norm, of labelled rows alone if these were asked for."""
+        if labelled_only:
+            hidden, batch = hidden.index_select(0, batch.label_rows), batch.labelled
+        with layout.activate(batch), self.residence.using("head"):
+            normed: Tensor = self.model.decoder.final_layernorm(hidden)
+        return normed
+
     def _all_rows(self, hidden: Tensor) -> Tensor:
         """All rows `[T, H]` on every tensor rank; the backward sums the ranks' gradients."""
         if self.parallel.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
+            from megatron.core.tensor_parallel import mappings
+
+            hidden = mappings.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.parallel.tp_group
             )
         return hidden.squeeze(1)

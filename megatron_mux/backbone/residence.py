@@ -31,7 +31,7 @@ _ALIGNMENT = 256
 
 
 def unit_of(parameter: str, layers: int) -> Key:
-    """The unit of a parameter of Megatron's `GPTModel`; the final norm belongs to the last layer.
+    """The unit of a parameter of Megatron's `GPTModel`; the final norm belongs to the last layer, if there is one.
 
     Args:
         parameter: Its full name.
@@ -40,7 +40,7 @@ def unit_of(parameter: str, layers: int) -> Key:
     first, *rest = parameter.split(".")
     if first == "embedding":
         return "embedding"
-    if first == "output_layer":
+    if first == "output_layer" or not layers:
         return "head"
     return int(rest[1]) if rest[0] == "layers" else layers - 1
 

@@ -6,21 +6,20 @@ fused norm and linear would hide the input from the adapters. Norms are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import megatron_core
+from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.latent_attention import LatentAttention
+from megatron_mux.backbone.norms import NormThenAdd, make_norm
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.attention import segment_attention
-from megatron_mux.kernels.pointwise import ACTIVATIONS, gated, rms_norm, rotate
+from megatron_mux.kernels.pointwise import ACTIVATIONS, gated
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -76,6 +75,7 @@ def build(
     layers: range,
     recompute_attention: bool,
     placement: Placement | None = None,
+    ends: tuple[bool, bool] = (True, True),
 ) -> GPTModel:
     """Build the stage with these layers on the meta device: it takes no memory until it is filled.
 
@@ -86,6 +86,7 @@ def build(
         layers: Global indices of the stage's layers.
         recompute_attention: Compute core attention again in the backward.
         placement: Which expert ranks hold which experts; None without experts.
+        ends: Whether the stage embeds tokens, and whether it has the output layer.
     """
     with megatron_core.quiet():
         config = megatron_config(shape, parallel, dtype)
@@ -96,8 +97,8 @@ def build(
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
             vocab_size=shape.padded_vocab,
             max_sequence_length=shape.learned_positions,
-            pre_process=layers.start == 0,
-            post_process=layers.stop == shape.layers,
+            pre_process=ends[0],
+            post_process=ends[1],
             parallel_output=True,
             share_embeddings_and_output_weights=False,
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
@@ -202,86 +203,6 @@ def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
             module.register_parameter("bias", None)
 
 
-class SegmentAttention(nn.Module):
-    """Core attention over the segments of the active micro-batch.
-
-    Args:
-        shape: The backbone's shape: window and scale of the layer.
-        layer: Global index of the layer. (Megatron's own `layer_number` counts as if all stages were alike.)
-        recompute: Compute attention again in the backward instead of keeping what it needs.
-    """
-
-    def __init__(self, shape: BackboneShape, layer: int, recompute: bool, **_: Any) -> None:
-        super().__init__()
-        self.layer = layer
-        self.window = shape.windows[self.layer]
-        self.scale = shape.scales[self.layer]
-        self.recompute = recompute
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        attention_bias: tuple[Tensor, Tensor] | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Rotate queries and keys by their positions, then attend.
-
-        Megatron would compute cosines and sines again in each layer. Here they are computed once a micro-batch and
-        passed as `attention_bias`, the one argument that Megatron hands to core attention untouched.
-
-        Args:
-            query: `[T, 1, heads on this rank, D]`.
-            key: `[T, 1, kv heads on this rank, D]`.
-            value: Likewise.
-            attention_mask: None; segments take its place.
-            attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
-
-        Returns:
-            `[T, 1, heads on this rank x D]`.
-        """
-        batch = layout.active()
-
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if batch.carry is not None:
-                key, value = batch.carry.extend(self.layer, key, value, batch.segments)
-            return segment_attention(
-                query,
-                key,
-                value,
-                batch.segments,
-                scale=self.scale,
-                window=self.window,
-                prefix=batch.prefix.get(self.layer),
-                bounds=batch.bounds,
-            )
-
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if attention_bias is not None:
-            query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)
-        out: Tensor
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = run(query, key, value)
-        return out.flatten(1).unsqueeze(1)
-
-
-class FrozenRMSNorm(nn.Module):
-    """RMS norm whose weight has no gradient."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
-
-
 class Norm:
     """Builds a norm, one of torch's.
 
@@ -293,30 +214,4 @@ class Norm:
         cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> nn.Module:
         """Megatron calls the class in a spec and uses what it returns as the module."""
-        return (
-            FrozenRMSNorm(hidden_size, eps)
-            if config.normalization == "RMSNorm"
-            else nn.LayerNorm(hidden_size, eps)
-        )
-
-
-class NormThenAdd(nn.Module):
-    """Adds the norm of a sublayer's output to the hidden states, in place of Megatron's bias-dropout-add.
-
-    Args:
-        norm: The norm.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Megatron asks for the function first, then calls it: see `_add`."""
-        return self._add
-
-    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        """`[T, 1, H]` output and its bias, if any, and the hidden states `[T, 1, H]` that it is added to."""
-        hidden, bias = output
-        normed: Tensor = self.norm(hidden if bias is None else hidden + bias)
-        return residual + normed
+        return make_norm(config.normalization, hidden_size, eps)

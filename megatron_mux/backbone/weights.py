@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
 _CHUNK_BYTES = 1 << 20
 MODULE_PATHS: dict[BaseOpName, str] = {
@@ -53,6 +49,7 @@ class Part:
         expert_tensor_rank, expert_tensor_size: This rank among those that divide an expert, and how many there are.
         placement: Which expert ranks hold which experts; None without experts.
         experts_only: Whether it holds routed experts and nothing else.
+        ends: Whether the first stage holds the embedding, and the last one the final norm and the output layer.
     """
 
     rank: int = 0
@@ -62,6 +59,7 @@ class Part:
     expert_tensor_size: int = 1
     placement: Placement | None = None
     experts_only: bool = False
+    ends: bool = True
 
     @classmethod
     def of(cls, parallel: Parallel, placement: Placement | None) -> Part:
@@ -130,7 +128,7 @@ def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
         part: Of this rank.
     """
     names, rank, size = shape.names, part.rank, part.size
-    first, last = layers.start == 0, layers.stop == shape.layers
+    first, last = part.ends and layers.start == 0, part.ends and layers.stop == shape.layers
     filled: Plan = {}
     if part.experts_only:
         for here, layer in enumerate(layers):
@@ -228,13 +226,15 @@ class Reading:
 
 
 def load(
-    model: GPTModel,
+    model: nn.Module,
     shape: BackboneShape,
     layers: range,
     source: Checkpoint | NoWeights,
     stored: dict[str, str],
     home: Residence,
-    placement: Placement | None,
+    part: Part,
+    dtype: torch.dtype,
+    embedding: nn.Parameter | None = None,
 ) -> None:
     """Fill a stage's tensor shard and settle it where it lives between uses.
 
@@ -245,18 +245,22 @@ def load(
         source: To read from.
         stored: Stored name of each tensor, from `resolve`.
         home: Where the parameters live.
-        placement: Which expert ranks hold which experts.
+        part: Of this rank.
+        dtype: Of the parameters.
+        embedding: Of another stage of this process, which the output layer shares if the backbone ties the two.
 
     Raises:
         UserError: A file cannot be read.
         RuntimeError: The plan does not fill all parameters of the model, or others.
     """
     parallel = home.parallel
-    part = Part.of(parallel, placement)
-    tied_here = shape.tied and len(layers) == shape.layers and not part.experts_only
+    has_both = len(layers) == shape.layers and part.ends and not part.experts_only
+    tied_here = shape.tied and (has_both or embedding is not None)
     if tied_here:
         model.output_layer.register_parameter("weight", None)
     filled = plan(shape, layers, part)
+    if tied_here:
+        filled.pop("output_layer.weight", None)
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if wanted != filled.keys():
         raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")
@@ -266,18 +270,20 @@ def load(
     with source:
         for key, own in units.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-            home.settle(key, _fill(model, own, stored, source, parallel.device))
+            home.settle(key, _fill(model, own, stored, source, parallel.device, dtype))
     if tied_here:
-        model.output_layer.register_parameter("weight", model.embedding.word_embeddings.weight)
+        shared = model.embedding.word_embeddings.weight if embedding is None else embedding
+        model.output_layer.register_parameter("weight", shared)
         home.tie("head", "embedding")
 
 
 def _fill(
-    model: GPTModel,
+    model: nn.Module,
     filled: Plan,
     stored: dict[str, str],
     source: Checkpoint | NoWeights,
     device: torch.device,
+    dtype: torch.dtype,
 ) -> list[nn.Parameter]:
     """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those."""
     made = []
@@ -285,10 +291,9 @@ def _fill(
         shape = model.get_parameter(name).shape
         covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
-        dtype = model.config.params_dtype
-        if any(piece.wide for piece in pieces):
-            dtype = torch.promote_types(dtype, torch.float32)
-        value = make(shape, dtype=dtype, device=device)
+        wide = any(piece.wide for piece in pieces)
+        kept = torch.promote_types(dtype, torch.float32) if wide else dtype
+        value = make(shape, dtype=kept, device=device)
         for piece in pieces:
             _copy(value, piece, stored[piece.source], source)
         owner, _, leaf = name.rpartition(".")

@@ -164,7 +164,7 @@ class LocalState:
             (*place, copy.tensor().numpy()) for place, copy in zip(self.places, self.copies, strict=True)
         ]
         gathered = [pieces]
-        size = parallel.model_group.size()
+        size = len(parallel.model_ranks)
         if size > 1:
             received: list[Any] | None = [None] * size if parallel.rank == 0 else None
             # As arrays: tensors, as objects, take many times as long to send.

@@ -27,7 +27,7 @@ from megatron_mux import layout, megatron_core
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.attributes import replaced
-from megatron_mux.backbone import spec
+from megatron_mux.backbone import attention
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.groups import RowGroups
@@ -120,8 +120,8 @@ def _plain_formulas(backbone: Backbone, layer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (base_op, "low_rank_linear", _low_rank_linear),
-            (spec, "segment_attention", _attention),
-            (spec, "rotate", _rotate),
+            (attention, "segment_attention", _attention),
+            (attention, "rotate", _rotate),
             (warnings, "warn", _say_nothing),  # Megatron warns while it computes
         ):
             stack.enter_context(replaced(owner, name, value))

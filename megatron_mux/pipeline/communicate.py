@@ -68,7 +68,7 @@ class Communicator:
         self.parallel = parallel
         self.device = parallel.device
         self.heartbeat = parallel.heartbeat
-        self._ring = dist.get_process_group_ranks(parallel.pp_group)
+        self._ring = parallel.pipeline_ranks
         self._links = _links(parallel, self._ring, closes_ring)
         # A tensor must stay alive until it is sent.
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}

@@ -51,9 +51,9 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.memory = HostMemory(self.parallel.device)
-        if self.parallel.model_group.size() > 1:
+        if len(self.parallel.model_ranks) > 1:
             # A group of its own: its exchanges run beside those of the steps.
-            ranks = from_first(dist.get_process_group_ranks(self.parallel.model_group), self.parallel)
+            ranks = from_first(self.parallel.model_ranks, self.parallel)
             self._group = new_group(ranks, self.parallel.device, "gloo")
 
     def begin(

@@ -1,0 +1,81 @@
+"""Core attention over the segments of the active micro-batch, whatever layer it is part of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_mux import layout
+from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.pointwise import rotate
+from megatron_mux.shape import BackboneShape
+
+
+class SegmentAttention(nn.Module):
+    """Core attention over the segments of the active micro-batch.
+
+    Args:
+        shape: The backbone's shape: window and scale of the layer.
+        layer: Global index of the layer. (Megatron's own `layer_number` counts as if all stages were alike.)
+        recompute: Compute attention again in the backward instead of keeping what it needs.
+    """
+
+    def __init__(self, shape: BackboneShape, layer: int, recompute: bool, **_: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.window = shape.windows[self.layer]
+        self.scale = shape.scales[self.layer]
+        self.recompute = recompute
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        attention_bias: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Rotate queries and keys by their positions, then attend.
+
+        Megatron would compute cosines and sines again in each layer. Here they are computed once a micro-batch and
+        passed as `attention_bias`, the one argument that Megatron hands to core attention untouched.
+
+        Args:
+            query: `[T, 1, heads on this rank, D]`.
+            key: `[T, 1, kv heads on this rank, D]`.
+            value: Likewise.
+            attention_mask: None; segments take its place.
+            attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
+
+        Returns:
+            `[T, 1, heads on this rank x D]`.
+        """
+        batch = layout.active()
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if batch.carry is not None:
+                key, value = batch.carry.extend(self.layer, key, value, batch.segments)
+            return segment_attention(
+                query,
+                key,
+                value,
+                batch.segments,
+                scale=self.scale,
+                window=self.window,
+                prefix=batch.prefix.get(self.layer),
+                bounds=batch.bounds,
+            )
+
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if attention_bias is not None:
+            query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)
+        out: Tensor
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = run(query, key, value)
+        return out.flatten(1).unsqueeze(1)
