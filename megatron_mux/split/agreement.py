@@ -1,0 +1,129 @@
+"""What a client asks for when it joins, and what the server tells it: the JSON of HELLO and WELCOME.
+
+The server trusts none of it: every field is validated before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tasks import TrainingSpec
+
+PROTOCOL = 1
+"""Version of the protocol; ends of different versions refuse each other."""
+
+WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Proposal(_Document):
+    """What a client asks for.
+
+    With equal `incarnation` it is the same process, which reconnects: its last operation may be asked for again.
+    """
+
+    protocol: int = PROTOCOL
+    """Version of the protocol."""
+    task: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+    """Name of the task; with the certificate's identity it names the session."""
+    fingerprint: Annotated[str, Field(max_length=128)]
+    """Of the backbone that the client's layers are from."""
+    cut_front: Size
+    """Layers on the client before the body, besides the embedding."""
+    cut_back: Count
+    """Layers on the client behind the body, besides the final norm and the output layer."""
+    wire: WireDtype
+    """Dtype of hidden states and gradients on the wire."""
+    adapter: dict[str, Any]
+    """The task's `adapter` section."""
+    training: TrainingSpec
+    """The task's `training` section."""
+    total_steps: Size
+    """Optimizer steps that the task runs for."""
+    train_rows: Size
+    """Rows of the largest request that has a backward pass: for the memory that is reserved."""
+    rows: Size
+    """Rows of the largest request, those of evaluations included."""
+    sequences: Size
+    """Most sequences of a request."""
+    longest: Size
+    """Tokens of the longest sequence."""
+    step: Count = 0
+    """Optimizer steps that the client has done."""
+    uploads: bool = False
+    """Whether the client sends the adapter to start from (UPLOAD) before its first request."""
+    incarnation: Hex
+    """Names the client's process."""
+
+    @field_validator("protocol")
+    @classmethod
+    def _known(cls, value: int) -> int:
+        if value != PROTOCOL:
+            raise ValueError(f"the server speaks version {PROTOCOL} of the protocol")
+        return value
+
+    def adapter_spec(self) -> AdapterSpec:
+        """The adapter section, validated as that of a task file.
+
+        Raises:
+            UserError: It is not one that the server can have.
+        """
+        kind = KINDS.get(str(self.adapter.get("peft_type")))
+        if kind is None:
+            raise UserError(f"adapter.peft_type: must be one of {', '.join(KINDS)}")
+        if self.adapter.get("adapter_name_or_path") is not None:
+            raise UserError("adapter.adapter_name_or_path: is a path of the client's; tensors are uploaded")
+        try:
+            return kind.model_validate(self.adapter)
+        except ValidationError as error:
+            raise UserError(*(f"adapter.{_sentence(one)}" for one in error.errors())) from None
+
+    def body(self, shape: BackboneShape) -> range:
+        """The layers of the session's body.
+
+        Raises:
+            UserError: The cut leaves none.
+        """
+        layers = range(self.cut_front, shape.layers - self.cut_back)
+        if not layers:
+            raise UserError(
+                f"--cut-front {self.cut_front} and --cut-back {self.cut_back} leave no layer of {shape.layers} for the "
+                "server: cut nearer to the ends"
+            )
+        return layers
+
+
+class Terms(_Document):
+    """What the server tells a client that has joined."""
+
+    session: Annotated[int, Field(ge=1, le=2**63 - 1)]
+    """Number of the session, in every message from now on."""
+    step: Count
+    """Optimizer steps that the server's part of the adapter has done."""
+    policy: str
+    """What the server keeps between a forward pass and its backward."""
+    forward_bytes: Count
+    """Memory that a forward pass without gradients reserves."""
+    backward_bytes: Count
+    """Memory that a backward pass reserves, its forward pass included."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
+    """Either end sends something at least so often."""
+    returns_body: bool = True
+    """Whether the server hands out its part of the adapter; else it stays there under the session's name."""
+
+
+def _sentence(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    return f"{where}: {error['msg']}"
