@@ -36,7 +36,7 @@ class Proposal(_Document):
 
     protocol: int = PROTOCOL
     """Version of the protocol."""
-    task: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+    task: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     """Name of the task; with the certificate's identity it names the session."""
     fingerprint: Annotated[str, Field(max_length=128)]
     """Of the backbone that the client's layers are from."""

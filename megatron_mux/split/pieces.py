@@ -1,0 +1,134 @@
+"""Parts of a task's adapter and optimizer as tensors with a JSON index: what travels at joining and saving, and is stored.
+
+A piece says where in the whole tensor its values belong, so that the client joins its own and the server's to the
+adapter that a run on one machine would have saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from megatron_mux.errors import UserError
+
+Kind = Literal["value", "exp_avg", "exp_avg_sq", "extra"]
+KINDS: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq", "extra")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor of a task's state.
+
+    Attributes:
+        key: Of the tensor, as in `adapter_model.safetensors`.
+        kind: The parameter's value, a moment of its optimizer, or what its adapter keeps besides.
+        shape: Of the whole tensor.
+        tensor: The values, on the CPU.
+        dim: The dimension of which this is a part; None: it is the whole tensor.
+        runs: First and one past the last index along `dim` of each run of consecutive indices.
+    """
+
+    key: str
+    kind: Kind
+    shape: tuple[int, ...]
+    tensor: Tensor
+    dim: int | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def index(self) -> Tensor | None:
+        """`[n]` int64 indices along `dim`; None: all of them."""
+        if self.dim is None:
+            return None
+        return torch.cat([torch.arange(first, last) for first, last in self.runs])
+
+
+def runs_of(index: Tensor) -> tuple[tuple[int, int], ...]:
+    """Runs of consecutive numbers of `[n]` int64 ascending indices, as first and one past the last."""
+    values: list[int] = index.tolist()
+    found: list[tuple[int, int]] = []
+    for value in values:
+        if found and found[-1][1] == value:
+            found[-1] = (found[-1][0], value + 1)
+        else:
+            found.append((value, value + 1))
+    return tuple(found)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: Annotated[str, Field(max_length=512)]
+    kind: Kind
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(max_length=4)]
+    dim: Annotated[int, Field(ge=0, le=3)] | None = None
+    runs: Annotated[tuple[tuple[int, int], ...], Field(max_length=65536)] = ()
+
+
+_INDEX = TypeAdapter(list[_Entry])
+
+
+def to_wire(pieces: Iterable[Piece]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """The JSON index of pieces, and their tensors by their number in it."""
+    index, tensors = [], {}
+    for i, piece in enumerate(pieces):
+        entry = _Entry(key=piece.key, kind=piece.kind, shape=piece.shape, dim=piece.dim, runs=piece.runs)
+        index.append(entry.model_dump(mode="json"))
+        tensors[str(i)] = piece.tensor
+    return index, tensors
+
+
+def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """The pieces of an index that another process has written.
+
+    Raises:
+        UserError: The index is malformed, or does not fit the tensors.
+    """
+    try:
+        entries = _INDEX.validate_python(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"pieces: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if len(entries) != len(tensors):
+        raise UserError(f"pieces: {len(entries)} are named, but {len(tensors)} tensors were sent")
+    found = []
+    for i, entry in enumerate(entries):
+        tensor = tensors.get(str(i))
+        if tensor is None or tuple(tensor.shape) != _local_shape(entry):
+            got = "nothing" if tensor is None else list(tensor.shape)
+            raise UserError(f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}")
+        found.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
+    return found
+
+
+def _local_shape(entry: _Entry) -> tuple[int, ...]:
+    if entry.dim is None:
+        return entry.shape
+    size = entry.shape[entry.dim] if entry.dim < len(entry.shape) else -1
+    ordered = [edge for run in entry.runs for edge in run]
+    if size < 0 or any(a > b for a, b in zip(ordered, ordered[1:], strict=False)) or not 0 <= max(ordered, default=0) <= size:
+        raise UserError(f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}")
+    local = list(entry.shape)
+    local[entry.dim] = sum(last - first for first, last in entry.runs)
+    return tuple(local)
+
+
+def assemble(pieces: Sequence[Piece], kind: Kind) -> dict[str, Tensor]:
+    """Whole tensors of one kind by key; elements that no piece has are zero."""
+    full: dict[str, Tensor] = {}
+    for piece in pieces:
+        if piece.kind != kind:
+            continue
+        index = piece.index
+        if index is None or piece.dim is None:
+            full[piece.key] = piece.tensor
+            continue
+        if piece.key not in full:
+            full[piece.key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
+        full[piece.key].index_copy_(piece.dim, index, piece.tensor)
+    return full

@@ -1,0 +1,315 @@
+"""A session on the server: one task of one client, its requests in order, and what is kept between them.
+
+Every operation is idempotent under its number: the last one is answered from memory if it comes again, earlier ones are
+refused, and an optimizer step is taken once however often the client says that it is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from megatron_mux.errors import UserError
+from megatron_mux.split.agreement import Proposal
+from megatron_mux.split.body import Rows
+from megatron_mux.split.dispatcher import Outcome, Work
+from megatron_mux.split.pieces import from_wire, to_wire
+from megatron_mux.split.policies import Memory, Policy, Pending
+from megatron_mux.split.wire import DTYPES, Dtype, Flags, Kind, Limits, Message, RefusedError
+
+MOST_PENDING = 2
+"""Forward passes of a session that may wait for their backward at once."""
+
+_REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE, Kind.PING})
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+T = TypeVar("T", bound=_Fields)
+
+
+class Decision(_Fields):
+    """What became of an optimizer step, as the client decides for both ends."""
+
+    step: Annotated[int, Field(ge=0)]
+    """Steps done before it."""
+    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Norm of the gradient over both ends."""
+    skip: bool = False
+    """Whether neither end steps."""
+
+
+class ForwardFields(_Fields):
+    """JSON of a FORWARD."""
+
+    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """Tokens of each sequence, in the order of the rows."""
+    ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+    """Number of each sequence among those of its optimizer step."""
+    previous: Decision | None = None
+    """The step before, if the server has not been told of it."""
+
+
+class BackwardFields(_Fields):
+    """JSON of a BACKWARD."""
+
+    forward: Annotated[int, Field(ge=0)]
+    """The operation of its forward pass."""
+
+
+class StateFields(_Fields):
+    """JSON of a STATE."""
+
+    keep: list[Annotated[int, Field(ge=0)]] = []
+    """Steps of other saves that the client needs."""
+    previous: Decision | None = None
+    """As of a FORWARD."""
+
+
+class LeaveFields(_Fields):
+    """JSON of a LEAVE."""
+
+    finished: bool = False
+    """Whether the task is done: what the server keeps of it gets a name."""
+    previous: Decision | None = None
+    """As of a FORWARD."""
+
+
+@dataclass(eq=False)
+class Current:
+    """The operation that a session works at, or the last one it has done.
+
+    Attributes:
+        operation: Its number.
+        kind: What it asks.
+        task: Computes the reply.
+    """
+
+    operation: int
+    kind: Kind
+    task: asyncio.Task[Message]
+
+
+@dataclass(eq=False)
+class Session:
+    """One task of one client.
+
+    Attributes:
+        name: `IDENTITY/TASK`.
+        number: In its messages.
+        identity: Of the client's certificate.
+        proposal: What the client asked for.
+        layers: Of its body.
+        memory: What its requests reserve.
+        policy: What is kept between a forward pass and its backward.
+        step: Optimizer steps done.
+        holds: The reservation of what lasts while the session is there.
+        server: Does what sessions have in common.
+    """
+
+    name: str
+    number: int
+    identity: str
+    proposal: Proposal
+    layers: range
+    memory: Memory
+    policy: Policy
+    server: Any
+    step: int = 0
+    holds: int = 0
+    stream: asyncio.Task[Any] | None = None
+    current: Current | None = None
+    pending: dict[int, Pending] = field(default_factory=dict)
+    answer_s: float = 0.0
+
+    # -- what it may send
+
+    def limits(self, width: int, named_bytes: int) -> Limits:
+        """What the client may send.
+
+        Args:
+            width: H of the backbone.
+            named_bytes: Most bytes of an adapter that it starts from.
+        """
+        kinds = _REQUESTS | ({Kind.UPLOAD} if self.proposal.uploads else frozenset())
+        dtype = Dtype[self.proposal.wire.upper()]
+        return Limits(kinds, self.proposal.rows, width, dtype, named_bytes)
+
+    # -- operations
+
+    async def answer(self, message: Message) -> Message:
+        """The reply to an operation, which is computed once.
+
+        Raises:
+            RefusedError: It does not fit the session, or is an old one.
+        """
+        if message.session != self.number:
+            raise RefusedError("session", f"session {message.session} is not this stream's ({self.number})")
+        current = self.current
+        if current is not None and message.operation == current.operation and message.kind == current.kind:
+            if not (current.task.done() and current.task.cancelled()):
+                return await asyncio.shield(current.task)
+        elif current is not None and message.operation <= current.operation:
+            raise RefusedError(
+                "replayed", f"operation {message.operation} comes again, but the last one was {current.operation}"
+            )
+        elif current is not None and not current.task.done():
+            raise RefusedError("order", f"operation {message.operation} comes before the last one was answered")
+        task = asyncio.ensure_future(self._serve(message))
+        self.current = Current(message.operation, message.kind, task)
+        try:
+            return await asyncio.shield(task)
+        except RefusedError as error:
+            if error.retry:
+                self.current = current
+            raise
+
+    def withdraw(self) -> None:
+        """Take back the operation that waits, since its client is gone; one that is being computed is finished."""
+        if self.current is not None and not self.current.task.done():
+            self.server.withdraw(self)
+
+    async def _serve(self, message: Message) -> Message:
+        handlers: Mapping[Kind, Callable[[Message], Awaitable[Message]]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.STATE: self._state,
+            Kind.UPLOAD: self._upload,
+            Kind.LEAVE: self._leave,
+        }
+        return await handlers[message.kind](message)
+
+    async def _forward(self, message: Message) -> Message:
+        fields = parse(ForwardFields, message)
+        await self._settle(fields.previous)
+        training = Flags.TRAINING in message.flags
+        self._check_rows(message, fields, training)
+        await self.server.check_draining(self)
+        assert message.tensor is not None
+        if training and len(self.pending) >= MOST_PENDING:
+            raise RefusedError("order", f"{len(self.pending)} forward passes wait for their backward already")
+        rows = Rows(
+            session=self.name,
+            lengths=tuple(fields.lengths),
+            ids=tuple(fields.ids),
+            step=self.step,
+            training=training,
+            hidden=self.server.to_device(message.tensor),
+            needs_input=Flags.NEEDS_INPUT in message.flags,
+        )
+        output, pending, outcome = await self.server.forward(self, rows)
+        if training:
+            self.pending[message.operation] = pending
+        return self._reply(message, Kind.OUTPUT, outcome, tensor=output)
+
+    def _check_rows(self, message: Message, fields: ForwardFields, training: bool) -> None:
+        """Raise `RefusedError` unless the sequences fit the rows and what was agreed."""
+        own, lengths = self.proposal, fields.lengths
+        rows = 0 if message.tensor is None else message.tensor.shape[0]
+        if message.step != self.step:
+            raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
+        if sum(lengths) != rows or len(fields.ids) != len(lengths):
+            raise RefusedError("rows", f"{len(lengths)} sequences of {sum(lengths)} tokens, but {rows} rows were sent")
+        if len(lengths) > own.sequences or max(lengths) > own.longest or (training and rows > own.train_rows):
+            agreed = f"{own.train_rows} rows with a backward pass, {own.sequences} sequences of {own.longest} tokens"
+            raise RefusedError("rows", f"{rows} rows in {len(lengths)} sequences: agreed were at most {agreed}")
+
+    async def _backward(self, message: Message) -> Message:
+        fields = parse(BackwardFields, message)
+        pending = self.pending.get(fields.forward)
+        if pending is None:
+            raise RefusedError("no_state", f"no forward pass {fields.forward} waits for its backward")
+        gradient = message.tensor
+        if gradient is None or gradient.shape != pending.rows.hidden.shape:
+            raise RefusedError("rows", "the gradient does not have the shape of the forward pass's rows")
+        del self.pending[fields.forward]
+        gradient = self.server.to_device(gradient)
+        made, square, outcome = await self.server.backward(self, pending, gradient, Flags.LAST in message.flags)
+        fields_out = {} if square is None else {"squared_norm": square}
+        return self._reply(message, Kind.GRADIENT, outcome, fields_out, made)
+
+    async def _state(self, message: Message) -> Message:
+        fields = parse(StateFields, message)
+        await self._settle(fields.previous)
+        if message.step != self.step:
+            raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
+        pieces = await self.server.save(self, fields.keep)
+        index, tensors = to_wire(pieces if self.server.returns_body else [])
+        return Message(
+            Kind.STATE_REPLY, self.number, self.step, message.operation, fields={"pieces": index}, tensors=tensors
+        )
+
+    async def _upload(self, message: Message) -> Message:
+        if self.step or self.pending or not self.proposal.uploads:
+            raise RefusedError("order", "an adapter to start from is sent before the first request")
+        try:
+            pieces = from_wire(message.fields.get("pieces"), message.tensors)
+        except UserError as error:
+            raise RefusedError("pieces", str(error)) from None
+        await self.server.start_from(self, pieces)
+        return Message(Kind.STORED, self.number, self.step, message.operation)
+
+    async def _leave(self, message: Message) -> Message:
+        fields = parse(LeaveFields, message)
+        await self._settle(fields.previous)
+        await self.server.leave(self, fields.finished)
+        return Message(Kind.BYE, self.number, self.step, message.operation)
+
+    async def _settle(self, decision: Decision | None) -> None:
+        """Take the optimizer step that the client has decided on, unless it was taken already."""
+        if decision is None or decision.step < self.step:
+            return
+        if decision.step > self.step:
+            raise RefusedError("no_state", f"the client has done {decision.step} steps, the session {self.step}")
+        self.drop_pending()
+        await self.server.update(self, decision)
+        self.step += not decision.skip
+
+    def drop_pending(self) -> None:
+        """Free what forward passes keep whose backward will not come."""
+        for pending in self.pending.values():
+            self.server.free(pending)
+        self.pending.clear()
+
+    def _reply(
+        self,
+        message: Message,
+        kind: Kind,
+        outcome: Outcome,
+        fields: Mapping[str, Any] | None = None,
+        tensor: Tensor | None = None,
+    ) -> Message:
+        times = {"waited_s": round(outcome.waited_s, 6), "computed_s": round(outcome.computed_s, 6)}
+        wire = Dtype[self.proposal.wire.upper()]
+        return Message(
+            kind,
+            self.number,
+            self.step,
+            message.operation,
+            message.flags,
+            {**times, **(fields or {})},
+            None if tensor is None else tensor.detach().cpu(),
+            Dtype.NONE if tensor is None else wire,
+        )
+
+
+def parse(model: type[T], message: Message) -> T:
+    """The JSON of a message, validated.
+
+    Raises:
+        RefusedError: It is not what the kind of message has.
+    """
+    try:
+        return model.model_validate(dict(message.fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RefusedError("json", f"{message.kind.name}: {where}: {first['msg']}") from None

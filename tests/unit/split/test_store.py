@@ -1,0 +1,110 @@
+"""Saves of sessions survive whatever ends the process, and both ends can go back to the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mux.errors import UserError
+from megatron_mux.split.pieces import Piece, assemble, from_wire, runs_of, to_wire
+from megatron_mux.split.store import SessionStore
+
+
+def some_pieces(seed: int = 0) -> list[Piece]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(3, 4, generator=generator)
+    columns = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    return [
+        Piece("a", "value", (3, 4), whole),
+        Piece("a", "exp_avg", (3, 4), whole * 2),
+        Piece("p", "value", (2, 9), columns, dim=1, runs=((1, 4), (6, 8))),
+    ]
+
+
+def test_pieces_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("me/task", 3, some_pieces())
+    found = store.load("me/task", 3)
+    assert found is not None
+    for own, other in zip(some_pieces(), found, strict=True):
+        assert (own.key, own.kind, own.shape, own.dim, own.runs) == (
+            other.key,
+            other.kind,
+            other.shape,
+            other.dim,
+            other.runs,
+        )
+        assert torch.equal(own.tensor, other.tensor)
+    assert store.load("me/task", 4) is None
+    assert store.load("other/task", 3) is None
+
+
+def test_saves_that_the_client_needs_stay(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    for step in (2, 4, 6):
+        store.save("me/task", step, some_pieces(step))
+    assert store.steps("me/task") == [2, 4, 6]
+    store.save("me/task", 8, some_pieces(8), keep=[4])
+    assert store.steps("me/task") == [4, 8]
+    store.forget("me/task")
+    assert store.steps("me/task") == []
+
+
+def test_a_finished_session_leaves_a_name(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("me/task", 2, some_pieces())
+    assert store.finish("me/task", 4, some_pieces()).name == "final-1.safetensors"
+    assert store.finish("me/task", 4, some_pieces()).name == "final-2.safetensors"
+    assert store.steps("me/task") == [4]
+    store.forget("me/task")
+    assert len(list((tmp_path / "me/task").iterdir())) == 2
+
+
+def test_a_damaged_save_is_refused_by_name(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("me/task", 3, some_pieces())
+    path = tmp_path / "me/task/step-3.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="step-3.safetensors is damaged"):
+        store.load("me/task", 3)
+
+
+def test_a_partly_written_save_is_no_save(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("me/task", 3, some_pieces())
+    (tmp_path / "me/task/.partial-step-5.safetensors").write_bytes(b"begun")
+    assert store.steps("me/task") == [3]
+
+
+def test_pieces_are_joined_to_whole_tensors() -> None:
+    pieces = some_pieces()
+    other = Piece("p", "value", (2, 9), torch.ones(2, 4, dtype=torch.float64), 1, ((0, 1), (4, 6), (8, 9)))
+    whole = assemble([*pieces, other], "value")
+    assert torch.equal(whole["a"], pieces[0].tensor)
+    assert torch.equal(whole["p"][:, [1, 2, 3, 6, 7]], pieces[2].tensor)
+    assert torch.equal(whole["p"][:, [0, 4, 5, 8]], other.tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"runs": [[5, 12]]}, "do not lie within"),
+        ({"runs": [[4, 1]]}, "do not lie within"),
+        ({"dim": 3}, "do not lie within"),
+        ({"shape": [2, 10**12]}, "shape"),
+        ({"kind": "moment"}, "kind"),
+        ({"runs": [[0, 3]]}, "must be"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
+    index, tensors = to_wire(some_pieces())
+    index[2] |= change
+    with pytest.raises(UserError, match=said):
+        from_wire(index, tensors)
+
+
+def test_runs_of_indices() -> None:
+    assert runs_of(torch.tensor([1, 2, 3, 6, 7, 9])) == ((1, 4), (6, 8), (9, 10))
+    assert runs_of(torch.tensor([], dtype=torch.int64)) == ()
