@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,10 @@ _RESERVED = bytes(20)
 _JSON_BYTES = 64 << 10
 _LONG_JSON_BYTES = 1 << 20
 """At joining, and for indices of named tensors."""
+_JSON_EXPANSION = 64
+"""Most bytes of memory that a byte of JSON becomes once parsed, named tensors of one value included."""
+_LARGEST_TENSORS = 1 << 40
+"""Bytes; any limit of a receiver is smaller."""
 
 TENSORS = "tensors"
 """Key of the index of named tensors in a message's JSON."""
@@ -64,7 +68,8 @@ REPLIES = {
 }
 """The reply to each kind of request."""
 
-_WITH_TENSOR = {Kind.FORWARD, Kind.OUTPUT, Kind.BACKWARD, Kind.GRADIENT}
+_NEEDS_TENSOR = {Kind.FORWARD, Kind.OUTPUT, Kind.BACKWARD}
+_MAY_HAVE_TENSOR = {*_NEEDS_TENSOR, Kind.GRADIENT}
 _WITH_NAMED_TENSORS = {Kind.UPLOAD, Kind.STATE, Kind.STATE_REPLY}
 _WITH_LONG_JSON = {Kind.HELLO, Kind.WELCOME, Kind.UPLOAD, Kind.STATE_REPLY}
 
@@ -149,6 +154,124 @@ class Limits:
     named_bytes: int = 0
     finite: bool = True
     norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first 64 bytes of a message.
+
+    Attributes:
+        kind, dtype, flags, session, step, operation: See `Message`.
+        json_bytes: Bytes of JSON after the header.
+        tensor_bytes: Bytes of tensors after the JSON.
+        rows, width: Shape of the tensor `[T, H]`; 0 without one.
+    """
+
+    kind: Kind
+    dtype: Dtype
+    flags: Flags
+    session: int
+    step: int
+    operation: int
+    json_bytes: int
+    tensor_bytes: int
+    rows: int
+    width: int
+
+    def __post_init__(self) -> None:
+        """Compare the sizes with each other and with what the kind may have.
+
+        Raises:
+            WireError: They do not fit.
+        """
+        name = self.kind.name
+        most = _LONG_JSON_BYTES if self.kind in _WITH_LONG_JSON else _JSON_BYTES
+        most = 0 if self.kind in (Kind.PING, Kind.PONG) else most
+        if self.json_bytes > most:
+            raise WireError(
+                "size", f"{name} has {self.json_bytes} bytes of JSON; at most {most} are allowed."
+            )
+        if self.dtype is Dtype.NONE and self.kind in _NEEDS_TENSOR:
+            raise WireError("dtype", f"{name} needs a tensor, with its wire dtype.")
+        if self.dtype is not Dtype.NONE and self.kind not in _MAY_HAVE_TENSOR:
+            raise WireError("dtype", f"{name} has no tensor [T, H], and so no wire dtype.")
+        if self.dtype is Dtype.NONE and self.kind in _WITH_NAMED_TENSORS:
+            right = self.rows == self.width == 0 and self.tensor_bytes <= _LARGEST_TENSORS
+        else:
+            right = self.tensor_bytes == self.rows * self.dtype.row_bytes(self.width)
+            right = right and (self.rows > 0 and self.width > 0) == (self.dtype is not Dtype.NONE)
+        if not right:
+            raise WireError(
+                "size",
+                f"{name} has {self.tensor_bytes} bytes of tensors, which is not the size of {self.rows} rows of "
+                f"{self.width} values in {self.dtype.name}.",
+            )
+
+    @classmethod
+    def read(cls, frame: bytes) -> Header:
+        """Parse the first frame of a message.
+
+        Raises:
+            WireError: It is no header, or its sizes do not fit.
+        """
+        if len(frame) < HEADER_BYTES:
+            raise WireError(
+                "header", f"A message begins with {HEADER_BYTES} bytes of header, not {len(frame)}."
+            )
+        magic, kind, dtype, flags, *numbers, reserved = _HEADER.unpack_from(frame)
+        if magic != _MAGIC:
+            raise WireError("header", f"A message begins with {_MAGIC!r}, not {magic!r}.")
+        if kind not in _KINDS:
+            raise WireError("kind", f"There is no kind {kind} of messages.")
+        if dtype not in _DTYPES:
+            raise WireError("dtype", f"There is no wire dtype {dtype}.")
+        if flags & ~_ALL_FLAGS or reserved != _RESERVED:
+            raise WireError("header", "Reserved bits of the header must be 0.")
+        return cls(Kind(kind), Dtype(dtype), Flags(flags), *numbers)
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        return _HEADER.pack(_MAGIC, *astuple(self), _RESERVED)
+
+    def check(self, limits: Limits) -> None:
+        """Compare with what a receiver accepts, before it allocates anything.
+
+        Raises:
+            WireError: The message is beyond the limits.
+        """
+        name = self.kind.name
+        if self.kind not in limits.kinds:
+            raise WireError("kind", f"{name} is not accepted now.")
+        if self.dtype is Dtype.NONE:
+            if self.tensor_bytes > limits.named_bytes:
+                raise WireError(
+                    "size",
+                    f"{name} has {self.tensor_bytes} bytes of tensors; at most {limits.named_bytes} are accepted.",
+                )
+        elif self.dtype is not limits.dtype:
+            raise WireError(
+                "dtype", f"{name} has the wire dtype {self.dtype.name}; {limits.dtype.name} was agreed."
+            )
+        elif self.width != limits.width or self.rows > limits.rows:
+            raise WireError(
+                "size",
+                f"{name} has a tensor [{self.rows}, {self.width}]; at most {limits.rows} rows of {limits.width} "
+                "values are accepted.",
+            )
+
+    @property
+    def memory(self) -> int:
+        """Most bytes that receiving and decoding the message takes."""
+        if self.dtype is Dtype.I8:
+            decoded = self.rows * Dtype.F32.row_bytes(self.width)
+        else:
+            decoded = self.tensor_bytes if self.dtype is Dtype.NONE else 0
+        return _JSON_EXPANSION * self.json_bytes + self.tensor_bytes + decoded
+
+
+_KINDS = frozenset(Kind)
+_DTYPES = frozenset(Dtype)
+_ALL_FLAGS = Flags.TRAINING | Flags.LAST | Flags.NEEDS_INPUT
 
 
 @dataclass(frozen=True)
