@@ -77,7 +77,9 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
     """
     backward, hidden = memory.scaled(memory.backward, rows), memory.scaled(memory.hidden, rows)
     again = ForwardPlan(False, "input", memory.scaled(memory.forward, rows) + hidden, hidden, backward)
-    if policy in ("preserve", "vanilla"):
+    if policy == "vanilla":  # the whole task has its memory
+        return ForwardPlan(True, "graph", 0, 0, 0)
+    if policy == "preserve":
         return ForwardPlan(True, "graph", backward, backward, 0)
     if policy == "reforward-with-gradients":
         return ForwardPlan(True, "input", backward, hidden, backward)

@@ -100,12 +100,14 @@ def _saved_tensors(call: ForwardCall) -> AbstractContextManager[object]:
     return torch.autograd.graph.save_on_cpu(pin_memory=call.rows.hidden.is_cuda)
 
 
-class refusing_out_of_memory(AbstractContextManager[None]):  # noqa: N801 (reads like a function)
+class refusing_out_of_memory(AbstractContextManager[None]):
     """Context that answers a request whose computation runs out of memory with a refusal."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            raise RefusedError("memory", f"the server ran out of memory ({failed_allocation(error)})") from None
+            raise RefusedError(
+                "memory", f"the server ran out of memory ({failed_allocation(error)})"
+            ) from None
 
 
 class Bodies:
@@ -166,10 +168,16 @@ class Bodies:
         self.of(name).remove(name)
         self._own.pop(name, None)
 
+    @property
+    def own_parameters(self) -> int:
+        """Bytes of parameters that each session has for itself."""
+        return self.shared.shared_bytes if self.copies else 0
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes a second between the device and host memory; 0 where they are the same."""
+        return self.swap_rate if self.shared.backbone.device.type == "cuda" else 0.0
+
     def swap(self, size: int) -> None:
         """Move a task to host memory, or back."""
         time.sleep(size / self.swap_rate)
-
-    def parameters_bytes(self, name: str) -> int:
-        """Bytes of parameters that a session has for itself."""
-        return self.of(name).shared_bytes if self.copies else 0

@@ -1,4 +1,4 @@
-"""The memory of a session: predicted before it joins, measured once with random inputs when it has (Menos section 3.3)."""
+"""The memory of a session: predicted before it joins, then measured once on random inputs (Menos section 3.3)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_mux.fusion.load import architecture_of
-from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows as FormRows
+from megatron_mux.memory.forms.architecture import architecture_of
+from megatron_mux.memory.forms.engine_memory import EngineMemory
+from megatron_mux.memory.forms.engine_memory import Rows as FormRows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.shape import BackboneShape
@@ -123,7 +124,9 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range) -> Memory:
         lengths.append(count % longest)
     backbone = body.backbone
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(count, backbone.shape.hidden, generator=generator).to(backbone.device, backbone.dtype)
+    hidden = torch.randn(count, backbone.shape.hidden, generator=generator).to(
+        backbone.device, backbone.dtype
+    )
     rows = Rows(name, tuple(lengths), tuple(range(len(lengths))), 0, True, hidden, True)
     gradient = torch.zeros_like(hidden)
     body.forward([rows], layers, graph=False)  # whatever is allocated once
