@@ -6,6 +6,7 @@ MuxTune section 3.2, figure 7(b): the live side of `register_tasks()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -72,11 +73,23 @@ class Host:
         # Requires a gradient and gets none: products whose input needs none have a backward pass all the same.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._columns: dict[tuple[str, str], tuple[Tensor | None, Columns]] = {}
+        self._within: range | None = None
+
+    def within(self, layers: range) -> Host:
+        """The stage as an adapter sees it that attaches to some of its layers only, by their global indices."""
+        part = copy(self)
+        part._within = layers
+        return part
 
     @property
     def layers(self) -> list[int]:
         """Global indices of the layers of this stage, ascending; none on an expert manager, which has parts of them."""
-        return sorted({info.layer for info in self.base_ops if info.name not in EXPERT_OPS})
+        return sorted({info.layer for _, info in self._ops if info.name not in EXPERT_OPS})
+
+    @property
+    def _ops(self) -> list[tuple[int, BaseOpInfo]]:
+        within = self._within
+        return [(op, info) for op, info in enumerate(self.base_ops) if within is None or info.layer in within]
 
     def columns(self, site: Site) -> Tensor | None:
         """`[n]` int32, a module's columns of its BaseOp's output; None where it is all of them in order.
@@ -105,7 +118,7 @@ class Host:
     def sites(self, modules: Sequence[Module]) -> Iterator[tuple[int, list[Site]]]:
         """Yield the modules that are on this stage, BaseOp by BaseOp."""
         wanted = {module.path: module for module in modules}
-        for op, info in enumerate(self.base_ops):
+        for op, info in self._ops:
             placed = [(wanted.get(f"{info.hf_prefix}.{path}"), part) for path, part in info.parts.items()]
             found = [Site(module, info, part) for module, part in placed if module is not None]
             if found:
@@ -139,13 +152,20 @@ class AdapterSet:
         ]
         self._tasks: dict[str, TaskAdapter] = {}
 
-    def add(self, spec: Any, total_steps: int, initial: Mapping[str, Tensor] | None = None) -> TaskAdapter:
+    def add(
+        self,
+        spec: Any,
+        total_steps: int,
+        initial: Mapping[str, Tensor] | None = None,
+        layers: range | None = None,
+    ) -> TaskAdapter:
         """Attach a task's adapter, or raise and change nothing.
 
         Args:
             spec: The task: `name`, `adapter`, `training.seed`.
             total_steps: Optimizer steps that the task runs for.
             initial: Full tensors to start from, by key, of all layers; None makes a fresh adapter.
+            layers: Global indices of the layers that it attaches to; None: all of the stage.
 
         Returns:
             The adapter, whose parameters the caller trains.
@@ -159,7 +179,8 @@ class AdapterSet:
             problems = check_tensors(initial, spec.adapter, self.host.shape)
             if problems:
                 raise UserError(*(f"task {spec.name!r}: the adapter to start from {p}" for p in problems))
-        adapter: TaskAdapter = spec.adapter.attach(self.host, spec, total_steps, initial)
+        host = self.host if layers is None else self.host.within(layers)
+        adapter: TaskAdapter = spec.adapter.attach(host, spec, total_steps, initial)
         taken = {other.slot for other in self._tasks.values()}
         adapter.slot = next(slot for slot in count() if slot not in taken)
         for op, at in adapter.at.items():

@@ -1,0 +1,93 @@
+"""The server of split fine-tuning: one frozen body of a backbone that all clients share.
+
+    python -m megatron_mux.split.server --backbone DIR --listen HOST:PORT \
+        --tls-cert server.pem --tls-key server.key --client-ca ca.pem
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_mux.arguments.values import at_least, size
+from megatron_mux.errors import UserError, tell
+
+PROGRAM = "megatron_mux.split.server"
+POLICIES = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    add = parser.add_argument_group("backbone").add_argument
+    add("--backbone", type=Path, required=True, help="Hugging Face directory", metavar="DIR")
+    add("--bf16", action="store_true", help="compute in bfloat16 (default: fp32 on a CPU, the checkpoint's on a GPU)")
+    add("--least-cut-front", default=1, **_count(1, "first layers that every client has itself (1)"))
+    add("--least-cut-back", default=0, **_count(0, "last layers that every client has itself (0)"))
+    add("--tensor-model-parallel-size", default=1, **_count(1, "ranks that share each layer, under torchrun (1)"))
+    add = parser.add_argument_group("connections").add_argument
+    add("--listen", required=True, help="address to listen on", metavar="HOST:PORT")
+    add("--tls-cert", type=Path, required=True, help="the server's certificate", metavar="FILE")
+    add("--tls-key", type=Path, required=True, help="its private key", metavar="FILE")
+    add("--client-ca", type=Path, required=True, help="CA that signs clients' certificates", metavar="FILE")
+    add("--max-bytes-in-flight", type=size, default=1 << 30, metavar="SIZE",
+        help="most bytes of requests that are being received or handled (1GiB)")  # fmt: skip
+    add("--idle-seconds", type=float, default=600.0, metavar="S",
+        help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
+    add = parser.add_argument_group("memory and order").add_argument
+    add("--memory-limit", type=size, metavar="SIZE",
+        help="memory for weights, adapters and requests (default: a GPU's memory minus 10%%; on a CPU 80%% of what is free)")  # fmt: skip
+    add("--policy", choices=POLICIES, default="on-demand",
+        help="what is kept between a forward pass and its backward (on-demand: nothing but its input)")  # fmt: skip
+    add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",
+        help="bytes a second at which policy vanilla swaps tasks; on a CPU it waits as long as that takes (8GiB)")  # fmt: skip
+    add("--reservations", choices=("menos", "easy"), default="menos",
+        help="menos: the paper's backfilling; easy: it may not delay the first in the queue")  # fmt: skip
+    add("--ageing", type=float, default=0.0, metavar="X", help="see docs/split.md (0: strictly by arrival)")
+    add("--weights", type=Path, metavar="FILE", help="JSON of each client's share: {\"NAME\": 2.0, ...}")
+    add("--rate-limit", type=float, metavar="N", help="most tokens a second of each client (none)")
+    add("--co-batching", action=argparse.BooleanOptionalAction, default=True,
+        help="compute requests of several clients as one micro-batch where that is faster (default)")  # fmt: skip
+    add = parser.add_argument_group("operation").add_argument
+    add("--save", type=Path, default=Path("split-server"), metavar="DIR",
+        help="keep sessions' states here (split-server)")  # fmt: skip
+    add("--keep-body", action="store_true", help="keep the body's part of adapters: clients do not get it")
+    add("--metrics", metavar="HOST:PORT", help="answer Prometheus here (default: nowhere)")
+    add("--log-format", choices=("text", "json"), default="text")
+    add("--no-progress", action="store_true", help="no live table")
+    add("--grace-seconds", type=float, default=30.0, metavar="S",
+        help="on SIGTERM, wait so long for steps that have begun (30)")  # fmt: skip
+    return parser
+
+
+def _count(least: int, text: str) -> dict[str, object]:
+    return {"type": at_least(least), "metavar": "N", "help": text}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve until SIGTERM or SIGINT.
+
+    Returns:
+        Exit status: 0; 2 if the input is wrong.
+    """
+    arguments = make_parser().parse_args(argv)
+    try:
+        for flag, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key),
+                           ("--client-ca", arguments.client_ca)):  # fmt: skip
+            if not path.is_file():
+                raise UserError(f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them")
+        from megatron_mux.split.run_server import run  # imports torch: seconds
+
+        run(arguments)
+    except UserError as error:
+        tell(error, PROGRAM)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The body with client's ends computes what the whole backbone computes, for many sessions over one set of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mux import layout, runtime
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+from megatron_mux.split.body import Body, Rows
+from megatron_mux.split.pieces import assemble
+from megatron_mux.tasks import TrainingSpec
+from tests import tiny_models
+
+LAYERS = 6
+TRAINING = TrainingSpec(learning_rate=0.02, max_steps=5, max_grad_norm=0.5, weight_decay=0.1, seed=3)
+SECTIONS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
+    "bottleneck": {"peft_type": "BOTTLENECK", "bottleneck_size": 5},
+    "ia3": {"peft_type": "IA3"},
+    "diff": {"peft_type": "DIFF_PRUNING", "l0_weight": 0.01},
+    "vera": {"peft_type": "VERA", "r": 8},
+}
+CUTS = {"lora": (1, 1), "prefix": (1, 0), "bottleneck": (2, 1), "ia3": (3, 2), "diff": (1, 1), "vera": (1, 1)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama-biases", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    yield runtime.initialize(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(path: Path, parallel: Parallel) -> Backbone:
+    return Backbone.load(path, parallel, torch.float64, split=(1, LAYERS - 1, 0), stage=1, ends=False)
+
+
+def batch_of(name: str, step: int) -> MicroBatch:
+    """A micro-batch of a task's step: two sequences, of which the second halves are labelled."""
+    rng = np.random.default_rng([len(name), step])
+    sequences = []
+    for number, length in enumerate((5 + step, 7)):
+        tokens = rng.integers(1, 60, length)
+        sequences.append((name, number, tokens, np.arange(length) > length // 2, 0.1))
+    offset = {name: SECTIONS[name].get("num_virtual_tokens", 0)}
+    return layout.pack(sequences, (name,), {name: step}, offset).to("cpu")
+
+
+def task_of(name: str) -> Any:
+    section = KINDS[SECTIONS[name]["peft_type"]].model_validate(SECTIONS[name])
+    return SimpleNamespace(name=name, adapter=section, training=TRAINING)
+
+
+@dataclass
+class Whole:
+    """A task trained on the whole backbone, by hand."""
+
+    backbone: Backbone
+    name: str
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = self.backbone
+        self.adapters = AdapterSet(own.base_ops(), own.parallel, own.dtype, own.shape)
+        self.adapter = self.adapters.add(task_of(self.name), TRAINING.max_steps)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
+
+    def step(self, step: int) -> None:
+        batch = batch_of(self.name, step)
+        with layout.activate(batch):
+            loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.losses.append(float(loss.detach()))
+        self.adapter.penalty(step)
+        norm = torch.stack([g.square().sum() for g in self.optimizer.owned]).sum().sqrt()
+        self.optimizer.clip(norm)
+        self.optimizer.step(step, torch.zeros(()))
+        if self.adapter.spec.acts_after_steps:
+            self.adapter.after_step(step + 1)
+            self.adapter.arena.refresh()
+
+    def values(self) -> dict[str, Tensor]:
+        return {p.key: p.value.detach() for p in self.adapter.parameters}
+
+
+@dataclass
+class Client:
+    """A client's ends, on a body."""
+
+    path: Path
+    name: str
+    body: Body
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        front, back = CUTS[self.name]
+        self.layers = range(front, LAYERS - back)
+        alone, split = Parallel.alone("cpu"), (front, len(self.layers), back)
+        self.front, self.back = (
+            Backbone.load(self.path, alone, torch.float64, split=split, stage=stage) for stage in (0, 2)
+        )
+        ops = [*self.front.base_ops(), *self.back.base_ops()]
+        self.adapters = AdapterSet(ops, alone, torch.float64, self.front.shape)
+        task = task_of(self.name)
+        self.adapter = self.adapters.add(task, TRAINING.max_steps)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
+        self.body.add(self.name, task.adapter, TRAINING, self.layers, TRAINING.max_steps)
+
+    def rows(self, step: int) -> Rows:
+        self.batch = batch_of(self.name, step)
+        with layout.activate(self.batch):
+            self.hidden = self.front.forward(self.batch)
+        lengths = tuple(segment.length for segment in self.batch.segments)
+        hidden = self.hidden.detach().squeeze(1)
+        return Rows(self.name, lengths, (0, 1), step, True, hidden, self.hidden.requires_grad)
+
+    def loss(self, output: Tensor) -> Tensor:
+        self.output = output.unsqueeze(1).requires_grad_()
+        with layout.activate(self.batch):
+            made = self.back.forward(self.batch, self.output, labelled_only=True)
+            loss, _ = self.back.loss(made, self.batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.losses.append(float(loss.detach()))
+        assert self.output.grad is not None
+        return self.output.grad.squeeze(1)
+
+    def finish(self, step: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            with layout.activate(self.batch):
+                self.hidden.backward(gradient.unsqueeze(1))  # type: ignore[no-untyped-call]
+        self.adapter.penalty(step)
+        squares = [g.square().sum() for g in self.optimizer.owned]
+        norm = (sum(map(float, squares)) + self.body.squared_norm(self.name, step)) ** 0.5
+        self.optimizer.clip(torch.tensor(norm, dtype=torch.float64))
+        self.optimizer.step(step, torch.zeros(()))
+        if self.adapter.spec.acts_after_steps:
+            self.adapter.after_step(step + 1)
+            self.adapter.arena.refresh()
+        self.body.update(self.name, step, norm, skip=False)
+
+    def values(self) -> dict[str, Tensor]:
+        theirs = {p.key: p for p in self.body.state(self.name) if p.kind == "value"}
+        found = {}
+        for p in self.adapter.parameters:
+            found[p.key] = p.value.detach()
+            if p.dim is not None and p.key in theirs:  # the prefix: columns of both
+                other = theirs.pop(p.key)
+                whole = torch.zeros(p.full_shape, dtype=torch.float64)
+                assert p.index is not None and other.index is not None
+                found[p.key] = whole.index_copy(1, p.index, p.value.detach()).index_copy(1, other.index, other.tensor)
+        return found | {key: piece.tensor for key, piece in theirs.items() if key not in found}
+
+
+def train(clients: Sequence[Client], body: Body, steps: int, together: bool, keep: bool = False) -> None:
+    """Three steps of all clients: each by itself, or requests with equal layers as one micro-batch."""
+    for step in range(steps):
+        rows = {client.name: client.rows(step) for client in clients}
+        groups = [[client] for client in clients]
+        if together:
+            layers = dict.fromkeys(client.layers for client in clients)
+            groups = [[client for client in clients if client.layers == one] for one in layers]
+        for group in groups:
+            own = [rows[client.name] for client in group]
+            outputs, kept = body.forward(own, group[0].layers, graph=keep)
+            gradients = [client.loss(output) for client, output in zip(group, outputs, strict=True)]
+            if kept is None:
+                _, kept = body.forward(own, group[0].layers, graph=True)
+            assert kept is not None
+            for client, gradient in zip(group, body.backward(kept, gradients), strict=True):
+                client.finish(step, gradient)
+
+
+@pytest.mark.parametrize(("together", "keep"), [(False, False), (True, False), (False, True)])
+def test_split_training_equals_that_of_the_whole(
+    path: Path, parallel: Parallel, server: Backbone, together: bool, keep: bool
+) -> None:
+    body = Body(server, parallel)
+    clients = [Client(path, name, body) for name in SECTIONS]
+    train(clients, body, 3, together, keep)
+    for client in clients:
+        whole = Whole(Backbone.load(path, parallel, torch.float64), client.name)
+        for step in range(3):
+            whole.step(step)
+        assert client.losses == pytest.approx(whole.losses, rel=1e-11)
+        wanted, found = whole.values(), client.values()
+        assert wanted.keys() == found.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=f"{client.name} {key}")
+        body.remove(client.name)
+    assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
