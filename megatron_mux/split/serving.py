@@ -277,7 +277,7 @@ class SplitServer:
             heartbeat_s=self.options.heartbeat_s,
             returns_body=self.options.returns_body,
         )
-        return Message(Kind.WELCOME, session.number, session.step, hello.operation, fields=terms.model_dump())
+        return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms.model_dump())
 
     # -- what sessions ask for
 

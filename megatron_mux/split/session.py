@@ -318,7 +318,7 @@ class Session:
         return Message(
             Kind.STATE_REPLY,
             self.number,
-            self.step,
+            message.step,
             message.operation,
             fields={"pieces": index},
             tensors=tensors,
@@ -332,13 +332,13 @@ class Session:
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
         await self.server.start_from(self, pieces)
-        return Message(Kind.STORED, self.number, self.step, message.operation)
+        return Message(Kind.STORED, self.number, message.step, message.operation)
 
     async def _leave(self, message: Message) -> Message:
         fields = parse(LeaveFields, message)
         await self._settle(fields.previous)
         await self.server.leave(self, fields.finished)
-        return Message(Kind.BYE, self.number, self.step, message.operation)
+        return Message(Kind.BYE, self.number, message.step, message.operation)
 
     async def _settle(self, decision: Decision | None) -> None:
         """Take the optimizer step that the client has decided on, unless it was taken already."""
@@ -374,7 +374,7 @@ class Session:
         return Message(
             kind,
             self.number,
-            self.step,
+            message.step,
             message.operation,
             message.flags,
             {**times, **(fields or {})},

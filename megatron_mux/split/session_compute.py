@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.errors import failed_allocation
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Kept, Rows
@@ -133,9 +134,10 @@ class Bodies:
     def add(self, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece] = ()) -> None:
         """Attach a session's adapter; see `Body.add`."""
         if self.copies and name not in self._own:
-            backbone = copy.copy(self.shared.backbone)
-            backbone.model = copy.deepcopy(backbone.model)
-            self._own[name] = Body(backbone, self.shared.parallel)
+            own, parallel = self.shared.backbone, self.shared.parallel
+            source = Checkpoint(own.info.path)
+            copy = Backbone(own.info, parallel, own.layers, own.dtype, "none", "resident", source, ends=False)
+            self._own[name] = Body(copy, parallel)
         body = self.of(name)
         body.add(name, proposal.adapter_spec(), proposal.training, layers, proposal.total_steps, pieces)
 
