@@ -14,7 +14,7 @@ import grpc
 from megatron_mux.errors import UserError
 from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
 from megatron_mux.split.tls import ClientTls, read_files
-from megatron_mux.split.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError, WireError
+from megatron_mux.split.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError
 
 _SECONDS_OF_HEARTBEAT = 5.0
 _SECONDS_OF_SILENCE = 30.0
@@ -130,10 +130,10 @@ class ClientStream:
                         self._inbox.put(assembly.message(limits))
                     assembly = None
             self._inbox.put(BrokenError("the server ended the stream"))
-        except WireError as error:
-            self._inbox.put(error)
         except grpc.RpcError as error:
             self._inbox.put(_broken(error))
+        except Exception as error:  # most often a WireError; the caller gets it
+            self._inbox.put(error)
 
 
 def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:

@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from megatron_mux.errors import UserError
 from megatron_mux.split import certificates
 from megatron_mux.split.certificates import main
-from megatron_mux.split.tls import read_files
+from megatron_mux.split.tls import read_files, split_address
 
 
 def run(directory: Path, *words: str) -> int:
@@ -141,3 +141,10 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=told):
             read_files(*files)
+
+
+def test_addresses() -> None:
+    assert split_address("localhost:1") == ("localhost", 1) and split_address("[::1]:65535") == ("::1", 65535)
+    for wrong in ("localhost", ":1", "a:b", "::1:5", "a:65536", "[]:1", "a:-1", ""):
+        with pytest.raises(UserError, match="HOST:PORT"):
+            split_address(wrong)
