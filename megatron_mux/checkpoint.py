@@ -357,6 +357,18 @@ def _manifest_name(number: int) -> str:
     return f"manifest-{number:08d}.json"
 
 
+def newest_steps(directory: Path, name: str, count: int, owner: str = "") -> list[int]:
+    """Steps of a task's checkpoints that the newest `count` saves name; damaged ones are passed over."""
+    steps: list[int] = []
+    for _, path in sorted(_manifests(directory / owner), reverse=True):
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            steps += [task["step"] for task in tasks if task["name"] == name and task["checkpoint"]]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return steps[:count]
+
+
 def drop_after(directory: Path, number: int, owner: str = "") -> None:
     """Forget the saves after a number: what was done after it will be done again. Their checkpoints stay."""
     for found, path in _manifests(directory / owner):

@@ -34,7 +34,7 @@ def load_ends(
     """
     source, layers = Checkpoint(info.path), info.shape.layers
     front = Backbone(info, parallel, range(cut_front), dtype, "none", "resident", source)
-    embedding = front.model.embedding.word_embeddings.weight
+    embedding = front.model.get_parameter("embedding.word_embeddings.weight")
     last = range(layers - cut_back, layers)
     back = Backbone(info, parallel, last, dtype, "none", "resident", source, embedding=embedding)
     return front, back

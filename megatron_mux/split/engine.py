@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.engine.snapshot import HostCopy, HostMemory, LocalState
 from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.split.backbone import SplitBackbone
@@ -64,6 +64,15 @@ class SplitEngine(Engine):
             tries_plans=False,  # a trial would take the server's time
             make_update=lambda optimizers: RemoteUpdate(update_of(optimizers), backbone.remote),
         )
+
+    def register_tasks(self, tasks: Sequence[Task]) -> None:
+        """See `Engine.register_tasks`; checkpoints may lack what the server has kept."""
+        for task in tasks:
+            known = task.spec.adapter.tensors(self.backbone.shape).items()
+            blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in known if tensor.stored}
+            if task.resume is not None:
+                task.resume.adapter = blank | task.resume.adapter
+        super().register_tasks(tasks)
 
     def _copies(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:
         """What both ends hold; the server saves its part meanwhile."""

@@ -74,6 +74,10 @@ class Tally:
         self.computed_s += number(reply.fields.get("computed_s"), 0.0)
 
 
+class _NewSessionError(Exception):
+    """The server goes on in a new session, which stands where the client does."""
+
+
 class Link:
     """A client's session with a server.
 
@@ -97,12 +101,18 @@ class Link:
         self._operation = 0
         self._terms: Terms | None = None
         self._decision: dict[str, Any] | None = None
+        self._has_begun = False  # whether the server has computed something of the current step
 
     @property
     def terms(self) -> Terms:
         """What the server has agreed to; there are none before `join`."""
         assert self._terms is not None
         return self._terms
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether `join` has been called."""
+        return self._terms is not None
 
     @property
     def next_operation(self) -> int:
@@ -144,10 +154,15 @@ class Link:
             raise UserError(f"The server's WELCOME cannot be understood: {error.errors()[0]['msg']}") from None
 
     def _join_again(self, exchange: Exchange) -> None:
-        """Join on a new stream; the server must know the session still, with what it has done of the step."""
+        """Join on a new stream; the server must know the session still, unless it has done nothing of the step yet."""
         terms = self._greet(exchange)
-        if terms.session != self.terms.session:
+        if terms.session == self.terms.session:
+            return
+        starts_anew = self.proposal.uploads and not self.step
+        if self._has_begun or starts_anew or terms.step != self.step:
             raise RefusedError(LOST, f"the server has lost what it had done of step {self.step + 1}")
+        self._terms = terms
+        raise _NewSessionError
 
     def request(
         self,
@@ -171,26 +186,31 @@ class Link:
             UserError: The server cannot be reached any more, or does not answer.
         """
         self._operation += 1
+        tells = self._decision is not None and kind not in (Kind.BACKWARD, Kind.UPLOAD)
         message = Message(
             kind,
-            self.terms.session,
-            self.step,
-            self._operation,
-            flags,
-            fields or {},
-            tensor,
-            self.wire if kind in _WITH_TENSOR else Dtype.NONE,
-            tensors or {},
+            step=self.step,
+            operation=self._operation,
+            flags=flags,
+            fields={**(fields or {}), "previous": self._decision} if tells else fields or {},
+            tensor=tensor,
+            dtype=self.wire if kind in _WITH_TENSOR else Dtype.NONE,
+            tensors=tensors or {},
         )
-        tells = self._decision is not None and kind not in (Kind.BACKWARD, Kind.UPLOAD)
-        if tells:
-            message = replace(message, fields={**message.fields, "previous": self._decision})
         began = time.perf_counter()
-        reply = self._transport.call(message, _DEADLINE_S)
+        reply = self._call(message)
         self.tally.add(time.perf_counter() - began, reply)
+        self._has_begun |= Flags.TRAINING in flags
         if tells:
             self._decision = None
         return reply
+
+    def _call(self, message: Message) -> Message:
+        while True:
+            try:
+                return self._transport.call(replace(message, session=self.terms.session), _DEADLINE_S)
+            except _NewSessionError:
+                pass  # it is for the new session now
 
     def decide(self, step: int, norm: float, skip: bool) -> None:
         """Note what became of an optimizer step; the next request tells the server.
@@ -200,6 +220,7 @@ class Link:
             norm: Of the gradient over both ends.
             skip: Whether neither end takes it.
         """
+        self._has_begun = False
         if not skip:
             self.step = step + 1
         elif self._decision is not None:

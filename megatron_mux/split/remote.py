@@ -77,10 +77,10 @@ class RemoteBody:
         lengths = tuple(segment.length for segment in batch.segments)
         ids = tuple(segment.sequence for segment in batch.segments)
         run = _Pass(self, lengths, ids)
-        if not (torch.is_grad_enabled() and (hidden.requires_grad or self._anchor.requires_grad)):
+        trained = hidden.requires_grad or self._anchor.requires_grad
+        if not (batch.training and torch.is_grad_enabled() and trained):
             return run.forward(hidden, Flags.NONE)
-        flags = Flags.TRAINING if batch.training else Flags.NONE
-        flags |= Flags.NEEDS_INPUT if hidden.requires_grad else Flags.NONE
+        flags = Flags.TRAINING | (Flags.NEEDS_INPUT if hidden.requires_grad else Flags.NONE)
         output: Tensor = _Remote.apply(self._anchor, hidden, run, flags)  # type: ignore[no-untyped-call]
         return output
 

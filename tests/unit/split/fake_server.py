@@ -120,9 +120,9 @@ class FakeServer:
     def _forward(self, message: Message) -> Any:
         self._settle(message)
         assert self.proposal is not None and message.tensor is not None
-        lengths, rows, graph = message.fields["lengths"], message.tensor.shape[0], bool(message.flags)
+        lengths, count_, graph = message.fields["lengths"], message.tensor.shape[0], bool(message.flags)
         own, training = self.proposal, Flags.TRAINING in message.flags
-        assert sum(lengths) == rows <= (own.train_rows if training else own.rows)
+        assert sum(lengths) == count_ <= (own.train_rows if training else own.rows)
         assert len(lengths) <= own.sequences and max(lengths) <= own.longest
         rows = Rows(
             "one",
