@@ -305,7 +305,7 @@ class Session:
             self, pending, gradient, Flags.LAST in message.flags
         )
         self.pending.pop(fields.forward, None)
-        fields_out = {} if square is None else {"squared_norm": square}
+        fields_out = {} if square is None else {"squared_norm": square if math.isfinite(square) else None}
         return self._reply(message, Kind.GRADIENT, outcome, fields_out, made)
 
     async def _state(self, message: Message) -> Message:
