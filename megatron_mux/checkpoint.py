@@ -244,9 +244,7 @@ class _IncompleteError(Exception):
     """A manifest that cannot be continued; says its file and what is wrong."""
 
 
-def _newest(
-    directory: Path, owner: str, before: int | None = None
-) -> tuple[Manifest | None, list[str]]:
+def _newest(directory: Path, owner: str, before: int | None = None) -> tuple[Manifest | None, list[str]]:
     """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
     problems: list[str] = []
     for number, path in sorted(_manifests(directory / owner), reverse=True):

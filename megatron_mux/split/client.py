@@ -41,20 +41,30 @@ def make_parser() -> argparse.ArgumentParser:
     add("--task", metavar="NAME", help="the task to train, if the file has several")
     add = parser.add_argument_group("backbone").add_argument
     add("--backbone", required=True, help="Hugging Face directory, or an export of megatron_mux.split.export_client", **directory)  # type: ignore[arg-type]  # fmt: skip # noqa: E501
-    add("--cut-front", type=at_least(0), default=1, metavar="N", help="first layers that stay here, at least 1 (1)")
+    add(
+        "--cut-front",
+        type=at_least(0),
+        default=1,
+        metavar="N",
+        help="first layers that stay here, at least 1 (1)",
+    )
     add("--cut-back", type=at_least(0), default=1, metavar="N", help="last layers that stay here (1)")
     add("--bf16", action="store_true", help="compute the layers here in bfloat16 (default: fp32)")
     add("--device", choices=("cpu", "cuda"), help="where to compute them (default: a GPU if there is one)")
     add = parser.add_argument_group("server").add_argument
     add("--server", required=True, metavar="HOST:PORT", help="its address")
     add("--tls-ca", required=True, help="CA that signed its certificate", **file)  # type: ignore[arg-type]
-    add("--tls-cert", required=True, help="certificate of this client: names it to the server", **file)  # type: ignore[arg-type] # noqa: E501
+    add("--tls-cert", required=True, help="certificate of this client: names it to the server", **file)  # type: ignore[arg-type]
     add("--tls-key", required=True, help="its private key", **file)  # type: ignore[arg-type]
-    add("--tls-server-name", metavar="NAME", help="name in the server's certificate, if the address has another")
+    add(
+        "--tls-server-name",
+        metavar="NAME",
+        help="name in the server's certificate, if the address has another",
+    )
     add("--wire", choices=("f32", "bf16", "f16", "i8"), default="f32", help="dtype of what is sent (f32)")
     add = parser.add_argument_group("results").add_argument
-    add("--save", help="write adapter and metrics to DIR/TASK; clients may share DIR", **directory)  # type: ignore[arg-type] # noqa: E501
-    add("--load", help="continue the run saved in DIR (an empty DIR starts a new run)", **directory)  # type: ignore[arg-type] # noqa: E501
+    add("--save", help="write adapter and metrics to DIR/TASK; clients may share DIR", **directory)  # type: ignore[arg-type]
+    add("--load", help="continue the run saved in DIR (an empty DIR starts a new run)", **directory)  # type: ignore[arg-type]
     add("--save-interval", help="save every N steps, besides at the end", **count)  # type: ignore[arg-type]
     add("--keep-checkpoints", help="saves to keep (default: all)", **count)  # type: ignore[arg-type]
     add("--log-interval", default=10, help="log every N steps (10)", **count)  # type: ignore[arg-type]
@@ -94,7 +104,9 @@ def train(arguments: argparse.Namespace) -> None:
     task = choose_task(arguments.tasks, arguments.task)
     for flag, file in (("ca", arguments.tls_ca), ("cert", arguments.tls_cert), ("key", arguments.tls_key)):
         if not file.is_file():
-            raise UserError(f"--tls-{flag} {file}: no such file: python -m megatron_mux.split.certificates makes it")
+            raise UserError(
+                f"--tls-{flag} {file}: no such file: python -m megatron_mux.split.certificates makes it"
+            )
     set_allocator_options()
     import torch
 

@@ -21,7 +21,6 @@ from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.pieces import assemble
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 
