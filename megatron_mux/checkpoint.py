@@ -244,9 +244,7 @@ class _IncompleteError(Exception):
     """A manifest that cannot be continued; says its file and what is wrong."""
 
 
-def _newest(
-    directory: Path, owner: str, before: int | None = None
-) -> tuple[Manifest | None, list[str]]:
+def _newest(directory: Path, owner: str, before: int | None = None) -> tuple[Manifest | None, list[str]]:
     """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
     problems: list[str] = []
     for number, path in sorted(_manifests(directory / owner), reverse=True):
@@ -328,8 +326,8 @@ def refuse_used(directory: Path, owner: str = "") -> None:
     """
     if next(iter(_manifests(directory / owner)), None) is not None:
         raise UserError(
-            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with --load {directory}, or choose "
-            "another directory."
+            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
+            f"--load {directory}, or choose another directory."
         )
 
 

@@ -104,7 +104,9 @@ def read_export(path: Path) -> tuple[ExportedLayers, BackboneInfo]:
     shape = read_shape(path)
     with Checkpoint(path) as checkpoint:
         if digest_of(path, checkpoint) != exported.digest:
-            raise UserError(f"{path}: config.json or the weights are not as they were exported: export them again")
+            raise UserError(
+                f"{path}: config.json or the weights are not as they were exported: export them again"
+            )
         stored = resolve(shape, checkpoint, client_tensors(shape, exported.cut_front, exported.cut_back))
     return exported, BackboneInfo(path, shape, exported.fingerprint, stored)
 

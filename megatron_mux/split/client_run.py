@@ -1,4 +1,4 @@
-"""A client's run of its task: what it needs is read once; each attempt joins the server and goes on from the newest save.
+"""A client's run of its task: files are read once; each attempt joins the server and goes on from the newest save.
 
 An attempt ends when the task is done, or when the server has lost steps: the next one begins at an earlier save, as a
 process does that is started again.
@@ -132,7 +132,9 @@ class ClientRun:
     def _link(self, step: int, say: Say) -> Link:
         connect = self.options.connect or self._connect
         start = self.task.spec.adapter.adapter_name_or_path
-        if start is not None and self.task.initial is None and not step:  # not read for a run that is continued
+        if (
+            start is not None and self.task.initial is None and not step
+        ):  # not read for a run that is continued
             self.task.initial = read_adapter(start, self.task.spec.adapter, self.info.shape)
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
@@ -143,9 +145,7 @@ class ClientRun:
 
         return Transport(self.options.server, self.options.tls, Limits(), say=say)
 
-    def _join(
-        self, source: Path | None, manifest: Manifest | None, say: Say
-    ) -> tuple[Link, Manifest | None]:
+    def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
         """Join at the newest save that the server has its part of; returns that save, None for the beginning."""
         newest, tries = manifest, 0
         while True:
@@ -164,7 +164,9 @@ class ClientRun:
             older = checkpoint.load(source, self.info.fingerprint, say, self.name, before=manifest.number)
             manifest = older if tries < _SAVES_TO_RETURN_TO else None
         if manifest is not newest and source is not None:
-            say(f"{self.name}: the server has nothing of step {_step(newest)}: going back to step {_step(manifest)}")
+            say(
+                f"{self.name}: the server has nothing of step {_step(newest)}: going back to step {_step(manifest)}"
+            )
             if source == self.options.save:
                 checkpoint.drop_after(source, manifest.number if manifest else 0, self.name)
         if link.proposal.uploads:

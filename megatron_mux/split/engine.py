@@ -85,7 +85,9 @@ def _joined(state: LocalState, pieces: Sequence[Piece]) -> LocalState:
     places, copies = list(state.places), list(state.copies)
     for piece in pieces:
         index, tensor = piece.index, piece.tensor.contiguous()
-        places.append((piece.key, piece.shape, piece.dim, None if index is None else index.numpy(), piece.kind))
+        places.append(
+            (piece.key, piece.shape, piece.dim, None if index is None else index.numpy(), piece.kind)
+        )
         block = tensor.view(-1).view(torch.uint8)
         copies.append(HostCopy(block, tensor.dtype, tensor.shape, tensor.stride(), 0))
     return replace(state, places=places, copies=copies)

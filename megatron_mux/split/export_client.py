@@ -1,6 +1,8 @@
 """Export the layers of a backbone that a client of split fine-tuning needs, so that it never holds the others.
 
     python -m megatron_mux.split.export_client --backbone DIR --cut-front N --cut-back N --out DIR
+
+`--backbone` of the client takes the directory that is made.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
     names = client_tensors(info.shape, cut_front, cut_back)
     copied = sorted({file for pattern in _TOKENIZER for file in backbone.glob(pattern) if file.is_file()})
     if not copied:
-        raise UserError(f"{backbone}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it")
+        raise UserError(
+            f"{backbone}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it"
+        )
     partial = out.with_name(f".partial-{out.name}")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,7 +75,9 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
         for file in (backbone / "config.json", *copied):
             write(partial / file.name, file.read_bytes())
         with Checkpoint(backbone) as checkpoint:
-            tensors = {info.stored[name]: checkpoint.read(info.stored[name], slice(None)) for name in sorted(names)}
+            tensors = {
+                info.stored[name]: checkpoint.read(info.stored[name], slice(None)) for name in sorted(names)
+            }
         write_tensors(partial / _WEIGHTS, tensors, {})
         with Checkpoint(partial) as checkpoint:
             digest = digest_of(partial, checkpoint)

@@ -144,14 +144,14 @@ class Link:
     def _greet(self, exchange: Exchange) -> Terms:
         asked = self.proposal.model_copy(update={"step": self.step})
         session = 0 if self._terms is None else self._terms.session
-        hello = Message(
-            Kind.HELLO, session, self.step, self._operation, fields=asked.model_dump(mode="json")
-        )
+        hello = Message(Kind.HELLO, session, self.step, self._operation, fields=asked.model_dump(mode="json"))
         reply = exchange(hello)
         try:
             return Terms.model_validate(dict(reply.fields))
         except ValidationError as error:
-            raise UserError(f"The server's WELCOME cannot be understood: {error.errors()[0]['msg']}") from None
+            raise UserError(
+                f"The server's WELCOME cannot be understood: {error.errors()[0]['msg']}"
+            ) from None
 
     def _join_again(self, exchange: Exchange) -> None:
         """Join on a new stream; the server must know the session still, unless it has done nothing of the step yet."""

@@ -81,9 +81,7 @@ class Loop:
             return
         if directory == self.arguments.save and self.parallel.rank == 0:
             # Not before the tasks are accepted: a refused run leaves everything as it is.
-            self.registry.accepted = partial(
-                cut_metrics, directory, self.manifest, self.reporter.owner
-            )
+            self.registry.accepted = partial(cut_metrics, directory, self.manifest, self.reporter.owner)
         if self.manifest is None:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)
