@@ -28,7 +28,7 @@ from megatron_mux.engine.snapshot import stored_parameters
 from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.pieces import Kind, Piece, assemble, runs_of
+from megatron_mux.split.pieces import Piece, assemble, runs_of
 from megatron_mux.tasks import TrainingSpec
 
 
@@ -142,9 +142,8 @@ class Body:
         own = self.adapters.add(task, total_steps, values, layers)
         optimizer = TaskOptimizer(own, training, total_steps)
         self._members[name] = member = _Member(adapter, own, optimizer, update_of([optimizer]))
-        kinds: dict[Kind, dict[str, Tensor]] = {kind: assemble(initial, kind) for kind in ("exp_avg", "exp_avg_sq")}
-        moments = {key: {kind: kinds[kind][key] for kind in kinds} for key in kinds["exp_avg"]}
-        if moments:
+        first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
+        if moments := {key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first}:
             optimizer.load_state(moments)
         if extra := assemble(initial, "extra"):
             member.adapter.load_state(extra)
@@ -273,8 +272,8 @@ class Body:
         moments, extra = member.optimizer.state(), member.adapter.state()
         found = []
         for record in stored_parameters(member.adapter):
-            if not record.owner:
-                continue
+            if not record.owner and record not in member.adapter.fixed:
+                continue  # fixed ones that the client owns are needed here to go on
             named: Mapping[str, Tensor] = {"value": record.value, **moments.get(record.key, {})}
             if record.key in extra:
                 named = {**named, "extra": extra[record.key]}

@@ -7,7 +7,7 @@ from collections import deque
 
 
 class BytesInFlight:
-    """Bytes that streams take before they receive a message, first come first served.
+    """Bytes that streams take before they receive a message, first come first served, and counts of those transferred.
 
     Args:
         most: Number of bytes that may be taken at a time.
@@ -15,10 +15,13 @@ class BytesInFlight:
     Attributes:
         most: See above.
         free: Bytes that nobody has.
+        received: Bytes of all frames that were received.
+        sent: Bytes of all frames that were sent.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.free = most
+        self.received = self.sent = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:

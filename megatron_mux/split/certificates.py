@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,8 @@ from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status
 from megatron_mux.files import write_atomically
+from megatron_mux.split.tls import IDENTITY
 
-_CLIENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-"""At most as long as a common name may be."""
 _RESERVED = frozenset({"ca", "server"})
 
 _CA_DAYS = 3650
@@ -196,7 +194,7 @@ def write_certificates(
 
 def _check_clients(clients: Sequence[str]) -> None:
     for name in clients:
-        if not _CLIENT.fullmatch(name) or name in _RESERVED:
+        if not IDENTITY.fullmatch(name) or name in _RESERVED:
             raise UserError(
                 f"--client {name}: must be made of letters, digits, '-', '_' and '.', have at most 64 characters, and "
                 "not be 'ca' or 'server'"

@@ -14,7 +14,7 @@ import grpc
 from megatron_mux.errors import UserError
 from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
 from megatron_mux.split.tls import ClientTls, read_files
-from megatron_mux.split.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError, WireError
+from megatron_mux.split.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError
 
 _SECONDS_OF_HEARTBEAT = 5.0
 _SECONDS_OF_SILENCE = 30.0
@@ -35,10 +35,6 @@ class BrokenError(Exception):
     """The stream is over before a reply came; the same request may be sent on another one."""
 
 
-class DeadlineError(UserError):
-    """The reply to a request did not come in time."""
-
-
 class ClientStream:
     """A connection with one stream.
 
@@ -52,7 +48,7 @@ class ClientStream:
         self._limits = limits
         self._inbox: SimpleQueue[Message | Exception] = SimpleQueue()
         self._outbox: SimpleQueue[Iterator[bytes] | None] = SimpleQueue()
-        self._progress = time.monotonic()  # when the last frame came or went
+        self._progress = time.monotonic()  # when a frame came, or one of a request went
         self._channel = _channel(address, tls)
         self._call = self._channel.stream_stream(METHOD)(self._requests())
         self._receiver = threading.Thread(target=self._receive_all, name="split replies", daemon=True)
@@ -67,7 +63,7 @@ class ClientStream:
 
         Raises:
             BrokenError: The stream is over, or nothing has been heard for too long.
-            DeadlineError: The deadline is over.
+            TimeoutError: The deadline is over.
             RefusedError: The reply is ERROR, or breaks the protocol.
             UserError: The server refuses the stream for good.
         """
@@ -89,9 +85,7 @@ class ClientStream:
             if reply is not None and _answers(reply, request):
                 return reply
             now = time.monotonic()
-        raise DeadlineError(
-            f"The server did not answer {request.kind.name} {request.operation} of step {request.step} in time."
-        )
+        raise TimeoutError
 
     def close(self, abruptly: bool = False) -> None:
         """Close the connection.
@@ -111,11 +105,13 @@ class ClientStream:
             try:
                 parts = self._outbox.get(timeout=_SECONDS_OF_HEARTBEAT)
             except Empty:
-                parts = frames(Message(Kind.PING))
+                yield from frames(Message(Kind.PING))
+                continue
             if parts is None:
                 return
             for frame in parts:
                 yield frame
+                # A large request on a slow link is no silence.
                 self._progress = time.monotonic()
 
     def _receive_all(self) -> None:
@@ -134,10 +130,10 @@ class ClientStream:
                         self._inbox.put(assembly.message(limits))
                     assembly = None
             self._inbox.put(BrokenError("the server ended the stream"))
-        except WireError as error:
-            self._inbox.put(error)
         except grpc.RpcError as error:
             self._inbox.put(_broken(error))
+        except Exception as error:  # most often a WireError; the caller gets it
+            self._inbox.put(error)
 
 
 def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
@@ -167,4 +163,6 @@ def _broken(error: Any) -> Exception:
     """What to make of an error of gRPC; almost all of them are of the connection."""
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return UserError("The server does not offer split fine-tuning; check the address.")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return UserError(error.details())
     return BrokenError(error.details() or error.code().name)

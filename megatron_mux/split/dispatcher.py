@@ -73,14 +73,14 @@ class Dispatcher:
     Args:
         scheduler: Decides whose work is admitted.
         most_together: Most rows that are computed together; 0: work is computed one by one.
-        observe: Called with each work and its outcome, for metrics.
+        observe: Called with the seconds of each of the scheduler's decisions.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         most_together: int = 0,
-        observe: Callable[[Work, Outcome], None] = lambda work, outcome: None,
+        observe: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.scheduler = scheduler
         self.most_together = most_together
@@ -96,6 +96,11 @@ class Dispatcher:
     def queued(self) -> int:
         """Work that waits for memory or for its turn."""
         return len(self._waiting) + len(self._ready)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some work waits for memory."""
+        return bool(self._waiting)
 
     async def compute(self, work: Work) -> Outcome:
         """Wait for memory and for its turn, and compute it.
@@ -121,6 +126,10 @@ class Dispatcher:
         except asyncio.CancelledError:
             self._take_back(work)
             raise
+
+    def is_waiting(self, work: Work) -> bool:
+        """Whether work is not being computed yet."""
+        return work.key in self._waiting or work in self._ready
 
     def release(self, reservation: int) -> None:
         """End a reservation that outlasted its work; 0 is none."""
@@ -148,7 +157,9 @@ class Dispatcher:
     def _admit(self) -> None:
         """Let the scheduler decide, and come back when it could decide otherwise without further events."""
         now = time.monotonic()
-        for demand in self.scheduler.grant(now):
+        granted = self.scheduler.grant(now)
+        self._observe(time.monotonic() - now)
+        for demand in granted:
             self._ready.append(self._waiting.pop(demand.key))
         if self._timer is not None:
             self._timer.cancel()
@@ -187,7 +198,9 @@ class Dispatcher:
         results = batch[0].run(batch)
         return began, time.monotonic() - began, results
 
-    def _finish(self, batch: Sequence[Work], done: asyncio.Future[tuple[float, float, Sequence[Any]]]) -> None:
+    def _finish(
+        self, batch: Sequence[Work], done: asyncio.Future[tuple[float, float, Sequence[Any]]]
+    ) -> None:
         self._busy = False
         error = done.exception()
         for i, work in enumerate(batch):
@@ -204,6 +217,5 @@ class Dispatcher:
             outcome = Outcome(
                 results[i], began - work.submitted, seconds, len(batch), work.key if keeps else 0
             )
-            self._observe(work, outcome)
             work.future.set_result(outcome)
         self._admit()

@@ -1,4 +1,4 @@
-"""Parts of a task's adapter and optimizer as tensors with a JSON index: what travels at joining and saving, and is stored.
+"""Parts of a task's adapter and optimizer as tensors with a JSON index, as they travel and are stored.
 
 A piece says where in the whole tensor its values belong, so that the client joins its own and the server's to the
 adapter that a run on one machine would have saved.
@@ -101,7 +101,9 @@ def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         tensor = tensors.get(str(i))
         if tensor is None or tuple(tensor.shape) != _local_shape(entry):
             got = "nothing" if tensor is None else list(tensor.shape)
-            raise UserError(f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}")
+            raise UserError(
+                f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}"
+            )
         found.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
     return found
 
@@ -112,7 +114,9 @@ def _local_shape(entry: _Entry) -> tuple[int, ...]:
     size = entry.shape[entry.dim] if entry.dim < len(entry.shape) else -1
     edges = [0, *(edge for run in sorted(entry.runs) for edge in run), size]
     if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
-        raise UserError(f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}")
+        raise UserError(
+            f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}"
+        )
     local = list(entry.shape)
     local[entry.dim] = sum(last - first for first, last in entry.runs)
     return tuple(local)

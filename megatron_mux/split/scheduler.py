@@ -1,5 +1,7 @@
 """interim"""
+
 from __future__ import annotations
+
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -16,7 +18,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    pass
+    easy: bool = False
+    ageing: float = 0.0
+    weights: object = None
+    rate: float | None = None
 
 
 class Scheduler:

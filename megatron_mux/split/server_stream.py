@@ -60,7 +60,7 @@ class ServerStream:
         Raises:
             RefusedError: The client breaks the protocol or the limits, or stalls in the middle of a message.
         """
-        while (frame := await self._context.read()) is not grpc.aio.EOF:
+        while (frame := await self._read()) is not None:
             header = Header.read(frame)
             if header.kind is Kind.PING:
                 Assembly(header).add(frame)
@@ -87,13 +87,20 @@ class ServerStream:
                 frame = await self._next_frame()
         return assembly.message(self.limits)
 
+    async def _read(self) -> bytes | None:
+        frame: bytes = await self._context.read()
+        if frame is grpc.aio.EOF:
+            return None
+        self._in_flight.received += len(frame)
+        return frame
+
     async def _next_frame(self) -> bytes:
         try:
             async with asyncio.timeout(_SECONDS_OF_A_FRAME):
-                frame: bytes = await self._context.read()
+                frame = await self._read()
         except TimeoutError:
             raise _slow("sent") from None
-        if frame is grpc.aio.EOF:
+        if frame is None:
             raise WireError("frame", "The stream ended in the middle of a message.")
         return frame
 
@@ -123,6 +130,7 @@ class ServerStream:
                 try:
                     async with asyncio.timeout(_SECONDS_OF_A_FRAME):
                         await self._context.write(frame)
+                    self._in_flight.sent += len(frame)
                 except TimeoutError:
                     self._stuck = True
                     raise _slow("read") from None

@@ -15,14 +15,15 @@ from megatron_mux.errors import UserError
 from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.chunks import FRAME_BYTES
 from megatron_mux.split.server_stream import ServerStream
+from megatron_mux.split.tls import IDENTITY, read_files, split_address
 from megatron_mux.split.tls import ServerTls as ServerTls
-from megatron_mux.split.tls import read_files, split_address
 from megatron_mux.split.wire import METHOD, Kind, Limits, Message, RefusedError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = "local"
 """Identity of every client without TLS."""
 
+_LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
 _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES),
@@ -94,6 +95,7 @@ class Service:
 
     Attributes:
         port: The port, once started.
+        in_flight: Bytes that are taken and free, and counts of those received and sent.
     """
 
     port: int
@@ -104,7 +106,7 @@ class Service:
         self._handler = handler
         self._address = address
         self._tls = tls
-        self._in_flight = BytesInFlight(max_bytes_in_flight)
+        self.in_flight = BytesInFlight(max_bytes_in_flight)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self) -> None:
@@ -141,12 +143,14 @@ class Service:
 
     async def _serve(self, requests: object, context: Any) -> None:
         """Serve one stream."""
-        identity = _LOCAL
-        if self._tls is not None:
-            [name] = context.auth_context()["x509_common_name"]
-            identity = name.decode()
+        identity = _LOCAL if self._tls is None else _identity(context)
+        if identity is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "The certificate's common name is no identity."
+            )
+            return
         turn = self._turns.setdefault(identity, asyncio.Lock())
-        stream = ServerStream(context, self._handler.limits(identity), self._in_flight, turn)
+        stream = ServerStream(context, self._handler.limits(identity), self.in_flight, turn)
         error: RefusedError | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -162,8 +166,14 @@ class Service:
         finally:
             stream.release()
         if error is not None:
-            fields = {"code": error.code, "message": str(error), "retry": error.retry}
+            fields = {"code": error.code, "message": str(error)[:_LONGEST_TEXT], "retry": error.retry}
             await stream.send(Message(Kind.ERROR, fields=fields))
+
+
+def _identity(context: Any) -> str | None:
+    """The common name of the client's verified certificate, if it is one usable name."""
+    names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
+    return names[0] if len(names) == 1 and IDENTITY.fullmatch(names[0]) else None
 
 
 def _first(group: ExceptionGroup[RefusedError]) -> RefusedError:

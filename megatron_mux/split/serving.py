@@ -6,50 +6,62 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TypeVar
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.compute import BackwardCall, ForwardCall, backward_together, forward_together
+from megatron_mux.split.body import Rows
 from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.metrics import Metrics, SessionFigures
 from megatron_mux.split.pieces import Piece
-from megatron_mux.split.policies import Pending
+from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, plan_forward
 from megatron_mux.split.service import Incoming, Send
-from megatron_mux.split.session import Decision, Session
+from megatron_mux.split.session import Decision, Pending, Session
+from megatron_mux.split.session_compute import (
+    BackwardCall,
+    Bodies,
+    ForwardCall,
+    backward_together,
+    forward_together,
+)
+from megatron_mux.split.session_memory import Memory, predict
 from megatron_mux.split.store import SessionStore
+from megatron_mux.split.swapping import Swapping
 from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
+_MIB = 1 << 20
+T = TypeVar("T")
 
-_BEFORE_JOINING = Limits(frozenset({Kind.HELLO, Kind.PING}))
 
-
-@dataclass
+@dataclass(frozen=True)
 class ServingOptions:
     """How sessions are served.
 
     Attributes:
+        fingerprint: Of the whole backbone.
+        layers: Layers that bodies lie within.
+        policy: What is kept between a forward pass and its backward.
+        returns_body: Whether clients get the server's part of their adapter with each save.
         idle_s: How long a session stays in memory while its client is away.
         heartbeat_s: How often clients are to send something.
-        returns_body: Whether clients get the server's part of their adapter with each save.
         most_sessions: Sessions in memory at once.
-        layers: Layers that clients may cut at: bodies lie within them.
     """
 
+    fingerprint: str
     layers: range
+    policy: PolicyName = "on-demand"
+    returns_body: bool = True
     idle_s: float = 600.0
     heartbeat_s: float = 10.0
-    returns_body: bool = True
     most_sessions: int = 256
 
 
@@ -57,10 +69,9 @@ class SplitServer:
     """Serves sessions; the `Handler` of a `Service`.
 
     Args:
-        compute: Computes and measures; owns the body.
+        bodies: Compute.
         dispatcher: Decides who computes when.
         store: Keeps sessions' states.
-        fingerprint: Of the whole backbone.
         options: See `ServingOptions`.
         metrics: Counts what happens.
         log: Where events go.
@@ -72,25 +83,29 @@ class SplitServer:
 
     def __init__(
         self,
-        compute: SessionCompute,
+        bodies: Bodies,
         dispatcher: Dispatcher,
         store: SessionStore,
-        fingerprint: str,
         options: ServingOptions,
         metrics: Metrics,
         log: logging.Logger,
     ) -> None:
-        self.compute = compute
+        self.bodies = bodies
         self.dispatcher = dispatcher
         self.store = store
         self.options = options
         self.metrics = metrics
         self.sessions: dict[str, Session] = {}
         self.draining = False
-        self._fingerprint = fingerprint
         self._log = log
-        self._numbers = count(1)
+        self._numbers = count(1 + secrets.randbits(40))  # another one tells clients that their session is lost
         self._joining: dict[str, asyncio.Lock] = {}
+        self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
+
+    @property
+    def shape(self) -> BackboneShape:
+        """Of the backbone."""
+        return self.bodies.shared.backbone.shape
 
     # -- the service's handler
 
@@ -101,13 +116,15 @@ class SplitServer:
     async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
         """See `Handler.session`."""
         if _IDENTITY.fullmatch(identity) is None:
-            raise RefusedError("identity", f"the certificate's common name {identity!r} cannot name a session")
+            raise RefusedError(
+                "identity", f"the certificate's common name {identity!r} cannot name a session"
+            )
         session = None
         try:
             async for message in incoming:
                 if session is None:
                     session = await self._join(identity, message)
-                    incoming.limits = session.limits(self.compute.width, self.compute.adapter_bytes(session))
+                    incoming.limits = session.limits(self.shape)
                     await send(self._welcome(session, message))
                     continue
                 await send(await session.answer(message))
@@ -115,7 +132,9 @@ class SplitServer:
                     return
         except RefusedError as error:
             self.metrics.refused.labels(error.code).inc()
-            self._log.warning("refused", extra={"fields": {"client": identity, "code": error.code, "why": str(error)}})
+            self._log.warning(
+                "refused", extra={"fields": {"client": identity, "code": error.code, "why": str(error)}}
+            )
             raise
         finally:
             if session is not None and session.stream is asyncio.current_task():
@@ -127,7 +146,7 @@ class SplitServer:
         proposal = _proposal(hello)
         if self.draining:
             raise RefusedError("draining", "the server is about to stop", retry=True)
-        if proposal.fingerprint != self._fingerprint:
+        if proposal.fingerprint != self.options.fingerprint:
             raise RefusedError("backbone", "the client's layers are of another backbone than the server's")
         name = f"{identity}/{proposal.task}"
         async with self._joining.setdefault(name, asyncio.Lock()):
@@ -170,83 +189,179 @@ class SplitServer:
         if proposal.step:
             saved = await asyncio.to_thread(self.store.load, name, proposal.step)
             if saved is None:
-                raise NoStateError(proposal.step, self.store.steps(name))
+                have = ", ".join(map(str, self.store.steps(name))) or "none"
+                raise RefusedError(
+                    "no_state", f"the server has no save of step {proposal.step} (it has: {have})"
+                )
         else:
             self.store.forget(name)
         try:
-            need = self.compute.predict(proposal, self.options.layers)
+            layers = self._layers(proposal)
+            device = "cuda" if self.bodies.shared.backbone.device.type == "cuda" else "cpu"
+            itemsize = self.bodies.shared.backbone.dtype.itemsize
+            need = predict(self.shape, proposal, itemsize, device, self.bodies.shared.parallel.tp_size)
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
-        if need.joining > self.dispatcher.scheduler.capacity:
-            raise RefusedError("too_large", need.too_large(self.dispatcher.scheduler.capacity))
+        self._check_room(need)
         self.metrics.sessions[name] = SessionFigures(proposal.total_steps, proposal.step)
-        work = Work(identity, self.compute.add, (name, proposal, saved), need.joining, need.lasting)
+        own = need.lasting + self.bodies.own_parameters
+
+        def join(works: Sequence[Work]) -> list[Memory]:
+            memory = self.bodies.join(name, proposal, layers, saved)
+            lasts = memory.lasting + self.bodies.own_parameters
+            works[0].keeps = works[0].size if self.bodies.copies else min(works[0].size, lasts)
+            return [memory]
+
+        if self._swapping is not None:
+            await self._swapping.make_room(own + need.backward)
         try:
+            work = Work(identity, join, size=own + need.backward, keeps=own)
             outcome = await self.dispatcher.compute(work)
-        except BaseException:
-            del self.metrics.sessions[name]
-            raise
-        memory = outcome.result
+        except UserError as error:
+            raise RefusedError("proposal", str(error)) from None
+        finally:
+            if name not in self.sessions:
+                self.metrics.sessions.pop(name, None)
+        memory: Memory = outcome.result
         session = Session(
-            name,
-            next(self._numbers),
-            identity,
-            proposal,
-            proposal.body(self.compute.shape),
-            memory,
-            self,
+            name=name,
+            number=next(self._numbers),
+            identity=identity,
+            proposal=proposal,
+            layers=layers,
+            memory=memory,
+            server=self,
             step=proposal.step,
             holds=outcome.reservation,
         )
         self.sessions[name] = session
+        figures = SessionFigures(proposal.total_steps, proposal.step, reserved=work.keeps)
+        self.metrics.sessions[name] = figures
         self.metrics.live.set(len(self.sessions))
-        self.metrics.sessions[name].reserved = memory.lasting
         fields = {"session": name, "step": session.step, "waited_s": outcome.waited_s, **memory.fields()}
         self._log.info("joined", extra={"fields": fields})
         return session
+
+    def _layers(self, proposal: Proposal) -> range:
+        """The layers of a session's body.
+
+        Raises:
+            UserError: The server does not have them.
+        """
+        layers, own = proposal.body(self.shape), self.options.layers
+        if layers.start < own.start or layers.stop > own.stop:
+            least = f"--cut-front {own.start} and --cut-back {self.shape.layers - own.stop}"
+            raise UserError(
+                f"the server holds layers {own.start} to {own.stop - 1}: it needs at least {least}"
+            )
+        return layers
+
+    def _check_room(self, need: Memory) -> None:
+        """Refuse a session that would not fit even if no other were there."""
+        capacity = self.dispatcher.scheduler.capacity
+        needed = need.joining + self.bodies.own_parameters
+        if needed > capacity:
+            raise RefusedError(
+                "too_large",
+                f"its adapter ({need.lasting / _MIB:.0f} MiB) and a backward pass of {need.rows} tokens "
+                f"({need.backward / _MIB:.0f} MiB) need {needed / _MIB:.0f} MiB, and the server has "
+                f"{capacity / _MIB:.0f} MiB beside its weights: use a smaller batch (gradient_accumulation_steps)",
+            )
 
     def _welcome(self, session: Session, hello: Message) -> Message:
         terms = Terms(
             session=session.number,
             step=session.step,
-            policy=self.compute.policy.name,
+            policy=self.options.policy,
             forward_bytes=session.memory.forward,
             backward_bytes=session.memory.backward,
             heartbeat_s=self.options.heartbeat_s,
             returns_body=self.options.returns_body,
         )
-        return Message(Kind.WELCOME, session.number, session.step, hello.operation, fields=terms.model_dump())
+        return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms.model_dump())
 
     # -- what sessions ask for
 
-    async def forward(self, session: Session, rows: Rows) -> tuple[Tensor, Pending, Outcome]:
-        """Compute a forward pass; returns its output `[T, H]`, and what is kept of it for its backward."""
-        need = self.compute.forward_need(session, rows)
-        call = ForwardCall(self.compute.body_of(session.name), session.layers, rows, need.graph, need.keeps_graph)
-        joins = None if need.graph or self.compute.is_vanilla else ("forward", session.layers, rows.training)
-        work = Work(session.identity, forward_together, call, need.size, need.keeps, rows.count, joins)
-        outcome = await self._computed(session, "forward", work)
+    async def forward(self, session: Session, rows: Rows) -> tuple[Tensor, Pending | None, Outcome]:
+        """Compute a forward pass.
+
+        Returns:
+            Its output `[T, H]`; what is kept of it for its backward, if it has one; how long it took.
+        """
+        body, memory = self.bodies.of(session.name), session.memory
+        if not rows.training:
+            call = ForwardCall(body, session.layers, rows)
+            size = memory.scaled(memory.forward + memory.hidden, rows.count)
+            outcome = await self._computed(session, "evaluation", self._work(session, call, size))
+            return outcome.result[0], None, outcome
+        if self._swapping is not None:
+            await self._swapping.bring(session)
+        plan = self._plan(session, rows.count)
+        call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
+        outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
         output, kept = outcome.result
-        return output, Pending(rows, kept, outcome.reservation), outcome
+        return output, Pending(rows, plan, kept, outcome.reservation), outcome
+
+    def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
+        joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
+        return Work(
+            session.identity,
+            forward_together,
+            call,
+            size,
+            keeps,
+            call.rows.count,
+            joins,
+            session.seconds_of("forward", call.rows.count),
+        )
+
+    def _plan(self, session: Session, rows: int) -> ForwardPlan:
+        scheduler = self.dispatcher.scheduler
+        others = (one.memory.backward for one in self.sessions.values() if one is not session)
+        now = Circumstances(
+            free=scheduler.free,
+            waiting=self.dispatcher.queued,
+            largest=max(others, default=0),
+            answer_s=session.answer_s,
+            reforward_s=session.seconds_of("forward", rows),
+            host_rate=self.bodies.host_rate,
+        )
+        return plan_forward(self.options.policy, session.memory, rows, now)
 
     async def backward(
         self, session: Session, pending: Pending, gradient: Tensor, last: bool
     ) -> tuple[Tensor | None, float | None, Outcome]:
-        """Compute a backward pass; returns the gradient of its input, and the squared norm after the last one."""
-        rows, kept = pending.rows, pending.kept
-        call = BackwardCall(self.compute.body_of(session.name), session.layers, rows, gradient, kept, last)
-        size = 0 if kept is not None else self.compute.backward_need(session, rows)
-        joins = None if kept is not None or self.compute.is_vanilla else ("backward", session.layers)
-        work = Work(session.identity, backward_together, call, size, 0, rows.count, joins)
+        """Compute a backward pass.
+
+        Returns:
+            The gradient of its input `[T, H]`, if the client needs it; after the last one of an optimizer step, the
+            squared norm of the adapter's gradient; how long it took.
+        """
+        body = self.bodies.of(session.name)
+        call = BackwardCall(body, session.layers, pending.rows, gradient, pending.kept, last)
+        joins = None if pending.kept is not None or self.bodies.copies else ("backward", session.layers)
+        rows = pending.rows.count
+        work = Work(
+            session.identity,
+            backward_together,
+            call,
+            pending.plan.backward,
+            0,
+            rows,
+            joins,
+            session.seconds_of("backward", rows),
+        )
         outcome = await self._computed(session, "backward", work)
         self.free(pending)
+        if last and self._swapping is not None:
+            session.drop_pending()
+            await self._swapping.finish_iteration(session)
         made, square = outcome.result
         return made, square, outcome
 
     async def _computed(self, session: Session, kind: str, work: Work) -> Outcome:
         figures = self.metrics.sessions[session.name]
         session.work, figures.state = work, "waiting"
-        self.metrics.queued.set(self.dispatcher.queued + 1)
         try:
             outcome = await self.dispatcher.compute(work)
         finally:
@@ -255,19 +370,28 @@ class SplitServer:
         self.metrics.computed(
             session.name, kind, work.tokens, outcome.waited_s, outcome.computed_s, outcome.together
         )
+        session.note_seconds("forward" if kind == "evaluation" else kind, outcome.computed_s, work.tokens)
         return outcome
+
+    async def _on_thread(self, session: Session, run: Callable[[], T]) -> T:
+        """Do something with a session's adapter between computations."""
+        outcome = await self.dispatcher.compute(Work(session.identity, lambda works: [run()]))
+        result: T = outcome.result
+        return result
 
     async def update(self, session: Session, decision: Decision) -> None:
         """Take or skip an optimizer step."""
-        await self.dispatcher.compute(Work(session.identity, self.compute.update, (session.name, decision)))
+        body = self.bodies.of(session.name)
+        await self._on_thread(
+            session, lambda: body.update(session.name, decision.step, decision.norm, decision.skip)
+        )
         if not decision.skip:
             self.metrics.steps.inc()
             self.metrics.sessions[session.name].step += 1
 
     async def save(self, session: Session, keep: Collection[int] | None) -> Sequence[Piece]:
         """Save a session's state durably; returns it."""
-        outcome = await self.dispatcher.compute(Work(session.identity, self.compute.state, session.name))
-        pieces: Sequence[Piece] = outcome.result
+        pieces = await self._on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
         try:
             await asyncio.to_thread(self.store.save, session.name, session.step, pieces, keep)
         except OSError as error:
@@ -277,17 +401,19 @@ class SplitServer:
 
     async def start_from(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Give a new session's adapter other values than its seed's."""
-        payload = (session.name, session.proposal, pieces)
         try:
-            await self.dispatcher.compute(Work(session.identity, self.compute.start_from, payload))
+            await self._on_thread(
+                session,
+                lambda: self.bodies.start_from(session.name, session.proposal, session.layers, pieces),
+            )
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
 
     async def leave(self, session: Session, finished: bool) -> None:
         """End a session; what a finished one has learned stays under a name of its own."""
         if finished:
-            outcome = await self.dispatcher.compute(Work(session.identity, self.compute.state, session.name))
-            path = await asyncio.to_thread(self.store.finish, session.name, session.step, outcome.result)
+            pieces = await self._on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
+            path = await asyncio.to_thread(self.store.finish, session.name, session.step, pieces)
             self._log.info("finished", extra={"fields": {"session": session.name, "kept": path.name}})
         await self._drop(session)
 
@@ -295,8 +421,8 @@ class SplitServer:
         """Free what a forward pass keeps for its backward."""
         self.dispatcher.release(pending.reservation)
 
-    def withdraw(self, session: Session) -> bool:
-        """Take back a session's work if it is not being computed yet; returns whether that was so."""
+    def is_waiting(self, session: Session) -> bool:
+        """Whether a session's work is not being computed yet."""
         return session.work is not None and self.dispatcher.is_waiting(session.work)
 
     async def check_draining(self, session: Session) -> None:
@@ -313,8 +439,12 @@ class SplitServer:
         session.withdraw()
         if session.name in self.sessions:
             self.metrics.sessions[session.name].state = "away"
-            loop = asyncio.get_running_loop()
-            session.expiry = loop.call_later(self.options.idle_s, lambda: loop.create_task(self._expire(session)))
+            session.expiry = asyncio.get_running_loop().call_later(
+                self.options.idle_s, self._expire_soon, session
+            )
+
+    def _expire_soon(self, session: Session) -> None:
+        self._expiring = asyncio.ensure_future(self._expire(session))
 
     async def _expire(self, session: Session) -> None:
         """Save a session whose client has been away for long, and free its memory."""
@@ -326,7 +456,7 @@ class SplitServer:
     async def _drop(self, session: Session) -> None:
         session.drop_pending()
         self.sessions.pop(session.name, None)
-        await self.dispatcher.compute(Work(session.identity, self.compute.remove, session.name))
+        await self._on_thread(session, lambda: self.bodies.remove(session.name))
         self.dispatcher.release(session.holds)
         self.metrics.sessions.pop(session.name, None)
         self.metrics.live.set(len(self.sessions))

@@ -34,6 +34,7 @@ _NAME_OF = {dtype: name for name, dtype in _NAMES.items()}
 _LARGEST_INT8 = 127
 _SCALE_BYTES = 4
 _MOST_DIMENSIONS = 8
+_MOST_VALUES = 1 << 40
 
 
 def encode(tensor: Tensor, dtype: Dtype) -> memoryview:
@@ -64,7 +65,7 @@ def decode(content: Bytes, rows: int, width: int, dtype: Dtype, limits: Limits) 
     raw = torch.from_numpy(content)
     if dtype is Dtype.I8:
         row = raw.view(rows, _SCALE_BYTES + width)
-        scales = row[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+        scales = row[:, :_SCALE_BYTES].reshape(-1).view(torch.float32).view(rows, 1)
         tensor = row[:, _SCALE_BYTES:].view(torch.int8).to(torch.float32).mul_(scales)
     else:
         tensor = raw.view(_TORCH[dtype]).view(rows, width)
@@ -110,11 +111,12 @@ def decode_named(index: object, content: Bytes, limits: Limits) -> dict[str, Ten
         end = start + math.prod(shape) * dtype.itemsize
         if name in found or end > len(content):
             raise WireError("index", f"{name!r} is in the index twice, or does not fit the bytes sent.")
-        raw = torch.from_numpy(content[start:end].copy())
-        # Any other byte than 0 and 1 is no bool to torch.
-        found[name] = (raw != 0 if dtype is torch.bool else raw.view(dtype)).view(shape)
+        tensor = found[name] = torch.empty(shape, dtype=dtype)
+        # Any other byte than 0 and 1 is no bool to torch: bools are converted.
+        target = tensor.view(-1) if dtype is torch.bool else tensor.view(-1).view(torch.uint8)
+        target.copy_(torch.from_numpy(content[start:end]))
         if limits.finite and dtype.is_floating_point:
-            _check_finite(repr(name), found[name])
+            _check_finite(repr(name), tensor)
         start = end
     if start != len(content):
         raise WireError(
@@ -131,7 +133,8 @@ def _entries(index: object) -> Iterator[tuple[str, torch.dtype, list[int]]]:
             case [str(name), str(dtype), list(shape)] if (
                 dtype in _NAMES
                 and len(shape) <= _MOST_DIMENSIONS
-                and all(type(size) is int and 0 <= size < 1 << 40 for size in shape)
+                and all(type(size) is int and size >= 0 for size in shape)
+                and math.prod(size or 1 for size in shape) < _MOST_VALUES
             ):
                 yield name, _NAMES[dtype], shape
             case _:

@@ -6,12 +6,17 @@ first: it tells a server that is not there yet, which is worth another try, from
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_mux.errors import UserError
+
+IDENTITY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""Identities of clients: they fit a certificate's common name, and may be names of files."""
 
 _SECONDS_TO_CONNECT = 10.0
 
@@ -65,21 +70,23 @@ def read_files(ca: Path, certificate: Path, key: Path) -> tuple[bytes, bytes, by
     Raises:
         UserError: A file is missing, is not PEM, or the key is not the certificate's.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        for file in (ca, certificate, key):
-            file.read_bytes()
-        _load(context, ca, certificate, key)
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror or error}") from None
+    _context(ca, certificate, key)
     return ca.read_bytes(), certificate.read_bytes(), key.read_bytes()
 
 
-def _load(context: ssl.SSLContext, ca: Path, certificate: Path, key: Path) -> None:
+def _context(ca: Path, certificate: Path, key: Path) -> ssl.SSLContext:
+    """What a client's end of a connection needs."""
+    for file in (ca, certificate, key):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError:
-        raise UserError(f"{ca}: holds no certificate of a CA in PEM format") from None
+        raise UserError(f"{ca} holds no certificate of a CA in PEM format") from None
     try:
         # Without a password, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(certificate, key, password="")
@@ -87,6 +94,7 @@ def _load(context: ssl.SSLContext, ca: Path, certificate: Path, key: Path) -> No
         raise UserError(
             f"{certificate} and {key} are not a certificate and its private key, unencrypted PEM"
         ) from None
+    return context
 
 
 def probe(address: str, tls: ClientTls | None) -> None:
@@ -101,23 +109,34 @@ def probe(address: str, tls: ClientTls | None) -> None:
         UserError: One end refuses the other's certificate, or a file is unusable.
     """
     host, port = split_address(address)
-    with socket.create_connection((host, port), _SECONDS_TO_CONNECT) as plain:
-        if tls is None:
-            return
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        _load(context, tls.ca, tls.certificate, tls.key)
-        context.set_alpn_protocols(["h2"])
+    if tls is None:
+        socket.create_connection((host, port), _SECONDS_TO_CONNECT).close()
+        return
+    context = _context(tls.ca, tls.certificate, tls.key)
+    name = tls.server_name or host
+    try:
+        # gRPC closes the connection of a client that it refuses without a word; a server that is killed may, too, once.
+        if not any(_is_accepted(context, host, port, name) for _ in range(2)):
+            raise UserError(_of_client(address, tls, "it closes the connection"))
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(_of_server(address, tls, error)) from None
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+        raise ConnectionResetError(error.strerror) from None
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        if "alert" in reason:
+            raise UserError(_of_client(address, tls, reason)) from None
+        raise UserError(f"{address}: no server that speaks TLS is there ({reason})") from None
+
+
+def _is_accepted(context: ssl.SSLContext, host: str, port: int, name: str) -> bool:
+    """Make a handshake; returns whether the server says something after it, which it does if it accepts the client."""
+    plain = socket.create_connection((host, port), _SECONDS_TO_CONNECT)
+    with plain, context.wrap_socket(plain, server_hostname=name) as secured:
         try:
-            with context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured:
-                # The server looks at the client's certificate last; if it accepts, it speaks first.
-                if not secured.recv(1):
-                    raise ConnectionResetError("the server closed the connection")
-        except ssl.SSLCertVerificationError as error:
-            raise UserError(_of_server(address, tls, error)) from None
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise ConnectionResetError(error.strerror) from None
-        except ssl.SSLError as error:
-            raise UserError(_of_client(address, tls, error)) from None
+            return secured.recv(1) != b""
+        except ConnectionError:
+            return False
 
 
 def _of_server(address: str, tls: ClientTls, error: ssl.SSLCertVerificationError) -> str:
@@ -134,11 +153,13 @@ def _of_server(address: str, tls: ClientTls, error: ssl.SSLCertVerificationError
     )
 
 
-def _of_client(address: str, tls: ClientTls, error: ssl.SSLError) -> str:
-    reason = (error.reason or str(error)).lower().replace("_", " ")
-    if "alert" in reason:
-        return (
-            f"{address}: the server refuses the certificate {tls.certificate} ({reason}): it has expired, or the "
-            f"server's CA did not sign it; make one with that CA: {_MAKE} --client NAME"
-        )
-    return f"{address}: no server that speaks TLS is there ({reason})"
+def _of_client(address: str, tls: ClientTls, reason: str) -> str:
+    from cryptography import x509
+
+    until = x509.load_pem_x509_certificate(tls.certificate.read_bytes()).not_valid_after_utc
+    if until < datetime.now(UTC):
+        return f"{tls.certificate} has expired on {until:%Y-%m-%d}; make a new one: {_MAKE} --client NAME --replace"
+    return (
+        f"{address}: the server refuses the certificate {tls.certificate} ({reason}): its CA did not sign it, or not "
+        f"for a client; make one with that CA: {_MAKE} --client NAME"
+    )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.client_stream import BrokenError, ClientStream
-from megatron_mux.split.client_stream import DeadlineError as DeadlineError
 from megatron_mux.split.tls import ClientTls as ClientTls
 from megatron_mux.split.tls import probe
 from megatron_mux.split.wire import Limits, Message, RefusedError
@@ -17,6 +16,10 @@ Exchange = Callable[[Message], Message]
 """Sends a request on a new stream and returns its reply."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+
+
+class DeadlineError(UserError):
+    """The reply to a request did not come in time."""
 
 
 class Transport:
@@ -65,48 +68,58 @@ class Transport:
             UserError: The server cannot be reached, or one end refuses the other's certificate.
         """
         until = time.monotonic() + deadline_s
-        pauses = _pauses()
         lost = ""
-        while True:
+        for pause in _pauses():
             try:
                 stream = self._stream or self._connect(until, lost)
                 return stream.exchange(message, until)
             except BaseException as error:
                 self._drop()
-                again = isinstance(error, BrokenError) or (isinstance(error, RefusedError) and error.retry)
-                if not again or time.monotonic() >= until:
+                if not _is_worth_another_try(error):
                     raise
-                lost = str(error)
-            time.sleep(max(0.0, min(next(pauses), until - time.monotonic())))
+                lost = str(error) or lost
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(pause, left))
+        what = f"{message.kind.name} {message.operation} of step {message.step}"
+        reason = f" ({lost})" if lost else ""
+        raise DeadlineError(
+            f"The server at {self._address} did not answer {what} in {deadline_s:g} s{reason}."
+        )
 
     def _connect(self, until: float, lost: str) -> ClientStream:
-        """Make a stream, on which the client has joined again."""
-        give_up = min(time.monotonic() + self._retry_seconds, until)
+        """Make a stream, on which the client has joined again if it had joined."""
         if lost:
             self._say(f"lost the connection to {self._address} ({lost}); connecting again")
-        told = bool(lost)
-        for pause in _pauses():
+        waited = self._wait_for_server(until, told=bool(lost))
+        stream = self._stream = ClientStream(self._address, self._tls, lambda: self.limits)
+        if self.on_reconnect is not None:
+            self.on_reconnect(lambda message: stream.exchange(message, until))
+        if waited or lost:
+            self._say(f"connected to {self._address}")
+        return stream
+
+    def _wait_for_server(self, until: float, told: bool) -> bool:
+        """Try until a server is there; returns whether the first attempt failed."""
+        began = time.monotonic()
+        give_up = min(began + self._retry_seconds, until)
+        for attempt, pause in enumerate(_pauses()):
             try:
                 probe(self._address, self._tls)
-                break
+                return attempt > 0
             except OSError as error:
                 reason = error.strerror or str(error)
-            if time.monotonic() + pause > give_up:
+            now = time.monotonic()
+            if now + pause > give_up:
                 raise UserError(
-                    f"The server at {self._address} could not be reached for {self._retry_seconds:.0f} s ({reason}). "
-                    "Start it, or check the address."
+                    f"The server at {self._address} could not be reached for {now - began:.0f} s ({reason}). Start it, "
+                    "or check the address."
                 )
-            if not told:
+            if attempt == 0 and not told:
                 self._say(f"waiting for the server at {self._address} ({reason})")
-            told = True
             time.sleep(pause)
-        self._stream = ClientStream(self._address, self._tls, lambda: self.limits)
-        if self.on_reconnect is not None:
-            stream = self._stream
-            self.on_reconnect(lambda message: stream.exchange(message, until))
-        if told:
-            self._say(f"connected to {self._address}")
-        return self._stream
+        raise AssertionError("pauses do not end")
 
     def close(self) -> None:
         """End the stream and close the connection."""
@@ -116,6 +129,10 @@ class Transport:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close(abruptly)
+
+
+def _is_worth_another_try(error: BaseException) -> bool:
+    return isinstance(error, (BrokenError, TimeoutError)) or (isinstance(error, RefusedError) and error.retry)
 
 
 def _pauses() -> Iterator[float]:

@@ -271,7 +271,7 @@ class Header:
 
 _KINDS = frozenset(Kind)
 _DTYPES = frozenset(Dtype)
-_ALL_FLAGS = Flags.TRAINING | Flags.LAST | Flags.NEEDS_INPUT
+_ALL_FLAGS = sum(Flags)
 
 
 @dataclass(frozen=True)

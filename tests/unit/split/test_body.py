@@ -165,7 +165,9 @@ class Client:
                 other = theirs.pop(p.key)
                 whole = torch.zeros(p.full_shape, dtype=torch.float64)
                 assert p.index is not None and other.index is not None
-                found[p.key] = whole.index_copy(1, p.index, p.value.detach()).index_copy(1, other.index, other.tensor)
+                found[p.key] = whole.index_copy(1, p.index, p.value.detach()).index_copy(
+                    1, other.index, other.tensor
+                )
         return found | {key: piece.tensor for key, piece in theirs.items() if key not in found}
 
 
