@@ -157,7 +157,9 @@ class Client:
         self.body.update(self.name, step, norm, skip=False)
 
     def values(self) -> dict[str, Tensor]:
-        theirs = {p.key: p for p in self.body.state(self.name) if p.kind == "value"}
+        state = self.body.state(self.name)
+        fixed = {record.key for record in self.adapter.fixed}
+        theirs = {p.key: p for p in state if p.kind == "value" and p.key not in fixed}
         found = {}
         for p in self.adapter.parameters:
             found[p.key] = p.value.detach()
