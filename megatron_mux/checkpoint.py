@@ -326,8 +326,8 @@ def refuse_used(directory: Path, owner: str = "") -> None:
     """
     if next(iter(_manifests(directory / owner)), None) is not None:
         raise UserError(
-            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with --load {directory}, or choose "
-            "another directory."
+            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
+            f"--load {directory}, or choose another directory."
         )
 
 

@@ -272,8 +272,8 @@ class Body:
         moments, extra = member.optimizer.state(), member.adapter.state()
         found = []
         for record in stored_parameters(member.adapter):
-            if not record.owner:
-                continue
+            if not record.owner and record not in member.adapter.fixed:
+                continue  # fixed ones that the client owns are needed here to go on
             named: Mapping[str, Tensor] = {"value": record.value, **moments.get(record.key, {})}
             if record.key in extra:
                 named = {**named, "extra": extra[record.key]}

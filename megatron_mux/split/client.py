@@ -2,6 +2,8 @@
 
     python -m megatron_mux.split.client --backbone DIR --tasks tasks.yaml --server HOST:PORT \
         --tls-ca ca.pem --tls-cert NAME.pem --tls-key NAME.key --cut-front 1 --cut-back 1 --save DIR
+
+The same in Python: `SplitTrainer`.
 """
 
 from __future__ import annotations
@@ -31,31 +33,32 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Batch size, learning rate, steps and data are the task's own: see tasks.yaml.",
         allow_abbrev=False,
     )
-    directory, file, count = (
-        {"type": path, "metavar": "DIR"},
-        {"type": path, "metavar": "FILE"},
-        {"type": at_least(1), "metavar": "N"},
-    )
     add = parser.add_argument_group("task").add_argument
-    add("--tasks", required=True, help="tasks.yaml", **file)  # type: ignore[arg-type]
+    add("--tasks", type=path, required=True, metavar="FILE", help="tasks.yaml")
     add("--task", metavar="NAME", help="the task to train, if the file has several")
     add = parser.add_argument_group("backbone").add_argument
-    add("--backbone", required=True, help="Hugging Face directory, or an export of megatron_mux.split.export_client", **directory)  # type: ignore[arg-type]  # fmt: skip # noqa: E501
+    add(
+        "--backbone",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory, or what megatron_mux.split.export_client made of one",
+    )
     add(
         "--cut-front",
         type=at_least(0),
         default=1,
         metavar="N",
-        help="first layers that stay here, at least 1 (1)",
+        help="first layers that stay here, 1 or more (1)",
     )
     add("--cut-back", type=at_least(0), default=1, metavar="N", help="last layers that stay here (1)")
-    add("--bf16", action="store_true", help="compute the layers here in bfloat16 (default: fp32)")
+    add("--bf16", action="store_true", help="compute them in bfloat16 (default: fp32)")
     add("--device", choices=("cpu", "cuda"), help="where to compute them (default: a GPU if there is one)")
     add = parser.add_argument_group("server").add_argument
     add("--server", required=True, metavar="HOST:PORT", help="its address")
-    add("--tls-ca", required=True, help="CA that signed its certificate", **file)  # type: ignore[arg-type]
-    add("--tls-cert", required=True, help="certificate of this client: names it to the server", **file)  # type: ignore[arg-type]
-    add("--tls-key", required=True, help="its private key", **file)  # type: ignore[arg-type]
+    add("--tls-ca", type=path, required=True, metavar="FILE", help="CA that signed the server's certificate")
+    add("--tls-cert", type=path, required=True, metavar="FILE", help="certificate that names this client")
+    add("--tls-key", type=path, required=True, metavar="FILE", help="its private key")
     add(
         "--tls-server-name",
         metavar="NAME",
@@ -63,12 +66,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--wire", choices=("f32", "bf16", "f16", "i8"), default="f32", help="dtype of what is sent (f32)")
     add = parser.add_argument_group("results").add_argument
-    add("--save", help="write adapter and metrics to DIR/TASK; clients may share DIR", **directory)  # type: ignore[arg-type]
-    add("--load", help="continue the run saved in DIR (an empty DIR starts a new run)", **directory)  # type: ignore[arg-type]
-    add("--save-interval", help="save every N steps, besides at the end", **count)  # type: ignore[arg-type]
-    add("--keep-checkpoints", help="saves to keep (default: all)", **count)  # type: ignore[arg-type]
-    add("--log-interval", default=10, help="log every N steps (10)", **count)  # type: ignore[arg-type]
-    add("--tensorboard-dir", help="write TensorBoard files to DIR", **directory)  # type: ignore[arg-type]
+    add(
+        "--save",
+        type=path,
+        metavar="DIR",
+        help="write adapter and metrics to DIR/TASK; clients may share DIR",
+    )
+    add(
+        "--load",
+        type=path,
+        metavar="DIR",
+        help="continue the run saved in DIR (an empty DIR starts a new run)",
+    )
+    add("--save-interval", type=at_least(1), metavar="N", help="save every N steps, besides at the end")
+    add("--keep-checkpoints", type=at_least(1), metavar="N", help="saves to keep (default: all)")
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="log every N steps (10)")
+    add("--tensorboard-dir", type=path, metavar="DIR", help="write TensorBoard files to DIR")
     add("--no-progress", action="store_true", help="no live display")
     return parser
 

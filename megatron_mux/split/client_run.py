@@ -1,4 +1,4 @@
-"""A client's run of its task: what it needs is read once; each attempt joins the server and goes on from the newest save.
+"""A client's run of its task: files are read once; each attempt joins the server and goes on from the newest save.
 
 An attempt ends when the task is done, or when the server has lost steps: the next one begins at an earlier save, as a
 process does that is started again.

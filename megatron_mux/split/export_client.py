@@ -1,6 +1,8 @@
 """Export the layers of a backbone that a client of split fine-tuning needs, so that it never holds the others.
 
-python -m megatron_mux.split.export_client --backbone DIR --cut-front N --cut-back N --out DIR
+    python -m megatron_mux.split.export_client --backbone DIR --cut-front N --cut-back N --out DIR
+
+`--backbone` of the client takes the directory that is made.
 """
 
 from __future__ import annotations

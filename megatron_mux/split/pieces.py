@@ -49,7 +49,7 @@ class Piece:
 
 
 def runs_of(index: Tensor) -> tuple[tuple[int, int], ...]:
-    """Runs of consecutive numbers of `[n]` int64 ascending indices, as first and one past the last."""
+    """Runs of consecutive numbers of `[n]` int64 indices in their order, as first and one past the last."""
     values: list[int] = index.tolist()
     found: list[tuple[int, int]] = []
     for value in values:
@@ -112,12 +112,8 @@ def _local_shape(entry: _Entry) -> tuple[int, ...]:
     if entry.dim is None:
         return entry.shape
     size = entry.shape[entry.dim] if entry.dim < len(entry.shape) else -1
-    ordered = [edge for run in entry.runs for edge in run]
-    if (
-        size < 0
-        or any(a > b for a, b in zip(ordered, ordered[1:], strict=False))
-        or not 0 <= max(ordered, default=0) <= size
-    ):
+    edges = [0, *(edge for run in sorted(entry.runs) for edge in run), size]
+    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
         raise UserError(
             f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}"
         )

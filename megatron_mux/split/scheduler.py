@@ -42,8 +42,8 @@ class SchedulerOptions:
     """What departs from the paper's algorithm.
 
     Attributes:
-        easy: The first in the queue has a reservation for when, by expected ends, enough memory will be free; others may
-            start before it if that does not delay it. The paper lets others pass only when the first one fits.
+        easy: The first in the queue has a reservation for when, by expected ends, enough memory will be free; others
+            may start before it if that does not delay it. The paper lets others pass only when the first one fits.
         weights: Shares of clients, 1 for those not named: the queue is in the order of weighted fair queueing. None: in
             the order of arrival.
         ageing: With weights, how many tokens of another client a second of waiting outweighs: the larger, the nearer to

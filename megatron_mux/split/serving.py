@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -97,7 +98,9 @@ class SplitServer:
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self._log = log
-        self._numbers = count(1)
+        self._numbers = count(
+            1 + secrets.randbits(40)
+        )  # another one tells clients that their session is lost
         self._joining: dict[str, asyncio.Lock] = {}
         self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
 

@@ -101,7 +101,9 @@ class SplitTrainer:
                 reached = run.go_back()
                 losses, saved = (1 if reached > saved else losses + 1), max(saved, reached)
                 if losses > _MOST_LOSSES:
-                    raise UserError(f"{spec.name}: {why}, for the {losses}th time after step {reached}")
+                    raise UserError(
+                        f"{spec.name}: the server has lost steps {losses} times after step {reached}: {why}"
+                    )
                 reporter = self._reporter(spec.name)
                 reporter.say(f"{spec.name}: going back to step {reached}, since {why}")
         finally:

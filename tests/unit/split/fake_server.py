@@ -171,7 +171,7 @@ class FakeTransport:
     """A connection to a `FakeServer`; it breaks when the server dies."""
 
     server: FakeServer
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     on_reconnect: Callable[[Callable[[Message], Message]], None] | None = None
     closed: bool = False
 

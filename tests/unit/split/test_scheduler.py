@@ -49,7 +49,9 @@ class Naive:
         return granted
 
 
-def play(scheduler: Scheduler, script: list[tuple[str, int, str, int]], naive: Naive | None = None) -> None:
+def play(  # noqa: C901 (a script of events)
+    scheduler: Scheduler, script: list[tuple[str, int, str, int]], naive: Naive | None = None
+) -> None:
     """Play events, then let everything end; checks what must hold after each of them."""
     sizes: dict[int, int] = {}
     running: dict[int, int] = {}
