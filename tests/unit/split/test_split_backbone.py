@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,11 +17,15 @@ from torch import Tensor
 from megatron_mux import checkpoint
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.data.dataset import DataFiles
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
 from megatron_mux.split import client
 from megatron_mux.split.backbone import load_ends
-from megatron_mux.split.wire import Flags, Kind, Message
+from megatron_mux.split.wire import Kind, Message
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.task_setup import open_tasks
 from tests import tiny_models
 from tests.end_to_end.harness import Case, adapter, assert_close
 from tests.end_to_end.workplace import write_tokenizer
@@ -146,7 +151,9 @@ def test_a_run_leaves_the_whole_adapter_and_its_own_files(
     assert server.left == [{"finished": True}] and sorted(server.saved) == [2, 4, 6]
 
 
-def test_tasks_share_a_directory(undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path) -> None:
+def test_tasks_share_a_directory(
+    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path
+) -> None:
     trainer(FakeServer(path), task_of(data, "other", r=2), tmp_path).train()
     before = metrics_of(tmp_path, "other")
     trainer(FakeServer(path), task_of(data), tmp_path).train()
@@ -159,14 +166,22 @@ def test_tasks_share_a_directory(undisturbed: tuple[Path, FakeServer], path: Pat
 
 
 def test_a_server_that_dies_loses_no_exactness(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: tuple[Path, FakeServer],
+    path: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fatal = [(Kind.BACKWARD, 1), (Kind.BACKWARD, 3), (Kind.STATE, 4), (Kind.FORWARD, 5), (Kind.FORWARD, 5)]
 
     def dies(message: Message) -> bool:
         """At the next of these; the first micro-batch of a step has been computed before each forward pass."""
         later = "previous" not in message.fields and message.flags
-        if not fatal or (message.kind, message.step) != fatal[0] or (message.kind is Kind.FORWARD and not later):
+        if (
+            not fatal
+            or (message.kind, message.step) != fatal[0]
+            or (message.kind is Kind.FORWARD and not later)
+        ):
             return False
         del fatal[0]
         return True
@@ -175,11 +190,19 @@ def test_a_server_that_dies_loses_no_exactness(
     trainer(server, task_of(data), tmp_path).train()
     same(tmp_path, undisturbed[0])
     said = capsys.readouterr().out
-    assert not fatal and [said.count(f"one: going back to step {step}, since") for step in (0, 2, 4)] == [1, 2, 2]
+    assert not fatal and [said.count(f"one: going back to step {step}, since") for step in (0, 2, 4)] == [
+        1,
+        2,
+        2,
+    ]
 
 
 def test_a_restart_between_steps_costs_nothing(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: tuple[Path, FakeServer],
+    path: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: set[tuple[int, Kind]] = set()
 
@@ -205,12 +228,16 @@ def test_a_server_that_loses_everything_again_and_again_ends_the_run(
 ) -> None:
     monkeypatch.setattr("megatron_mux.split.trainer._MOST_LOSSES", 2)
     server = FakeServer(path, dies=lambda message: message.kind is Kind.BACKWARD and message.step == 2)
-    with pytest.raises(UserError, match="the server has lost steps 3 times after step 0"):
+    with pytest.raises(UserError, match=r"the server has lost steps 3 times after step 0"):
         trainer(server, task_of(data), None).train()
 
 
 def test_a_client_is_continued(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: tuple[Path, FakeServer],
+    path: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     class KilledError(Exception):
         """Ends a client at once."""
@@ -224,7 +251,7 @@ def test_a_client_is_continued(
     with pytest.raises(KilledError):
         trainer(server, task_of(data), tmp_path).train()
     server.dies = lambda message: False
-    with pytest.raises(UserError, match="training.learning_rate"):
+    with pytest.raises(UserError, match=r"training.learning_rate"):
         changed = task_of(data)
         changed["training"] = {**changed["training"], "learning_rate": 1.0}
         trainer(server, changed, tmp_path, load=tmp_path).train()
@@ -235,7 +262,11 @@ def test_a_client_is_continued(
 
 
 def test_a_body_that_stays_on_the_server(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: tuple[Path, FakeServer],
+    path: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     server = FakeServer(path, returns_body=False)
     server.dies = lambda message: message.step == 3 and message.kind is Kind.BACKWARD and len(server.saved) == 1 and (
@@ -245,10 +276,15 @@ def test_a_body_that_stays_on_the_server(
     found, wanted = adapter_of(tmp_path), adapter_of(undisturbed[0])
     assert len(found) == 2 * 2 * 2 and all(torch.equal(found[key], wanted[key]) for key in found)
     said = capsys.readouterr().out
-    assert "going back to step 2" in said and "the body's part of the adapter stays on the server server:1" in said
+    assert (
+        "going back to step 2" in said
+        and "the body's part of the adapter stays on the server server:1" in said
+    )
 
 
-@pytest.mark.parametrize("kind", [{}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}], ids=["lora", "prefix"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}], ids=["lora", "prefix"]
+)
 def test_an_adapter_to_start_from(path: Path, data: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
     task = task_of(data)
     task["adapter"] = {**kind} if kind else task["adapter"]
@@ -262,19 +298,16 @@ def test_an_adapter_to_start_from(path: Path, data: Path, tmp_path: Path, kind: 
     trainer(server, task, save, save_interval=None).train()
     (upload,) = [message for message in server.messages if message.kind is Kind.UPLOAD][:1]
     sent = sum(tensor.numel() for tensor in upload.tensors.values())
-    assert sent * 2 == sum(tensor.numel() for tensor in adapter_of(tmp_path / "first").values())  # two layers of four
+    assert sent * 2 == sum(
+        tensor.numel() for tensor in adapter_of(tmp_path / "first").values()
+    )  # two layers of four
     wanted = Engine(Backbone.load(path, ALONE, torch.float64), ALONE)
-    from megatron_mux.data.dataset import DataFiles
-    from megatron_mux.data.tokenizer import load_tokenizer
-    from megatron_mux.tasks import TaskSpec
-    from megatron_mux.training.task_setup import open_tasks
-
     files = DataFiles(load_tokenizer(path), print)
     wanted.register_tasks(open_tasks([TaskSpec.model_validate(task)], wanted.backbone.info, files, print))
     for _ in range(2):
         wanted.step()
     tensors = adapter(wanted, "one")
-    assert_close(adapter_of(save, 2), {key: value for key, value in tensors.items()}, 1e-10, "continued")
+    assert_close(adapter_of(save, 2), tensors, 1e-10, "continued")
 
 
 def test_a_diverging_task_fails_as_everywhere(path: Path, data: Path, tmp_path: Path) -> None:
@@ -329,10 +362,11 @@ def test_mistakes_are_told_in_one_line(
     said: str,
 ) -> None:
     words = words_of(path, data, tmp_path) | {"--save": str(tmp_path / "run")} | changes
-    assert client.main([word for flag, value in words.items() if value is not None for word in (flag, value)]) == 2
+    assert (
+        client.main([word for flag, value in words.items() if value is not None for word in (flag, value)])
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    import re
-
     assert line.startswith("megatron_mux.split.client: ") and re.search(said, line), line
     assert not (tmp_path / "run").exists()
 
