@@ -98,7 +98,9 @@ class SplitServer:
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self._log = log
-        self._numbers = count(1 + secrets.randbits(40))  # another one tells clients that their session is lost
+        self._numbers = count(
+            1 + secrets.randbits(40)
+        )  # another one tells clients that their session is lost
         self._joining: dict[str, asyncio.Lock] = {}
         self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
 

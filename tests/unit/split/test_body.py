@@ -1,4 +1,4 @@
-"""The body with client's ends computes what the whole backbone computes, for many sessions over one set of parameters."""
+"""The body and a client's ends compute what the whole backbone does, for many sessions over one set of parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.pieces import assemble
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 
-LAYERS = 6
-TRAINING = TrainingSpec(learning_rate=0.02, max_steps=5, max_grad_norm=0.5, weight_decay=0.1, seed=3)
+LAYERS, STEPS = 6, 5
+TRAINING = TrainingSpec(learning_rate=0.02, max_steps=STEPS, max_grad_norm=0.5, weight_decay=0.1, seed=3)
 SECTIONS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
@@ -80,14 +79,14 @@ class Whole:
     def __post_init__(self) -> None:
         own = self.backbone
         self.adapters = AdapterSet(own.base_ops(), own.parallel, own.dtype, own.shape)
-        self.adapter = self.adapters.add(task_of(self.name), TRAINING.max_steps)
-        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
+        self.adapter = self.adapters.add(task_of(self.name), STEPS)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
 
     def step(self, step: int) -> None:
         batch = batch_of(self.name, step)
         with layout.activate(batch):
             loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.losses.append(float(loss.detach()))
         self.adapter.penalty(step)
         norm = torch.stack([g.square().sum() for g in self.optimizer.owned]).sum().sqrt()
@@ -120,9 +119,9 @@ class Client:
         ops = [*self.front.base_ops(), *self.back.base_ops()]
         self.adapters = AdapterSet(ops, alone, torch.float64, self.front.shape)
         task = task_of(self.name)
-        self.adapter = self.adapters.add(task, TRAINING.max_steps)
-        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
-        self.body.add(self.name, task.adapter, TRAINING, self.layers, TRAINING.max_steps)
+        self.adapter = self.adapters.add(task, STEPS)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
+        self.body.add(self.name, task.adapter, TRAINING, self.layers, STEPS)
 
     def rows(self, step: int) -> Rows:
         self.batch = batch_of(self.name, step)
@@ -137,7 +136,7 @@ class Client:
         with layout.activate(self.batch):
             made = self.back.forward(self.batch, self.output, labelled_only=True)
             loss, _ = self.back.loss(made, self.batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.losses.append(float(loss.detach()))
         assert self.output.grad is not None
         return self.output.grad.squeeze(1)
@@ -145,7 +144,7 @@ class Client:
     def finish(self, step: int, gradient: Tensor | None) -> None:
         if gradient is not None:
             with layout.activate(self.batch):
-                self.hidden.backward(gradient.unsqueeze(1))  # type: ignore[no-untyped-call]
+                self.hidden.backward(gradient.unsqueeze(1))
         self.adapter.penalty(step)
         squares = [g.square().sum() for g in self.optimizer.owned]
         norm = (sum(map(float, squares)) + self.body.squared_norm(self.name, step)) ** 0.5
