@@ -48,7 +48,7 @@ def proposal(spec: TaskSpec, fingerprint: str, cuts: tuple[int, int], wire: Wire
         wire=wire,
         adapter=spec.plain()["adapter"],
         training=spec.training,
-        total_steps=spec.training.max_steps,
+        total_steps=spec.total_steps(7),
         train_rows=48,
         rows=84,
         sequences=7,

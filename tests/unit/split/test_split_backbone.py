@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,11 +17,15 @@ from torch import Tensor
 from megatron_mux import checkpoint
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.data.dataset import DataFiles
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
 from megatron_mux.split import client
 from megatron_mux.split.backbone import load_ends
 from megatron_mux.split.wire import Kind, Message
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.task_setup import open_tasks
 from tests import tiny_models
 from tests.end_to_end.harness import Case, adapter, assert_close
 from tests.end_to_end.workplace import write_tokenizer
@@ -223,7 +228,7 @@ def test_a_server_that_loses_everything_again_and_again_ends_the_run(
 ) -> None:
     monkeypatch.setattr("megatron_mux.split.trainer._MOST_LOSSES", 2)
     server = FakeServer(path, dies=lambda message: message.kind is Kind.BACKWARD and message.step == 2)
-    with pytest.raises(UserError, match="the server has lost steps 3 times after step 0"):
+    with pytest.raises(UserError, match=r"the server has lost steps 3 times after step 0"):
         trainer(server, task_of(data), None).train()
 
 
@@ -246,7 +251,7 @@ def test_a_client_is_continued(
     with pytest.raises(KilledError):
         trainer(server, task_of(data), tmp_path).train()
     server.dies = lambda message: False
-    with pytest.raises(UserError, match="training.learning_rate"):
+    with pytest.raises(UserError, match=r"training.learning_rate"):
         changed = task_of(data)
         changed["training"] = {**changed["training"], "learning_rate": 1.0}
         trainer(server, changed, tmp_path, load=tmp_path).train()
@@ -297,17 +302,12 @@ def test_an_adapter_to_start_from(path: Path, data: Path, tmp_path: Path, kind: 
         tensor.numel() for tensor in adapter_of(tmp_path / "first").values()
     )  # two layers of four
     wanted = Engine(Backbone.load(path, ALONE, torch.float64), ALONE)
-    from megatron_mux.data.dataset import DataFiles
-    from megatron_mux.data.tokenizer import load_tokenizer
-    from megatron_mux.tasks import TaskSpec
-    from megatron_mux.training.task_setup import open_tasks
-
     files = DataFiles(load_tokenizer(path), print)
     wanted.register_tasks(open_tasks([TaskSpec.model_validate(task)], wanted.backbone.info, files, print))
     for _ in range(2):
         wanted.step()
     tensors = adapter(wanted, "one")
-    assert_close(adapter_of(save, 2), {key: value for key, value in tensors.items()}, 1e-10, "continued")
+    assert_close(adapter_of(save, 2), tensors, 1e-10, "continued")
 
 
 def test_a_diverging_task_fails_as_everywhere(path: Path, data: Path, tmp_path: Path) -> None:
@@ -367,8 +367,6 @@ def test_mistakes_are_told_in_one_line(
         == 2
     )
     (line,) = capsys.readouterr().err.splitlines()
-    import re
-
     assert line.startswith("megatron_mux.split.client: ") and re.search(said, line), line
     assert not (tmp_path / "run").exists()
 
