@@ -251,6 +251,8 @@ def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
         ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
         ({"train_rows": 10**8}, "too_large"),
+        ({"rows": 10**8}, "too_large"),
+        ({"adapter": {"peft_type": "LORA", "target_modules": "(.*)*q_proj"}}, "proposal"),
         ({"step": 3}, "no_state"),
     ],
 )

@@ -30,7 +30,9 @@ TRANSFERS = 4 * (0.05 + 100 * 2e3 / 1e6)
 CLIENT = 3 * 100 * 1e-4
 
 
-def simulate(fleet: Fleet, capacity: int = ROOMY, policy: PolicyName = "on-demand", together: int = 0) -> Figures:
+def simulate(
+    fleet: Fleet, capacity: int = ROOMY, policy: PolicyName = "on-demand", together: int = 0
+) -> Figures:
     return Simulation(COSTS, fleet, ServerOptions(capacity, policy, most_together=together)).run()
 
 
