@@ -32,7 +32,9 @@ def seconds_of_decisions(easy: bool, waiting: int) -> list[float]:
         while scheduler.waiting < waiting:
             key += 1
             size = random_.randint(_CAPACITY // 1000, _CAPACITY // 10)
-            scheduler.submit(Demand(key, f"client {key % waiting}", size, 64, expected_s=random_.random()), now)
+            scheduler.submit(
+                Demand(key, f"client {key % waiting}", size, 64, expected_s=random_.random()), now
+            )
         now += 0.001
         began = time.perf_counter()
         granted = scheduler.grant(now)

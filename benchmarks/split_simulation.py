@@ -111,7 +111,9 @@ def simulate(costs: Costs, clients: Sequence[int], scale: float, seed: int) -> l
         capacity = int(costs.lasting_bytes * count + 32 * costs.backward_row_bytes * fleet.rows[1])
         for policy in POLICIES:
             for together in (0, 2048) if policy == "on-demand" else (0,):
-                room = max(capacity, int(2.5 * (costs.weights_bytes + costs.backward_row_bytes * fleet.rows[1])))
+                room = max(
+                    capacity, int(2.5 * (costs.weights_bytes + costs.backward_row_bytes * fleet.rows[1]))
+                )
                 options = ServerOptions(room, policy, most_together=together)
                 began = time.perf_counter()
                 figures = Simulation(costs, fleet, options).run()
@@ -155,13 +157,13 @@ def tables(result: dict[str, Any]) -> str:
         )
         for one in result["runs"]
     ]
-    headings = (
-        "clients | policy | s a step | communication | computation | waiting | p99 of a wait | steps/s | Jain | GiB reserved"
-    )
+    headings = "clients | policy | s a step | communication | computation | waiting | p99 of a wait"
+    headings += " | steps/s | Jain | GiB reserved"
     head = (
-        f"Simulated by costs measured on {result['hardware']}, with a server {result['scale']:g} times as fast. Clients arrive "
-        "over ten minutes, take 20 steps of 64 to 512 rows, have links of 10 MB/s in the median, and drop out before 0.2% of "
-        "their requests, for half a minute. Jain's index is over all clients, whose rows and links differ."
+        f"Simulated by costs measured on {result['hardware']}, with a server {result['scale']:g} times as fast. "
+        "Clients arrive over ten minutes, take 20 steps of 64 to 512 rows, have links of 10 MB/s in the median, and "
+        "drop out before 0.2% of their requests, for half a minute. Jain's index is over all clients, whose rows and "
+        "links differ."
     )
     return "\n".join([head, "", *table(headings, rows)])
 
@@ -171,10 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--measure", action="store_true", help="measure costs and write them to --costs")
-    add("--costs", type=Path, default=COSTS, metavar="FILE", help="costs (benchmarks/results/split-costs-...)")
+    add(
+        "--costs", type=Path, default=COSTS, metavar="FILE", help="costs (benchmarks/results/split-costs-...)"
+    )
     add("--backbone", type=Path, default=ROOT / ".quickstart/backbone", metavar="DIR", help="for --measure")
     add("--clients", type=int, nargs="+", default=[100, 1000, 10_000], metavar="N")
-    add("--scale", type=float, default=200.0, help="times as fast as the measured machine the server is (200)")
+    add(
+        "--scale", type=float, default=200.0, help="times as fast as the measured machine the server is (200)"
+    )
     add("--seed", type=int, default=0)
     add_output(parser)
     arguments = parser.parse_args(argv)

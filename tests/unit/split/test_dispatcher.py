@@ -140,8 +140,6 @@ async def _failing(own: Bench) -> None:
         await own.begin("too large", 11)
 
 
-@pytest.mark.parametrize(
-    "test", [_in_order, _together, _kept, _without_memory, _taken_back, _failing], ids=lambda test: str(test)
-)
+@pytest.mark.parametrize("test", [_in_order, _together, _kept, _without_memory, _taken_back, _failing])
 def test_dispatcher(test: Callable[[], None]) -> None:
     test()

@@ -85,7 +85,8 @@ def test_auto_keeps_a_graph_at_nobodys_expense_only() -> None:
     roomy = Circumstances(free=20_000, waiting=0, largest=9_000, answer_s=1.0, reforward_s=1.0)
     assert plan_forward("auto", MEMORY, 100, roomy).keeps == "graph"
     for change in ({"waiting": 1}, {"largest": 10_001}, {"free": 18_999}):
-        assert plan_forward("auto", MEMORY, 100, Circumstances(**{**vars(roomy), **change})).keeps == "input"  # type: ignore[arg-type]
+        now = Circumstances(**{**vars(roomy), **change})
+        assert plan_forward("auto", MEMORY, 100, now).keeps == "input"
 
 
 def test_auto_moves_a_graph_to_host_memory_where_that_is_faster() -> None:
