@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     parallel = runtime.initialize()
     backbone = _load(arguments, parallel, layers, info.shape.layers)
     body = Body(backbone, parallel)
-    capacity = _capacity(arguments.memory_limit, parallel, body.shared_bytes)
-    vanilla = arguments.policy == "vanilla"
+    vanilla = arguments.policy == "vanilla"  # its tasks reserve their own copies, and not what these are made from
+    capacity = _capacity(arguments.memory_limit, parallel, 0 if vanilla else body.shared_bytes)
     together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
     asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
     runtime.shutdown()

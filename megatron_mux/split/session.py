@@ -157,6 +157,7 @@ class Session:
     work: Work | None = None
     expiry: asyncio.TimerHandle | None = None
     answer_s: float = 0.0
+    _began: float = 0.0
     _answered: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -241,6 +242,7 @@ class Session:
             self.current = None
 
     async def _serve(self, message: Message) -> Message:
+        self._began = time.monotonic()
         handlers: Mapping[Kind, Callable[[Message], Awaitable[Message]]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -370,7 +372,8 @@ class Session:
         fields: Mapping[str, Any] | None = None,
         tensor: Tensor | None = None,
     ) -> Message:
-        times = {"waited_s": round(outcome.waited_s, 6), "computed_s": round(outcome.computed_s, 6)}
+        waited_s = time.monotonic() - self._began - outcome.computed_s  # a step before and moving tasks included
+        times = {"waited_s": round(max(0.0, waited_s), 6), "computed_s": round(outcome.computed_s, 6)}
         return Message(
             kind,
             self.number,

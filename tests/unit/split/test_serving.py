@@ -255,6 +255,21 @@ def test_policies_compute_the_same(
             assert scheduler.free == running.capacity - session.memory.lasting, "nothing else stays reserved"
 
 
+def test_waiting_includes_moving_tasks(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "vanilla", "swap_rate": 1e12}
+    with running_server(backbone, parallel, tmp_path / "other", **options) as running:
+        first, second = Caller(running, task="one"), Caller(running, task="two")
+        first.join()
+        first.train_step()
+        running.server.dispatcher.scheduler.free = 0  # the second task takes the place of the first
+        second.join()
+        second.train_step()
+        own, bodies = running.server.sessions["local/one"], running.server.bodies
+        bodies.swap_rate = (bodies.own_parameters + own.memory.lasting) / 0.1
+        waited = first.call(first.forward()).fields["waited_s"]
+        assert waited >= 0.2, "one task goes out, another comes in"
+
+
 def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
     caller = Caller(server)
     caller.join()
