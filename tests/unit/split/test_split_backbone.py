@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests import tiny_models
 from tests.end_to_end.harness import Case, adapter, assert_close
 from tests.end_to_end.workplace import write_tokenizer
 from tests.unit.split.fake_server import FakeServer
+from tests.unit.split.running_server import RunningServer, running_server
 from tests.unit.split.splitting import ALONE, case, split_engine, task_of, trainer, write_data
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -221,6 +222,41 @@ def test_a_restart_between_steps_costs_nothing(
     trainer(server, task_of(data), tmp_path).train()
     same(tmp_path, undisturbed[0])
     assert len(asked) == 6 and "going back" not in capsys.readouterr().out
+
+
+class Restarting:
+    """Lets everything pass, and restarts a server once."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.restart: Callable[[], None] | None = server.restart
+
+    def activations(self, hidden: Tensor, lengths: Sequence[int], step: int, operation: int) -> Tensor:
+        return hidden
+
+    def gradients(self, gradient: Tensor, lengths: Sequence[int], step: int, operation: int) -> Tensor:
+        if step == 3 and self.restart is not None:
+            self.restart()
+            self.restart = None
+        return gradient
+
+
+def test_a_real_server_that_is_restarted(
+    undisturbed: tuple[Path, FakeServer],
+    path: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    body = Backbone.load(path, ALONE, torch.float64, split=(1, 3, 0), stage=1, ends=False)
+    fingerprint = read_backbone_info(path).fingerprint
+    save, store = tmp_path / "run", tmp_path / "store"
+    with running_server(body, ALONE, store, fingerprint=fingerprint) as server:
+        one = trainer(undisturbed[1], task_of(data), save)
+        one.server, one.connect, one.privacy = server.address, None, Restarting(server)
+        one.train()
+    same(save, undisturbed[0])
+    assert "one: going back to step 2, since" in capsys.readouterr().out
+    assert one.tally.requests > 30 and 0 < one.tally.computed_s < one.tally.seconds
 
 
 def test_a_server_that_loses_everything_again_and_again_ends_the_run(
