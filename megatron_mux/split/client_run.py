@@ -135,9 +135,8 @@ class ClientRun:
     def _link(self, step: int, say: Say) -> Link:
         connect = self.options.connect or self._connect
         start = self.task.spec.adapter.adapter_name_or_path
-        if (
-            start is not None and self.task.initial is None and not step
-        ):  # not read for a run that is continued
+        if start is not None and self.task.initial is None and not step:
+            # It was not read for a run that is continued, which goes back to its beginning now.
             self.task.initial = read_adapter(start, self.task.spec.adapter, self.info.shape)
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
