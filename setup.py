@@ -57,6 +57,7 @@ setup(
         "scipy>=1.11",  # linear programs (HiGHS) of the placement of experts
         "grpcio>=1.60",  # split fine-tuning
         "cryptography>=42",
+        "prometheus-client>=0.20",
     ],
     extras_require={
         "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py

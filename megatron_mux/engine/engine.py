@@ -19,7 +19,7 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.agreement import first_problem
+from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
 from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
 from megatron_mux.engine.hand_over import HandOver
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
@@ -179,7 +179,7 @@ class Engine:
             Bytes that this rank received.
 
         Raises:
-            UserError: Weights are not resident.
+            UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
         """
         before, divided = self.backbone.placement, self.parallel.experts.broker is not None
         states: dict[str, LocalState] = {}
@@ -194,10 +194,12 @@ class Engine:
         self.adapters.renew_experts()
         if divided:
             assert before is not None
-            hand_over = HandOver(self.parallel.experts, before, placement)
+            hand_over = HandOver(self.parallel, before, placement)
             for name, task in self._tasks.items():
                 received += hand_over.attach(task, self.adapters, states[name])
-            self._reserve_gradient_buffer()
+            what = "experts have moved, and there is no memory for the gradients of their adapters"
+            with out_of_memory_on_every_rank(what, self.parallel):
+                self._reserve_gradient_buffer()
         if self._trials is not None:
             self._trials.forget()
         return received

@@ -17,6 +17,7 @@ import torch
 
 from megatron_mux import checkpoint
 from megatron_mux.adapters.peft_format import read_adapter
+from megatron_mux.adapters.targets import ALL_LINEAR, match_targets
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
@@ -27,7 +28,8 @@ from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal
+from megatron_mux.shape import BackboneShape
+from megatron_mux.split.agreement import NAMING_MODULES, Proposal
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
@@ -245,6 +247,16 @@ def _step(manifest: Manifest | None) -> int:
     return entry.step if entry is not None and entry.checkpoint else 0
 
 
+def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
+    """The task's `adapter` section as servers take it: modules listed, not matched; no path of this machine."""
+    adapter: dict[str, Any] = {**spec.plain()["adapter"], "adapter_name_or_path": None}
+    for name in NAMING_MODULES:
+        given = adapter.get(name)
+        if isinstance(given, str) and given.lower() != ALL_LINEAR:
+            adapter[name] = [module.path for module in match_targets(given, shape.modules)]
+    return adapter
+
+
 def _propose(options: SplitTrainer, info: BackboneInfo, task: Task) -> Proposal:
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
@@ -253,7 +265,7 @@ def _propose(options: SplitTrainer, info: BackboneInfo, task: Task) -> Proposal:
         cut_front=options.cut_front,
         cut_back=options.cut_back,
         wire=options.wire,
-        adapter={**spec.plain()["adapter"], "adapter_name_or_path": None},
+        adapter=_adapter_of(spec, info.shape),
         training=spec.training,
         total_steps=spec.total_steps(len(task.data)),
         train_rows=sizes.train_rows,

@@ -97,6 +97,10 @@ class Scheduler:
         """Demands that are not granted yet."""
         return len(self._rank_of)
 
+    def has_reserved(self, key: int) -> bool:
+        """Whether a demand was granted, and its reservation has not ended."""
+        return key in self._reserved
+
     def submit(self, demand: Demand, now: float) -> None:
         """Ask for memory.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -101,7 +102,7 @@ class SplitServer:
         self._numbers = count(
             1 + secrets.randbits(40)
         )  # another one tells clients that their session is lost
-        self._joining: dict[str, asyncio.Lock] = {}
+        self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
 
     @property
@@ -204,7 +205,7 @@ class SplitServer:
             need = predict(self.shape, proposal, itemsize, device, self.bodies.shared.parallel.tp_size)
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
-        self._check_room(need)
+        self._check_room(need, proposal.rows)
         self.metrics.sessions[name] = SessionFigures(proposal.total_steps, proposal.step)
         own = need.lasting + self.bodies.own_parameters
 
@@ -258,10 +259,16 @@ class SplitServer:
             )
         return layers
 
-    def _check_room(self, need: Memory) -> None:
-        """Refuse a session that would not fit even if no other were there."""
+    def _check_room(self, need: Memory, rows: int) -> None:
+        """Refuse a session that would not fit even if no other were there.
+
+        Args:
+            need: What it takes.
+            rows: Of its largest request, which may be an evaluation's.
+        """
         capacity = self.dispatcher.scheduler.capacity
-        needed = need.joining + self.bodies.own_parameters
+        evaluation = need.scaled(need.forward + need.hidden, rows)
+        needed = need.lasting + max(need.backward, evaluation) + self.bodies.own_parameters
         if needed > capacity:
             raise RefusedError(
                 "too_large",

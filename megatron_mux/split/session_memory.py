@@ -57,7 +57,7 @@ class Memory:
 def predict(shape: BackboneShape, proposal: Proposal, itemsize: int, device: str, tensor: int = 1) -> Memory:
     """A session's memory by closed forms, before anything is allocated.
 
-    The forward pass without a graph is bounded by what one layer would keep, beside its input and output.
+    A forward pass without a graph is bounded by a training pass of one layer: there is no closed form of it.
 
     Args:
         shape: The backbone's.
@@ -99,7 +99,7 @@ def predict(shape: BackboneShape, proposal: Proposal, itemsize: int, device: str
     graph = int(made.kept[0, 1]) - 2 * hidden * (layers.stop == shape.layers)
     return Memory(
         rows=rows,
-        forward=2 * hidden + int(one_layer.kept[0, 1]),
+        forward=2 * hidden + int(one_layer.kept[0, 1] + one_layer.workspace[0, 1]),
         graph=graph,
         backward=graph + int(made.workspace[0, 1]) + 3 * hidden,
         hidden=hidden,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.pieces import from_wire
-from megatron_mux.split.transport import Transport
+from megatron_mux.split.transport import DeadlineError, Transport
 from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
 from tests import tiny_models
 from tests.unit.split.running_server import RunningServer, running_server
@@ -195,6 +196,30 @@ def test_a_server_that_was_killed_goes_on_from_the_clients_save(server: RunningS
     assert equal(again.train_step(), wanted)
 
 
+def test_a_server_that_is_told_to_stop_lets_steps_finish_and_saves(server: RunningServer) -> None:
+    caller, other = Caller(server), Caller(server, task="idle")
+    caller.join()
+    other.join()
+    other.train_step()
+    caller.call(caller.forward(seed=0))
+    draining = asyncio.run_coroutine_threadsafe(server.server.drain(20), server.loop)
+    reply = caller.call(caller.backward(caller.operation, seed=1))
+    draining.result(20)
+    assert server.store.steps("local/one") == [0] and server.store.steps("local/idle") == [0]
+    caller.previous = {"step": 0, "norm": float(reply.fields["squared_norm"]) ** 0.5, "skip": False}
+    caller.step = 1
+    with pytest.raises((RefusedError, DeadlineError)):
+        caller.transport.call(caller.forward(seed=10), 0.5)
+    assert 1 in server.store.steps("local/one"), "its step was taken, then it was saved"
+    wanted = Caller(server, task="wanted")
+    server.restart()
+    wanted.join()
+    wanted.train_step()
+    again = Caller(server, step=1)
+    again.join()
+    assert equal(again.train_step(), wanted.train_step())
+
+
 def test_a_skipped_step_leaves_the_adapter_as_it_was(server: RunningServer) -> None:
     caller = Caller(server)
     caller.join()
@@ -251,6 +276,8 @@ def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
         ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
         ({"train_rows": 10**8}, "too_large"),
+        ({"rows": 10**8}, "too_large"),
+        ({"adapter": {"peft_type": "LORA", "target_modules": "(.*)*q_proj"}}, "proposal"),
         ({"step": 3}, "no_state"),
     ],
 )
